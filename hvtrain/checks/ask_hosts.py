@@ -24,10 +24,11 @@ from hvtrain.system import host_facts
 Facts = dict[str, Any]
 
 _PROBE = (host_facts, probe)
-# Exit codes of _SCRIPT.
+# Exit codes of _SCRIPT; 124 is that of `timeout`.
 _TIMED_OUT = 124
 _NO_PYTHON = 86
-# If the environment is missing, any Python 3 can report the other facts. `timeout` bounds the time of a hung probe.
+# Its arguments: this process's Python, the code to run, and the time limit in seconds. If that Python is missing,
+# any Python 3 can report the other facts. `timeout` ends a probe that hangs.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
@@ -39,7 +40,7 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
     """Returns a request for a host's facts, including whether it has this process's Python and folder.
 
     Args:
-        names: All hosts; each host looks up the addresses of all.
+        names: All hosts; each host resolves all of these names.
         run_dir: The run folder, relative to this process's folder.
         dataset: A data set's file or folder, relative to this process's folder.
     """
@@ -80,7 +81,7 @@ def ask(
 
 
 def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
-    """Returns the host's answer. Raises RankError."""
+    """Returns the host's answer. Raises RankError if there is none."""
     text = request(_PROBE, "answer", host_request)
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.

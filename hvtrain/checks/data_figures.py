@@ -44,7 +44,7 @@ def figures_of(findings: Findings) -> list[Figure]:
 
 
 def tables_of(findings: Findings) -> list[Table]:
-    """Returns tables of each split's value ranges and, if there are classes, of their counts."""
+    """Returns a table of the splits' value ranges and, if there are classes, one of the classes' counts."""
     rows = [row for facts in findings.splits for row in _value_rows(facts)]
     columns = ["split", "what", "kind", "lowest", "highest", "mean"]
     tables = [
@@ -74,14 +74,14 @@ def _value_rows(facts: SplitFacts) -> Iterable[list[str]]:
         cells = [facts.name, name, values.kind, "", "", ""]
         if values.num_finite:
             cells[3:5] = [f"{values.low:.4g}", f"{values.high:.4g}"]
-        # A mean of class numbers or token ids would mean nothing.
+        # The mean of class numbers or token ids is meaningless.
         if values.num_finite and values.kind.startswith("numbers"):
             cells[5] = f"{values.total / values.num_finite:.4g}"
         yield cells
 
 
 def scope(findings: Findings) -> str:
-    """A sentence that says how many examples were read."""
+    """Returns a sentence that says how many examples were read."""
     if all(facts.num_read == facts.num_examples for facts in findings.splits):
         return "All examples were read."
     parts = (
@@ -91,7 +91,7 @@ def scope(findings: Findings) -> str:
 
 
 def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
-    """Shows images with their class names or masks."""
+    """Returns a figure of images with their class names or masks."""
     pictures = []
     for number, inputs, target in facts.shown:
         (pixels,) = _painted([(inputs, target)])
@@ -101,7 +101,7 @@ def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
 
 
 def _views(findings: Findings) -> Figure:
-    """Training images as they are, and as training and validation see them, side by side."""
+    """Returns a figure of training images as they are, and as training and validation see them, side by side."""
     pictures = []
     for view in findings.views:
         seen = view[-NUM_DRAWS - 1 :]
@@ -122,7 +122,7 @@ def _views(findings: Findings) -> Figure:
 
 
 def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns the images as bytes, scaled together so that brightness can be compared, under their masks."""
+    """Returns the images as bytes, under their masks; scaled together, so that their brightness can be compared."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
     for index, (_, target) in enumerate(rows):
@@ -132,7 +132,7 @@ def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def _caption(target: Any, class_names: Sequence[str]) -> str:
-    """The target's class name or numbers; empty for masks and for several targets."""
+    """Returns the target's class name or numbers; empty for masks and for several targets."""
     if isinstance(target, dict) or np.ndim(target) > 1:
         return ""
     if np.ndim(target) == 0 and 0 <= target < len(class_names):
@@ -146,7 +146,7 @@ def _cell(values: Any) -> str:
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
-    """The first texts of a split, decoded if its examples are tokens."""
+    """Returns a figure of the first texts of a split, decoded if its examples are tokens; empty without texts."""
     pairs = []
     for number, inputs, _ in facts.shown[:NUM_TEXTS]:
         arrays = list(map(np.asarray, inputs_of(inputs).values()))

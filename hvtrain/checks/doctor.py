@@ -109,7 +109,7 @@ def examine(
     if not cluster:
         return facts
 
-    # From the cheapest check to the slowest: rows appear as soon as they are known.
+    # From the cheapest check to the slowest, since rows are printed as they are added.
     table.add(judge_software(cluster))
     table.add(judge_machines(cluster, slots))
     table.add(judge_names(cluster, names))
@@ -138,7 +138,7 @@ def examine(
 
 
 def _obstacle(options: argparse.Namespace, names: Sequence[str], table: CheckTable) -> str:
-    """Returns why the links cannot be measured; empty if they can."""
+    """Returns the reason why the links cannot be measured; empty if they can be."""
     if len(names) < 2:
         return "one host"
     if not options.links:
@@ -159,7 +159,7 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
 def _try_ports(
     endpoints: Mapping[str, Endpoint], ssh: Ssh
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Has all hosts listen and connect at once. Returns each host's result, or the reason why it gave none."""
+    """Makes all hosts listen and connect at once. Returns the results by host, and why the other hosts gave none."""
     # Another program may listen or call on a port; only these hosts know the token.
     token = secrets.token_hex(8)
     requests = {
@@ -182,13 +182,13 @@ def _try_ports(
 
 
 def _local_data(dataset: Mapping[str, Any]) -> str | None:
-    """Returns the file or folder of a data set; None if it has none, or is in object storage."""
+    """Returns the local file or folder of a data set; None if it has none, or is in object storage."""
     for name in ("dir", "path", "file"):
         value = dataset.get(name)
-        # A user's own data set may have a `path` that is not a string, and `file` may name a table of a library.
+        # In a user's own data set, `path` may not be a string, and `file` may name a table in a library.
         if isinstance(value, str) and not is_remote(value):
             path = Path(value)
-            # As user_path: a user in a container may have no home.
+            # As in manifest.user_path: a user in a container may have no home.
             with suppress(RuntimeError):
                 path = path.expanduser()
             is_pattern = bool({*value} & {*"*?["})

@@ -79,13 +79,14 @@ class Values:
 
 @dataclass
 class SplitFacts:
-    """What was found in the examples read from a split.
+    """Facts about the examples read from a split.
 
     Attributes:
         name: train, validation or test.
         num_examples: the size of the split.
         step: every step-th example is read.
         num_asked: how many examples were to be read.
+        num_skipped: how many unreadable items, an example or the rest of a file, were left out.
         values: by "inputs" or "targets", followed by ".name" where they have names.
         class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
         num_outside: the number of labels that are not a class.
@@ -114,12 +115,12 @@ class SplitFacts:
         return self.num_read == self.num_asked and not self.num_skipped
 
     def example(self, number: int) -> str:
-        """Names an example by its number in the split, or among the readable ones if some were skipped."""
+        """Names an example by its number in the split, or by that among the readable ones if some were skipped."""
         name = f"example {number * self.step}"
         return name if self.is_whole else f"readable {name}"
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Returns pairs: the number of an example, and that of the first one in `other` with the same inputs."""
+        """Returns pairs of an example's number and that of the first example in `other` with the same inputs."""
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
@@ -127,7 +128,7 @@ class SplitFacts:
         return [(number, first[digest]) for number, digest in digests if digest in first]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
-        """Takes a batch: inputs, targets and perhaps weights, as NumPy arrays."""
+        """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
         inputs, targets = elements[:2]
         for part, structure in (("inputs", inputs), ("targets", targets)):
             for name, array in inputs_of(structure).items():
@@ -146,7 +147,8 @@ class SplitFacts:
                 counts += self.class_counts
             self.class_counts = counts
         if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
-            # Masked language modeling hides random tokens of the inputs; the targets are the whole text.
+            # Masked language modeling hides random tokens of the inputs, so the targets, which are the whole text,
+            # identify an example.
             inputs = targets
 
         # Files are often listed class by class, so the first examples may all be of one class.
@@ -207,7 +209,7 @@ class SplitFacts:
 
 @dataclass
 class Findings:
-    """What was found in a data set.
+    """The results of an examination.
 
     Attributes:
         source: the data set.
@@ -215,8 +217,8 @@ class Findings:
         described: the source's description of itself.
         splits: what was found in each split.
         views: for each training image shown, the whole image (without a target), its augmented
-            draws, and the input that validation gives the model; only a draw if it is
-            unknown which example a stream yields.
+            draws, and the input that validation gives the model. If it is unknown which example
+            a stream yields, only one draw.
         raw_rows: the first training rows of a table, by column.
         warnings: oddities, one line each.
         refused: faults for which training would be refused, one line each.
@@ -233,7 +235,7 @@ class Findings:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Adds a user's error in the block to `refused`, and continues after the block."""
+        """Adds a user's error that the block raises to `refused`, and continues after the block."""
         try:
             yield
         except (UserError, tf.errors.OpError) as error:
@@ -249,7 +251,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
 
     Args:
         config: the settings, of which data, dataset, augment and seed matter, and task if has_task or augment is set.
-        limit: the most examples to read of a split.
+        limit: how many examples of each split to read at most.
         has_task: check that the data fit the task.
 
     Raises:
@@ -270,7 +272,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         if config.augment:
             open_augmentation(config, source, task)
         if source.augmentation:
-            # No step runs on a device here, so the layers work in the input pipeline, as in a resized run.
+            # No step runs on a device here, so the layers run in the input pipeline, as in a resized run.
             source.augmentation.in_step = False
     left_out: list[Unreadable] = []
     for split in source.SPLITS:
@@ -301,13 +303,13 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
 
 
 def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Sequence[Unreadable]:
-    """Reads at most `limit` examples of a split: evenly spaced if it can open single ones, else the first.
+    """Reads up to `limit` examples of a split: evenly spaced ones if single examples can be opened, else the first.
 
-    Returns those that were left out.
+    Returns what could not be read.
     """
     if isinstance(source, IndexedSource):
         facts.step = math.ceil(facts.num_examples / limit)
-    # The share of one of `step` ranks is evenly spaced.
+    # Rank 0 of `step` ranks gets every step-th example.
     topology = Topology(0, facts.step)
     number = min(topology.share_size(facts.num_examples), limit)
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
@@ -325,7 +327,7 @@ def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
     """Reads training images as training and validation do; empty if the inputs are not images."""
     if not train.shown or image_of(train.shown[0].inputs) is None:
         return []
-    # Which example a stream yields is known only if single ones can be opened and none was skipped.
+    # Which example a stream yields is known only if single examples can be opened and none was skipped.
     if not (isinstance(source, IndexedSource) and train.is_whole):
         number = min(NUM_SHOWN, train.num_examples)
         return [[row] for row in _drawn(source, Topology(), number, seed, steps=1)]
@@ -341,7 +343,7 @@ def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
 
 
 def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps: int) -> list[Row]:
-    """The examples of the first training batches of a rank, as the model gets them."""
+    """Returns the examples of a rank's first training batches, as the model gets them."""
     request = StreamRequest(topology, batch_size, seed, start_step=0, steps_per_epoch=1)
     batches = source.training(request)
     if source.augmentation:
@@ -362,6 +364,6 @@ def rows_of(batch: tuple[Any, ...]) -> list[Row]:
 
 
 def image_of(inputs: Any) -> np.ndarray | None:
-    """The first grey or RGB image [height, width, 1 or 3] among the inputs of an example."""
+    """Returns the first grey or RGB image [height, width, 1 or 3] among an example's inputs; None without one."""
     arrays = map(np.asarray, inputs_of(inputs).values())
     return next((array for array in arrays if array.ndim == 3 and array.shape[-1] in (1, 3)), None)

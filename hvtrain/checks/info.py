@@ -46,7 +46,8 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
-    # The launcher's test for what must not be sent to other hosts keeps secrets out.
+    # travels() keeps secrets out: it is the launcher's test for what may be sent to other hosts. It refuses
+    # CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
     lines |= {
         name: os.environ[name]
         for name in sorted(os.environ)
@@ -94,7 +95,7 @@ def _gpus(gpus: Mapping[str, Any]) -> str:
 
 
 def commit_of(folder: str | None) -> str:
-    """The commit of the folder's checkout, and how many files differ from it.
+    """Returns the commit of the folder's checkout and how many files differ from it, as " (1a2b3c4, 2 changed)".
 
     Empty for an installed package.
     """

@@ -30,9 +30,9 @@ examples:
 
 
 def main() -> int:
-    """Examines the data set, and prints and writes what was found.
+    """Examines the data set, prints a summary and writes the page.
 
-    Returns 2 if training would refuse something, else 0.
+    Returns 2 if training would refuse something, else 0. Raises UserError if the data set cannot be opened.
     """
     options = _parser().parse_with_overrides()
     path = page_path(options.output)
@@ -50,7 +50,7 @@ def main() -> int:
         folder=Path(__file__).parent,
         title=findings.source.name,
         origin=findings.source.origin,
-        # Phrases may contain commas.
+        # Joined by semicolons, since phrases may contain commas.
         data=[(label, "; ".join(phrases[label])) for label in phrases if label != "warnings"],
         warnings=findings.warnings,
         refused=findings.refused,

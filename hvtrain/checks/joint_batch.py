@@ -104,8 +104,7 @@ class Comparison:
         error_without_reduction: One rank alone against one process on all batches.
         error_of_plain_loss: N ranks with the mean of their losses against one process; infinite
             for cases in which that mean is correct.
-        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the
-            end.
+        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the end.
         reductions: Fewest reductions of any rank.
     """
 
@@ -121,7 +120,7 @@ def compare(
     steps: int = STEPS,
     wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
-    """Trains the case on all ranks, on one process, and on one rank alone (every rank).
+    """Trains the case on all ranks, in one process, and on one rank alone (every rank).
 
     The result is the same on each rank.
 
@@ -173,7 +172,7 @@ def compare(
 
 
 def check_joint_batch(case: Case) -> str:
-    """Compares, and returns the finding in a few words (every rank). Raises CheckError."""
+    """Runs the comparison and returns its finding in a few words (every rank). Raises CheckError if it fails."""
     comparison = compare(case)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
@@ -194,7 +193,7 @@ def check_joint_batch(case: Case) -> str:
         raise CheckError(
             f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
         )
-    # A check that cannot fail proves nothing: wrong methods must give different weights.
+    # A check that cannot fail proves nothing: wrong methods must give clearly different weights.
     wrong_ways = {
         "the mean of the ranks' losses gives": comparison.error_of_plain_loss,
         "one rank without reduction ends with": comparison.error_without_reduction,

@@ -13,7 +13,7 @@ from hvtrain.checks.table import Row, fail, passed, skip
 from hvtrain.system.text import human_bytes
 
 Facts = Mapping[str, Any]
-# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the first.
+# The facts of the hosts that answered, by name, in the order of -H. The others are compared with the first.
 Cluster = Mapping[str, Facts]
 # The problems of a host, each with its fix.
 Problems = Iterator[tuple[str, str]]
@@ -56,10 +56,10 @@ def judge(
 
 
 def judge_software(cluster: Cluster) -> list[Row]:
-    """Compares each host's folder, Python, packages, code, Horovod and data set with the first one's.
+    """Compares each host's folder, Python, packages, code, Horovod and data set with the first host's.
 
-    A host without the ranks' Python answers with another one, which sees other packages. So the
-    host's packages, code and Horovod are not checked: the row on its Python says what to do.
+    A host without the ranks' Python answers with another one, which sees other packages. That
+    host's packages, code and Horovod are not checked: the row about its Python says what to do.
     """
     equipped = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
     # The reference is a host that has the environment, if there is one.
@@ -165,8 +165,8 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not nothing_here:
-            # Never a command that deletes data: the first host may be the one that lacks it (an
-            # unmounted disk).
+            # Never a command that deletes data: the first host may be the one that lacks it, as with an
+            # unmounted disk.
             fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
 
         error = _no_data(data)
@@ -189,7 +189,7 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
 
 
 def _no_data(data: Facts) -> str:
-    """Says why a host lacks the data set; empty if the host has some of it."""
+    """Returns the reason why a host lacks the data set; empty if the host has some of it."""
     if data["error"]:
         return data["error"]
     if not data["num_files"]:
@@ -256,7 +256,7 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 def files_needed(num_ranks: int) -> int:
     """Returns how many files a rank may need to open.
 
-    A rank needs 256 of its own, and 8 for connections and pipes to each rank; the result is at least 1024.
+    A rank needs 256 of its own, and 8 per rank of the job for connections and pipes; the result is at least 1024.
     """
     return max(1024, 256 + 8 * num_ranks)
 
@@ -371,5 +371,5 @@ def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: boo
 
 
 def environment(facts: Facts) -> str:
-    """The folder of the Python environment that starts ranks."""
+    """Returns the folder of the Python environment that starts ranks."""
     return str(Path(facts["python"]["wanted"]).parents[1])

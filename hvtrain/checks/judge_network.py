@@ -15,7 +15,7 @@ _INTERFACE_FIX = (
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
+    """The place where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
 
     interface: str
     address: str
@@ -52,9 +52,9 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
-    """The address to which most hosts resolve a name.
+    """Returns the address to which most hosts resolve a name.
 
-    A loopback address only if there is no other; None if no host resolves the name.
+    It is a loopback address only if there is no other; None if no host resolves the name.
     """
     addresses = [facts["addresses"][name] for facts in cluster.values() if facts["addresses"][name]]
     # A host often resolves its own name to 127.0.1.1 (Debian writes that to /etc/hosts).
@@ -72,13 +72,13 @@ def _name_problems(
     host: str,
     addresses: Mapping[str, str | None],
 ) -> Problems:
-    """Yields a finding and its fix for each name that one host resolves wrongly.
+    """Yields a finding and its fix for each name that the host resolves wrongly.
 
     addresses: _address() of each name.
     """
     for name, usual in addresses.items():
         address = cluster[host]["addresses"][name]
-        # An address that no interface of the named host has cannot be the fix.
+        # The fix cannot be an address that no interface of the named host has.
         is_own = any(item["address"] == usual for item in cluster[name]["interfaces"])
         line = f"{usual if is_own else 'ADDRESS'} {name}"
         finding = f"resolves {name} to {address}"
@@ -122,7 +122,7 @@ def judge_interfaces(
     first, *others = cluster
     chosen = interface_names.split(",") if interface_names else None
     first_address = _address(cluster, first)
-    # A chosen one, or else the one with its name's address.
+    # The interface that the user chose, or else the one with the address of the host's name.
     start = next(
         (
             item

@@ -6,7 +6,7 @@ Horovod's launcher on Gloo. Rank 0 prints one line, MARK and a JSON object: {"al
 of an all-reduce of that size, and that of one of 4 KiB.
 
 Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that: a ring of n hosts
-sends so much over each link, so it compares with the link's speed for any n. Both are in Gbit/s.
+sends that much over each link, so it compares with the link's speed for any n. Both are in Gbit/s.
 """
 
 import json
@@ -33,7 +33,7 @@ MARK = "hvtrain-links:"
 START_SECONDS = 120
 SECONDS_FOR_A_PAIR = 3
 SLOW_SHARE = 1 / 3
-# Below this, a link is slow whatever the others are: ResNet-50's 100 MB of gradients would take 16 s per step.
+# Below this, a link is slow even if all others are: ResNet-50's 100 MB of gradients would take 16 s per step.
 FLOOR_GBITS = 0.1
 
 
@@ -42,7 +42,7 @@ def measure(
     ssh: Ssh,
     interfaces: str | None,
 ) -> tuple[dict[str, Any] | None, list[Row]]:
-    """Runs the ranks within a time limit.
+    """Measures the links with one rank per host, within a time limit.
 
     Returns:
         The measurement that rank 0 prints, or None if the ranks did not reduce; and the rows.
@@ -64,7 +64,7 @@ def measure(
     time_limit = most_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
-        # Otherwise Python would buffer its last lines.
+        # Unbuffered, so that the last lines are in the log even if the ranks are killed.
         with started(line, log, environment=variables | {"PYTHONUNBUFFERED": "1"}) as process:
             has_ended = ends_within(process, time_limit)
             if not has_ended:
@@ -93,7 +93,7 @@ def most_seconds(num_hosts: int) -> int:
 
 
 def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth of an all-reduce, in Gbit/s.
+    """Returns the algorithm and bus bandwidth of an all-reduce, in Gbit/s.
 
     >>> bandwidths(125e6, 0.5, 4)
     (2.0, 3.0)
@@ -103,7 +103,7 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 
 
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
-    """Returns the rows, which fail links slower than a third of the usual speed, or a host if all of its links are.
+    """Returns the rows: a link slower than a third of the usual speed fails, or a host if all of its links are.
 
     The usual speed is the median of the hosts' best links, so that one slow host among three does
     not make the others look slow.
@@ -156,7 +156,7 @@ PAIR_BYTES = 8 << 20
 SMALL_BYTES = 4 << 10
 MOST_HOSTS_FOR_ALL_PAIRS = 16
 REPEATS = 5
-# A repetition this slow is the last: more would take long and add nothing.
+# A repetition this slow is the last: another one would take long and add nothing.
 SLOW_SECONDS = 0.5
 
 
@@ -174,7 +174,7 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value):
-        # Only one element: copying the whole result out of the graph would be counted as the link's time.
+        # Returns one element only: the time to copy the whole result out of the graph would count as the link's.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 
     def best(size: int) -> float:
@@ -211,7 +211,7 @@ def rank_main() -> None:
     together = time_allreduce(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
     pairs = list(combinations(range(hvd.size()), 2))
     if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
-        # Neighbours in the ring.
+        # Only neighbours in the ring: all pairs would take too long.
         pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]
 
     # One after the other: pairs that share a host would share its link.
@@ -219,7 +219,7 @@ def rank_main() -> None:
     quickest = min(times["seconds"] for times in by_pair.values())
 
     for pair, times in by_pair.items():
-        # A slow pair is measured once more: a host may have been busy at that moment.
+        # A slow pair is measured again, since a host may have been busy at that moment.
         if times["seconds"] > 2 * quickest:
             again = _measure_pair(pair, "again")
             by_pair[pair] = {name: min(value, again[name]) for name, value in times.items()}

@@ -1,8 +1,8 @@
 """Collects one host's facts, and tests connections between hosts.
 
 ask_hosts sends this file and host_facts.py to every host and runs them there even if hvtrain is not
-installed: in the environment's Python, or in any python3 if that is missing. So both need nothing but
-the standard library of Python 3.9.
+installed: in the environment's Python, or in any python3 if that is missing. So both need only the
+standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the facts.
 
-    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are relative to it.
+    request: The result of facts_request. Ranks start in its folder; run_dir and dataset are relative to it.
     """
     # The ranks' path, so that the hvtrain they would import is examined.
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
@@ -84,7 +84,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The operating system in words, the cores that this process may use, and bytes of memory."""
+    """Returns the operating system in words, the cores that this process may use, and bytes of memory."""
     try:
         lines = Path("/etc/os-release").read_text("utf-8").splitlines()
         name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
@@ -99,7 +99,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _shared_memory() -> dict[str, int]:
-    """Free and total bytes of /dev/shm; 0 without one, as in some containers."""
+    """Returns the free and total bytes of /dev/shm; 0 without one, as in some containers."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
         return {"free": usage.free, "total": usage.total}
@@ -107,14 +107,14 @@ def _shared_memory() -> dict[str, int]:
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """Free bytes where the folder is or would be created, and whether this user may write there."""
+    """Returns the free bytes where the folder is or would be created, and whether this user may write there."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     writable = there.is_dir() and os.access(there, os.W_OK)
     return {"folder": str(folder), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def _gpus() -> dict[str, Any]:
-    """GPU names and driver version from nvidia-smi, or its error; all empty without nvidia-smi."""
+    """Returns GPU names and driver version from nvidia-smi, or its error; all empty without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     # ssh starts a shell whose PATH may lack these folders.
     elsewhere = "/usr/bin:/usr/local/nvidia/bin"
@@ -172,7 +172,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def _sizes(path: Path, deadline: float) -> dict[str, int]:
-    """Bytes of each file below a folder, by relative name; a single file is named "."."""
+    """Returns the bytes of each file below a folder, by relative name; a single file is named "."."""
     if not path.is_dir():
         return {".": path.stat().st_size}
 
@@ -189,7 +189,7 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
 
 
 def _ends(file: Path, deadline: float) -> str:
-    """A checksum of the first and the last END_BYTES of a file."""
+    """Returns a checksum of the first and the last END_BYTES of a file."""
     _check_time(deadline)
     with file.open("rb") as stream:
         first = stream.read(END_BYTES)
@@ -198,7 +198,7 @@ def _ends(file: Path, deadline: float) -> str:
 
 
 def _entries(texts: dict[str, str]) -> dict[str, str]:
-    """A short checksum of each file's text, or of each folder's files together."""
+    """Returns a short checksum of each file's text, or of each folder's texts together if there are many."""
     by_key: dict[str, str] = {}
     for name, text in texts.items():
         key = name
@@ -239,7 +239,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def free_port() -> int:
-    """A free port above 1023, chosen by the kernel, as ports for Horovod and MPI are."""
+    """Returns a free port above 1023, chosen by the kernel as the ports of Horovod and MPI are."""
     with socket.socket() as server:
         server.bind(("", 0))
         return server.getsockname()[1]
@@ -265,7 +265,7 @@ class Exchange:
         self._token = request["token"]
         self._others = request["others"]
         self._deadline = time.monotonic() + request["seconds"]
-        # Why this host has not reached others, and which have reached it.
+        # The reason for each host not reached yet, and the hosts that have reached this one.
         self._missing = dict.fromkeys(self._others, "no answer")
         self._heard: set[str] = set()
         self._clocks: dict[str, tuple[float, float]] = {}
@@ -279,7 +279,7 @@ class Exchange:
             clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
                 the error: half the round-trip time.
         """
-        # Daemon threads: accept() may never return, and connect() may outlast the time limit.
+        # Daemon threads: accept() may never return, and a connection may outlast the time limit.
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()

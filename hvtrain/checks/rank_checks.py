@@ -42,7 +42,7 @@ MAX_SHARED_FRACTION = 0.05
 
 
 def library_checks(strategy: Strategy, config: RunConfig) -> Checks:
-    """Returns the library's checks, ordered so that an early failure explains later ones; they need two ranks."""
+    """Returns the library's checks, which need two ranks, ordered so that an early failure explains later ones."""
     return {
         "versions": partial(_versions, strategy, config),
         "controller": partial(_controller, strategy),
@@ -84,7 +84,7 @@ def _devices(strategy: Strategy) -> str:
 
 
 def _broadcast() -> str:
-    """Broadcasts variables of several types, one of them empty, that differ between ranks."""
+    """Checks that a broadcast makes variables equal: of several types, one of them empty, different on each rank."""
     normal = np.random.default_rng(hvd.rank()).normal
 
     values = [
@@ -112,7 +112,7 @@ def _broadcast() -> str:
 
 
 def _overflow() -> str:
-    """Gives the last rank alone an infinite gradient."""
+    """Checks that all ranks skip a step in which only the last rank's gradient is infinite."""
     # The wrapper is outermost: inside the loss scale, a rank that skips a step alone would leave others waiting.
     optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
@@ -131,7 +131,7 @@ def _overflow() -> str:
 
 
 def _different_models() -> str:
-    """Gives the last rank a variable of another width."""
+    """Checks that gradients are refused if the last rank's variable has another width."""
     width = 3 if hvd.rank() == hvd.size() - 1 else 2
     optimizer = hvd.DistributedOptimizer(SGD(1.0))
     variable = keras.Variable([0.0] * width)
@@ -150,8 +150,8 @@ def _different_models() -> str:
 
 
 def _shards(strategy: Strategy) -> str:
-    """Checks that the ranks read each image once in an epoch; the pixel of an image is its number."""
-    # One more than the ranks can share evenly.
+    """Checks that the ranks together read each image once per epoch; the only pixel of an image is its number."""
+    # One more image than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
@@ -169,7 +169,7 @@ def _shards(strategy: Strategy) -> str:
 
 
 def _metrics(strategy: Strategy) -> str:
-    """Compares metrics on shards of different sizes with those of one process."""
+    """Compares the ranks' metrics on shards of different sizes with those of one process on all examples."""
     generator = np.random.default_rng(5)
     x = generator.normal(size=(51, 4)).astype("float32")
     y = generator.integers(0, 3, 51)
@@ -240,7 +240,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
 
 
 class OwnRun:
-    """Data, plan and model of the run, built as the runner does (every rank)."""
+    """Builds the data, plan and model of the user's run as the runner does (every rank)."""
 
     def __init__(self, config: RunConfig, strategy: Strategy) -> None:
         seed_everything(config, strategy.topology.rank)
@@ -273,14 +273,14 @@ def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
 
 
 def _data(run: OwnRun) -> str:
-    """Compares hashes of the examples of the first batches over all ranks."""
+    """Counts, by their hashes, the examples in the ranks' first batches that more than one rank reads."""
     hashes: set[bytes] = set()
     for batch in run.batches().as_numpy_iterator():
         hashes.update(map(array_digest, zip(*tf.nest.flatten(batch))))
     by_rank = run.strategy.comm.gather(hashes)
     num_readers = Counter(digest for rank_hashes in by_rank for digest in rank_hashes)
     num_shared = sum(count > 1 for count in num_readers.values())
-    # The run's number of steps is computed from these shard sizes.
+    # These sizes decide the run's number of steps, so they must add up.
     sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
     total = run.source.num_examples("train")
     if sum(sizes) != total:
@@ -313,7 +313,7 @@ def _step(run: OwnRun) -> str:
         # Sparse gradients (of embeddings) become dense ones.
         return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
 
-    # A variable that the loss does not depend on has no gradient.
+    # There is no gradient for a variable on which the loss does not depend.
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
     shared = [
         None if hasattr(item, "rank_part") else values
@@ -327,7 +327,7 @@ def _step(run: OwnRun) -> str:
 
     # Copies: the run's own variables take the distributed step below.
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
-    # The plain optimizer is the one that the strategy would wrap.
+    # The same optimizer as the run's, but not wrapped by the strategy.
     plain = build_optimizer(run.config, run.plan)
     multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
     expected = _change(plain, joint, copies)
@@ -350,7 +350,7 @@ def _step(run: OwnRun) -> str:
 
 
 def _mean(gradients: tuple[Any, ...]) -> Any:
-    """The mean over ranks of one variable's gradients; None if the ranks give None for it."""
+    """Returns the mean over ranks of one variable's gradients; None if the ranks have none for it."""
     if gradients[0] is None:
         return None
     return np.mean(gradients, axis=0, dtype=gradients[0].dtype)

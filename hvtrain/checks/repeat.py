@@ -1,4 +1,4 @@
-"""Repeats a stretch of a run's training on the launcher's ranks, and takes digests of its variables.
+"""Repeats a stretch of a run's training on the ranks that were started, and takes digests of its variables.
 
 Writes nothing into the run's folder: it resumes the run as runner.py does, with callbacks that take
 digests in place of those that write.
@@ -48,7 +48,7 @@ class Repetition:
         measured: step at which weights are compared with the run's checkpoint; None: no step.
         facts: see consistency.facts_of.
         digests: of the variables, by step; at `begin`, those of the checkpoint.
-        difference: the largest_difference of the weights at `measured`.
+        difference: the largest_difference of the weights at `measured`; None if not measured.
     """
 
     folder: Path
@@ -123,7 +123,7 @@ def repeat(
 
 
 def _copy_inputs(run: Path, scratch: Path) -> None:
-    """Copies the files of a run that its training reads."""
+    """Copies those files of a run folder that training reads."""
     fitted.write(fitted.read(run), scratch)
     for name in (HISTORY_FILE, comm_tuning.FILE):
         if (run / name).is_file():
@@ -206,7 +206,7 @@ class DigestTaking(Checkpointing):
         return self.position.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
-        # The run did so before each checkpoint: it changes weights that no gradient touches.
+        # As the run did before each checkpoint: this changes weights that no gradient touches.
         self.weights.average_untrained()
         self._take()
 

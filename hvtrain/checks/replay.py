@@ -1,8 +1,8 @@
 """`python -m hvtrain replay` and `bisect`: repeat a stretch of a run, and compare it with receipts or another run.
 
-replay compares a repeated stretch of a run with its receipts. bisect finds the first step at which two runs diverge,
-and why: receipts give the interval, and each run is repeated over it with digests at every step. repeat.py does the
-training.
+replay compares a repeated stretch of a run with the run's receipts. bisect finds the first step at which two runs
+diverge, and why: receipts give the interval, and each run is repeated over it with digests at every step. repeat.py
+does the training.
 """
 
 import re
@@ -75,7 +75,7 @@ def refuse_checkpoint(finished: FinishedConfig) -> None:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """Returns FROM and TO of the text FROM:TO; None for None. Raises ConfigError.
+    """Parses FROM:TO into two steps; returns None for None. Raises ConfigError.
 
     >>> parse_steps("400:450")
     (400, 450)
@@ -153,7 +153,7 @@ def judge(
     lines += cause_lines(causes, tolerance is None)
     difference = repetition.difference
     if difference is None or repetition.measured is None or repetition.measured < step:
-        # No checkpoint is kept from that step on, so the difference there was not measured.
+        # The run has kept no checkpoint from that step on, with which weights could be compared.
         return 1, lines
     is_close = not causes and tolerance is not None and difference <= tolerance
     lines.append(
@@ -185,7 +185,7 @@ def causes_of(before: Facts, now: Facts) -> list[str]:
 
 
 def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
-    """Returns a line for each cause, or one for the remaining possibilities if the receipts show none."""
+    """Returns a line for each cause; if the receipts show none, one line on what remains possible."""
     if causes:
         return [f"cause: {cause}" for cause in causes]
     if not is_deterministic:
@@ -209,7 +209,7 @@ BISECT_EXAMPLES = """\
 
 
 def bisect() -> int:
-    """Compares two runs' receipts, and if they differ repeats both to find the step; rank 0 prints the result."""
+    """Compares two runs' receipts; if they differ, repeats both to find the step. Rank 0 prints the result."""
     options, finished = parse_command("bisect", "with=RUN", BISECT_ABOUT, BISECT_EXAMPLES, "with")
     refuse_checkpoint(finished)
     folder = finished.arguments.get("with")
@@ -276,7 +276,7 @@ class Parting:
         return self.stretches[0]
 
     def keep(self, repetition: "Repetition") -> int:
-        """Keeps the repetition of the first run."""
+        """Keeps the repetition of the first run, and has the second run repeated next."""
         self.stretches[0] = repetition
         return CONTINUE
 

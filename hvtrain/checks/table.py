@@ -37,7 +37,7 @@ class Row:
     fix: str | None = None
 
     def text(self, width: int) -> str:
-        """The row as printed, the check's name padded to `width` characters and the fix on a line below."""
+        """Returns the row as printed, the check's name padded to `width` characters and the fix on a line below."""
         finding = self.finding
         if self.host:
             finding = f"{self.host}: {finding}"

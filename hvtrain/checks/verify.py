@@ -1,4 +1,4 @@
-"""`python -m hvtrain verify`: checks that ranks train together, with the library and with a user's run."""
+"""`python -m hvtrain verify`: checks that ranks train together, with small models of its own and with a user's run."""
 
 import logging
 import os
@@ -136,7 +136,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
 
 
 def _time_out(check_name: str) -> None:
-    """Ends this rank, which waits in a collective that it cannot leave.
+    """Ends this rank, which is stuck in a collective.
 
     The launcher then ends the others.
     """

@@ -76,14 +76,14 @@ def start(
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
-            # For the run's records, since no launcher knows this command line.
+            # For the run's records, since no launcher passes on this command line.
             console.BY_HAND: command_line("launch", sys.argv[1:]),
             **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
         }
         return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
         if server:
-            # Only after the command, since ranks that restart (comm.tune) meet through the same store.
+            # Only after the command has ended: ranks that restart (comm.tune) meet through the same store.
             server.close()
 
 

@@ -1,4 +1,4 @@
-"""A child process that trains: starts it so that it ends with its parent, stops it, and explains its failure."""
+"""Runs a training as a child process: starts it so that it ends with its parent, stops it, explains its failure."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ def started(
     cores: set[int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A context with the process of a run, which is ended if the block raises or this process ends.
+    """Starts the process of a run, which is ended if the block raises or this process ends.
 
     Args:
         command: the words of the run's command line.
@@ -91,7 +91,7 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def failure(output: str, code: int) -> str:
-    """Returns the line of the output that says why the run failed, followed by the exit code.
+    """Returns the line of the output that says why a run failed, and the exit code.
 
     >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
     'rank 1 was killed (exit code 75)'
@@ -127,7 +127,7 @@ def handle_signals(
     handler: Callable[..., None],
     numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
 ) -> None:
-    """Installs the handler for some signals, by default for those that a launcher passes on to its child."""
+    """Installs a handler for signals, by default for those that a launcher passes on to its child."""
     for number in numbers:
         # Under nohup SIGHUP is ignored, and must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

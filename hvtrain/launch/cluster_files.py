@@ -1,4 +1,4 @@
-"""The cluster chosen on the command line: its settings, its job files, and how they are submitted."""
+"""The cluster chosen on the command line: parses its settings, and renders, writes and submits its job files."""
 
 import shlex
 import shutil
@@ -38,7 +38,7 @@ def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] 
     files = texts(cluster, job, folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # All were rendered before this, so an error in a template leaves no partial set behind.
+        # All are rendered by now, so an error in a template leaves no partial set behind.
         for name, text in files.items():
             (folder / name).write_text(text, "utf-8")
     except OSError as error:
@@ -59,7 +59,7 @@ def submit(cluster: ClusterKind, folder: Path) -> int:
     Returns the exit code of the submit command. Raises ConfigError if it is not installed here.
     """
     command = submission(cluster, folder)
-    # Some commands are bash scripts, and bash is always there: check the program that they need.
+    # A command may run a bash script: check the program that the script needs, since bash is always there.
     program = cluster.program or command[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -150,7 +150,7 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # To pass any text on unchanged: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
+    # Filters that escape any text: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
     environment.filters.update(quote=quote, yaml=yaml_text)
     try:
         return environment.get_template(f"{name}.j2").render(values)

@@ -1,7 +1,7 @@
 """The kinds of clusters that take job files: their settings, and checks that a job fits them. Pure.
 
 Each file is rendered from its template, conf/cluster/FILE.j2, which gets the job as `job`, the
-settings as `cluster`, and the values that `values` returns.
+settings as `cluster`, and what `values` returns.
 """
 
 import re
@@ -58,7 +58,7 @@ class Slurm(ClusterKind):
     idle_requeues: int = setting(3, "requeues in a row without a newer checkpoint", low=0)
 
     def values(self, job: Job) -> dict[str, Any]:
-        # Each number follows from the other; without either, one host takes all ranks.
+        # Each of the two follows from the other; without either, one host takes all ranks.
         nodes = self.nodes or max(1, job.num_ranks // (self.ranks_per_node or job.num_ranks))
         ranks_per_node = self.ranks_per_node or job.num_ranks // nodes
         # sbatch requests the same number of ranks on all hosts.
@@ -113,7 +113,7 @@ class Slurm(ClusterKind):
 
 
 def trains_by(command: Sequence[str]) -> bool:
-    """True for a training, `-m hvtrain SETTING=VALUE ...`; False for other commands, such as -m hvtrain evaluate."""
+    """True if the command trains, `-m hvtrain SETTING=VALUE ...`; False for others, such as -m hvtrain evaluate."""
     for index, pair in enumerate(pairwise(command)):
         if pair == ("-m", "hvtrain"):
             return not first_word(command[index + 2 :])
@@ -121,14 +121,14 @@ def trains_by(command: Sequence[str]) -> bool:
 
 
 def _run_folder(command: Iterable[str]) -> str | None:
-    """Returns the folder in the command's last run.dir=, also with + or ++, as Hydra reads it; None without one."""
+    """Returns the folder of the command's last run.dir= (or +run.dir=, ++run.dir=), as Hydra reads it, or None."""
     for argument in reversed([*command]):
         match = re.fullmatch(r"\+{0,2}run\.dir=(.+)", argument)
         if match:
             try:
                 value = OverridesParser.create().parse_override(argument).value()
             except HydraException:
-                return match[1]  # The run refuses it.
+                return match[1]  # The run will refuse it.
             return None if value is None else str(value)
     return None
 
@@ -185,7 +185,7 @@ class Docker(ClusterKind):
             )
         if job.hosts:
             place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
-        # docker run -v takes a colon as the end of the path.
+        # For docker run -v, a colon ends the path.
         self.check_texts(
             r"/[^:\n]*",
             "a folder for Docker; give an absolute path without a colon",
@@ -200,7 +200,7 @@ class Docker(ClusterKind):
 class Spark(ClusterKind):
     """Settings for a Spark cluster whose hosts all have the same environment at the same path.
 
-    Each rank is one Spark task with its own cores, and all tasks run at once; hvtrain/spark.py runs
+    Each rank is one Spark task with its own cores, and all tasks run at once. hvtrain/spark.py runs
     in the driver.
     """
 

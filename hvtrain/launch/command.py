@@ -82,7 +82,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """The command of each rank, the run folder if it is known here, and the strategy's settings.
+    """The command of each rank, the run folder (None if it is not known here), and the strategy's settings.
 
     is_new: the folder is the default one, chosen for this launch.
     """
@@ -120,7 +120,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         )
 
     run_dir = config.run.dir
-    # Another host or job may have other values of its environment's variables.
+    # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
     # A restart must find the folder again. On Slurm it is named after the job's number, which a
     # requeue keeps; processes started by hand take the folder of rank 0.
@@ -128,7 +128,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         run_dir = default_run_dir(config)
         arguments = [*arguments, f"run.dir={run_dir}"]
     elif run_dir and not (options.job_name or has_variable or f"run.dir={run_dir}" in arguments):
-        # From a file, or with the time in its name, which each process would read for itself.
+        # It comes from a file or has the time in its name, so each process might find another folder.
         arguments = [*arguments, override("run.dir", run_dir)]
 
     if options.num_ps:
@@ -196,7 +196,7 @@ def _job(
 ) -> Job:
     """Returns the job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
-    # An elastic job may begin without -np.
+    # An elastic job may start without -np and -H.
     has_size = options.np or hosts
     if options.min_np and has_size and options.min_np > num_ranks:
         raise ConfigError(f"--min-np {options.min_np} is more than -np {num_ranks}; lower it")
@@ -239,7 +239,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
         network = None
         if job.mpirun:
             network = remote_hosts.check([host.name for host in job.hosts], job.ssh)
-        # No launch folder is passed: nothing supervises the script from outside.
+        # Without a launch folder, since nothing supervises the script from outside.
         line = launcher_command(job, network)
         path = Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
@@ -264,18 +264,18 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
         return restart.run(job, logs, local, options.max_restarts, options.min_np, run.is_new)
     finally:
         if run.is_new and run.folder:
-            # Only empty folders are removed: those of a launch that was refused.
+            # rmdir removes only empty folders: those of a launch that was refused.
             with suppress(OSError):
                 Path(run.folder).rmdir()
                 Path(run.folder).parent.rmdir()
 
 
 def _claimed(run_dir: str) -> str:
-    """Creates a run's folder, numbered if another launch of this second has the name, and returns its path."""
+    """Creates a run's folder, numbered if a launch in the same second has taken the name, and returns its path."""
     try:
         return str(new_folder(Path(run_dir)))
     except OSError:
-        return run_dir  # The run says why.
+        return run_dir  # The run itself will say why it cannot be created.
 
 
 def _by_files(
@@ -303,7 +303,7 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
 
     Only the owner can read the script, since environment variables may hold secrets.
     """
-    # Taken from the shell that runs the script: they belong to a user, terminal or agent, or are secret.
+    # Read from the shell that runs the script: they belong to its user, terminal or ssh agent, or are secret.
     kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", secrets.NOTIFY_VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
     values = shlex.join(

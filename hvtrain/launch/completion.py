@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def script() -> str:
-    """Returns the script, with all groups and settings, and for settings of choices each GROUP=CHOICE that has them."""
+    """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
     known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
     owners = defaultdict(list)
     for argument, settings in _choices():

@@ -20,7 +20,7 @@ _ALLOWED = re.compile(
 _LEFT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
-# Needed by programs on this host, such as ssh; other hosts have their own.
+# Needed by programs on this host, such as ssh; other hosts have their own values.
 _OF_THIS_HOST = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
 )
@@ -79,7 +79,7 @@ def of_this_environment(path: str) -> dict[str, str]:
 def for_launcher(environ: Mapping[str, str], rank_variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the launcher's own variables: those of the ranks and those of this host."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
-    # The ranks' values win: a variable such as PATH may have been changed for them.
+    # The ranks' values take precedence: --env may have changed one of these variables.
     return {**of_host, **rank_variables}
 
 

@@ -144,7 +144,7 @@ class Listener:
 
         # A process between the launcher and a rank may have begun the line ("Exception in thread ") and died.
         begun, prefix, rest = line.partition(VERDICT_PREFIX)
-        # Such a verdict is by horovodrun, which knows only the rank's name.
+        # Here the verdict comes from horovodrun, which knows only the rank's name.
         statement = read_verdict(f"{prefix}{rest}")
         if statement:
             self.first = self.first or End(str(statement.rank), shell_code(statement.code or 0))
@@ -158,7 +158,7 @@ class Listener:
         text = line.rstrip()
         statement = read_verdict(text)
         if statement:
-            # A failing rank first writes why, and later that it stops: the verdict on itself counts.
+            # A failing rank may write why, and later that it stops because of others: the verdict on itself counts.
             if statement.rank == rank or rank not in self.verdicts:
                 self.verdicts[rank] = statement
             return True
@@ -188,7 +188,10 @@ class Listener:
             self.lost.append(match["host"])
 
     def _understands(self, message: str) -> bool:
-        """True for a message from Open MPI that adds nothing to the last line of the launch."""
+        """Notes the end that a message from Open MPI reports.
+
+        Returns True if the message adds nothing to the last line of the launch, and so is not shown.
+        """
         match = _search(_BY_MPIRUN, message)
         if match is None and self.lost and re.search(_NOT_STARTED, message):
             match = {"host": self.lost[0]}
@@ -229,7 +232,7 @@ def judge(
     label: Callable[[int], str] = "rank {}".format,
     advice: str = AGAIN,
 ) -> Ending:
-    """Returns the launch's ending: why the rank that ended first did so.
+    """Returns the launch's ending, which says why the rank that ended first did so.
 
     Args:
         end: how the first rank ended.
@@ -243,7 +246,7 @@ def judge(
     rank = int(end.rank) if end.rank.isdigit() else None
     on_themselves = [number for number, statement in verdicts.items() if statement.rank == number]
     if rank in verdicts and rank not in on_themselves and on_themselves:
-        rank = on_themselves[0]  # A rank that stops because of another may end before it.
+        rank = on_themselves[0]  # A rank that stops because of another may end before that one.
 
     # Open MPI may use another name for the host than -H.
     host = end.host or end.rank.partition("[")[0]

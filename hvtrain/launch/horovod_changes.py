@@ -1,6 +1,6 @@
 """Patches to Horovod's own launcher at run time: shells, environment variables, and ports.
 
-- mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up
+- mpirun replaces its shell, so that signals reach it, while the launcher stays alive to clean up
   after it. The shell on another host waits for the rank, so that the rank's exit code is returned
   even if a signal killed it.
 - Environment variables are sent to other hosts by the same allow-list as with hvtrain launch, along
@@ -41,10 +41,10 @@ from hvtrain.launch.rendezvous import Store
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
-# Requests per second that the launcher's rendezvous is sure to answer: a third of the 24,000 to 27,000
-# measured on one core, 2026-11-26.
+# Requests per second that the launcher's rendezvous can be relied on to answer: a third of the 24,000 to
+# 27,000 measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
-SECONDS_WITH_HOROVODS_LIMIT = 15
+SECONDS_WITH_HOROVODS_LIMIT = 15  # Half of Horovod's limit of 30 s.
 SECONDS_WORTH_A_LINE = 60
 
 _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
@@ -76,7 +76,7 @@ def make() -> None:
 
 
 def make_in_every_process() -> None:
-    """Applies the patch that processes between the launcher and the local ranks also need."""
+    """Applies the patch that is also needed in processes between the launcher and the local ranks."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
     def end_quietly(process: int) -> None:
@@ -90,7 +90,8 @@ def make_in_every_process() -> None:
 def give_gloo_time(args: argparse.Namespace) -> None:
     """Raises the limit on how long ranks wait for each other if there are many, unless the user has set one.
 
-    Each rank asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490 ranks.
+    Each rank asks this launcher for the addresses of all others. At GLOO_REQUESTS_A_SECOND, Horovod's 30 s
+    are enough for some 490 ranks. The limit has a margin of two.
     """
     seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
     has_limit = (
@@ -107,7 +108,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
 
 
 def _find_plain_hosts(script: Any) -> dict[str, int]:
-    """Returns the slots of each host that a script prints, without names that a shell or ssh would misread."""
+    """Returns the slots of each host that a script prints, leaving out names that a shell or ssh would misread."""
     slots = _find_hosts(script)
     for name in list(slots):
         if not re.fullmatch(HOST_NAME, name):
@@ -122,7 +123,7 @@ def _command_without_variables(
     run_command: str, environment: Mapping[str, str]
 ) -> Callable[[Any], str]:
     """Returns a function from a slot to its rank's command. Local ranks inherit the variables, others read stdin."""
-    # Horovod would replace the interface that the user chose for NCCL by that of the launch.
+    # Horovod would replace the interface that the user chose for NCCL with that of the launch.
     nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME")
     os.environ.update({**environment, "PYTHONUNBUFFERED": "1"})
     if nccl_interface is not None:
@@ -156,7 +157,7 @@ def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
 
 
 def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
-    """Runs mpirun as a child, where Horovod would exec it, since the launcher has to clean up after it."""
+    """Runs mpirun as a child, since the launcher has to clean up after it; Horovod would exec it."""
     supervisor = os.getppid()
     child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
 

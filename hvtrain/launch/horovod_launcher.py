@@ -7,10 +7,10 @@ It takes the same command line and starts the same ranks. The differences:
   seconds and prints a page of notes; here the library file is searched instead.
 - Before anything starts, every host is checked over ssh: that it is reachable and has this
   environment, and which interface leads to it. An error takes one line. This replaces Horovod's own
-  search for an interface, which opens ports that unpickle what they receive; Open MPI is told the
-  network and its own location.
+  search for an interface, which opens ports that unpickle whatever they receive. Open MPI is told
+  the network and its own location.
 - An elastic job reports that it is waiting for its hosts, and needs only one of them to choose the
-  network. Horovod's launcher is silent, and waits for a second host to search for a network.
+  network. Horovod's launcher waits silently, and needs a second host to search for a network.
 - The patches listed in horovod_changes.py.
 - A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
 """
@@ -69,7 +69,7 @@ def main() -> None:
     built_with = host_facts.horovod_facts()["built_with"]
     launch.mpi_built = lambda verbose=False: "MPI" in built_with
     launch.gloo_built = lambda verbose=False: "Gloo" in built_with
-    # run_commandline calls parse_args first, so all is prepared before Horovod starts anything.
+    # run_commandline calls parse_args first, so everything is prepared before Horovod starts anything.
     launch.parse_args = _prepare
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
@@ -139,9 +139,9 @@ def _folder() -> Path:
 
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
-    """Checks the hosts, sets how to reach them in Horovod's arguments, and returns HostCalls. Raises UserError."""
+    """Checks the hosts, writes how to reach them into Horovod's arguments, and returns HostCalls. Raises UserError."""
     rank_hosts = place_ranks(Job((), args.num_proc, parse_hosts(args.hosts)))
-    # Horovod needs the number of slots of each host.
+    # Horovod needs a number of slots for each host.
     args.hosts = hosts_option(used_hosts(rank_hosts))
 
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)

@@ -19,7 +19,7 @@ from hvtrain.system import console, drawing
 
 def main() -> None:
     """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
-    # Before the launcher starts: a signal without a handler would end this process alone.
+    # Before the launcher starts: without a handler, a signal would end this process alone.
     signals = Signals()
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
     variables = os.environ | drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))
@@ -38,7 +38,7 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
     if not any(argument.startswith(("--prefix", "-prefix")) for argument in arguments):
         return arguments, False
 
-    # Only Horovod can tell the program's arguments from its own. It takes --prefix as an
+    # Only Horovod's parser can tell the program's arguments from its own. It takes --prefix for an
     # abbreviation of --prefix-output-with-timestamp, which also keeps the marks.
     from horovod.runner import launch
 

@@ -1,4 +1,4 @@
-"""A job, whatever starts it: its hosts, the placement of its processes, and the launcher's command line. Pure."""
+"""A job, however it is started: its hosts, the placement of its processes, and the launcher's command line. Pure."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
 HOST_NAME = r"\w[\w.-]*"  # ssh would take a name with a leading dash as an option.
 
-# A rank must run on some host within this time. --start-timeout sets it.
+# The first rank must run on some host within this time. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 
 # With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the watchdog,
@@ -87,7 +87,7 @@ class Job:
 def given(words: Iterable[str]) -> set[str]:
     """Returns the names of the options on a launcher's command line.
 
-    Raises ConfigError for a repeated option, of which a parser would silently take the last.
+    Raises ConfigError for a repeated option (except --env), of which a parser would silently take the last.
     """
     counts = Counter(word.partition("=")[0] for word in words if word.startswith("-"))
     for name, times in counts.items():
@@ -182,7 +182,7 @@ def launcher_command(
             line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
         return [*line, *rank_command]
 
-    # Without a supervisor, the command is horovodrun, which brings its own.
+    # If nothing supervises the command, it is horovodrun, which is a supervisor itself.
     line = [f"{sys.prefix}/bin/horovodrun"]
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
@@ -305,7 +305,7 @@ class ClusterKind:
         raise NotImplementedError
 
     def check_texts(self, pattern: str, needed: str, *names: str) -> None:
-        """Raises ConfigError for a setting of these names that does not match the pattern; null is always valid."""
+        """Raises ConfigError if one of the named settings does not match the pattern; null is always valid."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):

@@ -11,8 +11,8 @@ from hvtrain.config.validate import nearest, setting
 from hvtrain.errors import ConfigError
 from hvtrain.launch.job import ClusterKind, Job
 
-# Fields that a site may add to the pods: the templates write the others, and the MPI operator drops
-# misspelt ones.
+# Fields that a site may add to the pods. Others are refused: the templates write some, and the MPI operator
+# silently drops misspelt ones.
 POD_FIELDS = (
     "affinity",
     "imagePullSecrets",
@@ -100,7 +100,7 @@ class JobSet(ClusterKind):
 
 @dataclass
 class MpiJob(JobSet):
-    """Settings of equal workers, each a pod with one or more ranks.
+    """Settings of a run on Kubernetes with equal workers, each a pod with one or more ranks.
 
     The pods run as user 10001. The image's argument `worker` starts an sshd of this user's own. The
     operator mounts an ssh key pair and gives the launcher's pod, which has no rank, the list of hosts.
@@ -133,7 +133,7 @@ class MpiJob(JobSet):
 
 @dataclass
 class TrainJob(MpiJob):
-    """The settings of MpiJob for the newer operator, whose jobs have a fixed size."""
+    """Settings of MpiJob for Kubeflow's newer operator, whose jobs have a fixed size."""
 
     kind = "trainjob"
     about = "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1"

@@ -1,4 +1,4 @@
-"""Measures trainings: one in its own processes, several in alternating rounds.
+"""Measures trainings: runs one in its own processes, and orders several in alternating rounds.
 
 A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the
 same round are compared.
@@ -26,7 +26,7 @@ SECONDS_BETWEEN_SAMPLES = 1.0
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run, and what its processes on this host used.
+    """The records of a finished run, and the time and memory that its processes on this host used.
 
     Attributes:
         result: its record, result.json.
@@ -52,7 +52,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
         LostRankError: the run failed; the message has the line of its output that says why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Beside the run folder, which the run creates itself.
+    # Next to the run folder, since the run creates that itself.
     log = folder / "output.txt"
     began = time.monotonic()
     # getrusage counts children that have been waited for, so this run is the difference.
@@ -67,7 +67,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
             peak_gpu_bytes = max(peak_gpu_bytes, gpu_bytes() or 0)
 
     result = read_result(folder / "run", process.returncode, log)
-    # Never negative, though other processes may have freed memory meanwhile.
+    # Not negative, even if other processes have freed memory meanwhile.
     grown_bytes = None
     if gpu_before is not None:
         grown_bytes = max(0, peak_gpu_bytes - gpu_before)
@@ -83,16 +83,16 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of the training processes at or below a process.
+    """Returns the resident memory, in bytes, of the `-m hvtrain` processes at or below a process.
 
-    Shared pages are counted in each of them.
+    Pages that several of them share are counted for each.
     """
     total = 0
     # Processes may end while they are counted.
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
-            # The launcher's shells and ssh clients train nothing. They are not counted.
+            # Not the launcher's shells and ssh clients, which get the ranks' command as one word.
             with suppress(psutil.Error):
                 if ("-m", "hvtrain") in pairwise(process.cmdline()):
                     total += process.memory_info().rss
@@ -101,7 +101,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Used memory of all GPUs of this host, by all processes; None without NVIDIA's driver."""
+    """Returns the bytes used on all GPUs of this host by all processes; None without NVIDIA's driver."""
     import pynvml
 
     with suppress(pynvml.NVMLError):
@@ -117,7 +117,7 @@ def _children_seconds() -> float:
 
 
 def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
-    """Yields each round's number, from 1, and its order; every second round is reversed.
+    """Yields each round's number, from 1, and its order of the items, reversed in every second round.
 
     A machine that slows down during a round thus favors each of two contenders equally often.
 

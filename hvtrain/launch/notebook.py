@@ -34,7 +34,7 @@ CELL_NAME = "%%ranks cell"  # The file name in tracebacks.
 LAUNCHER_LOG = "launcher.log"
 SECONDS_BETWEEN_LOOKS = 0.1
 LINES_OF_A_FAILURE = 200
-# Not shown: output of other ranks, and what the error will say.
+# Not shown: output of ranks other than 0, and what the error will say.
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
 FUNCTION_FILE = "function.pickle"
@@ -66,7 +66,7 @@ def run_ranks(
         str(folder),
     ]
     try:
-        # Of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need their source.
+        # The source of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need it.
         sources = {
             name: entry
             for name, entry in linecache.cache.items()
@@ -129,7 +129,7 @@ def _launch(line: list[str], folder: Path) -> None:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
                     _show(text)
         finally:
-            # The last lines, with those that ranks print while they are being ended.
+            # The last lines, including those that ranks print while they are being ended.
             _show(text)
 
     if process.returncode:
@@ -212,7 +212,7 @@ def read_object(path: Path) -> Any:
 
     Raises ConfigError if another user may have written the file, OSError if it cannot be opened.
     """
-    # Neither a link nor a pipe: both could lead to data that another user wrote.
+    # Refuse links and pipes: both could lead to data that another user wrote.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -1,9 +1,9 @@
-"""A launch on one host: asks its ranks to stop, and kills what is left of it.
+"""Works on one host of a launch: asks its ranks to stop, and kills what is left of them.
 
 Imports only the standard library and host_facts: launch/remote_hosts.py sends both modules to other hosts.
 
-An environment variable marks all processes of a launch; an Open MPI job also has a number, by which
-its files are found.
+All processes of a launch have the environment variable MARK. An Open MPI job also has a number, by
+which its files are found.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def look(address: str) -> dict[str, Any]:
 
 
 def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
-    """Sends a signal to the launch's ranks on this host, and returns their number.
+    """Sends a signal to the launch's ranks on this host, or with mark=None to those of all launches.
 
-    With mark=None, to the ranks of all launches.
+    Returns their number as {"count": NUMBER}.
     """
     parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # Children of a rank inherit its variables, but get no signal.
@@ -54,7 +54,7 @@ def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
 
 
 def drain() -> None:
-    """Asks all ranks on this host to save and stop, and waits until they have: a drained pod runs this last."""
+    """Asks all ranks on this host to save and stop, and waits until they have. A pod runs this before it ends."""
     ask(None)
     while ask(None, 0)["count"]:  # Signal 0 only checks whether the process exists.
         time.sleep(0.5)
@@ -77,19 +77,20 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
     deadline = time.monotonic() + SECONDS_TO_GO
     left = _left(mark)
     while left:
-        # Python's resource trackers (semaphores, shared memory) clean up after all others are gone: they go last.
+        # Python's resource trackers free semaphores and shared memory once all other processes are gone, so they
+        # are killed only if they have not ended by then.
         is_late = time.monotonic() > deadline
         for process in left:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline + 1:
-            break  # Processes stuck in the kernel, for example on a dead disk or GPU.
+            break  # These are stuck in the kernel, for example on a dead disk or GPU.
         time.sleep(0.02)
         left = _left(mark)
 
     if job is not None:
-        # What a killed Open MPI leaves behind: its ranks' shared memory, and its own folder.
+        # A killed Open MPI leaves its ranks' shared memory and its own folder behind.
         # The ranks' job has the number after that of mpirun's own job.
         for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
             with suppress(OSError):
@@ -103,7 +104,7 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
 
 
 def _left(mark: str) -> list[int]:
-    """Returns the launch's processes on this host, without this one."""
+    """Returns the IDs of the launch's processes on this host, except this one."""
     variable = f"{MARK}={mark}".encode()
     return [
         process
