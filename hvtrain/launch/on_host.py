@@ -54,7 +54,7 @@ def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
 
 
 def drain() -> None:
-    """Asks all ranks on this host to save and stop, and waits until they have. A pod runs this before it ends."""
+    """Asks all ranks on this host to save and stop, and waits until they have: the preStop hook of a pod."""
     ask(None)
     while ask(None, 0)["count"]:  # Signal 0 only checks whether the process exists.
         time.sleep(0.5)

@@ -57,7 +57,7 @@ def parser() -> Parser:
     about = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
     add_number(group, "--num-ps", at_least(1), about, metavar="P")
 
-    # A job has only one of these three sources of hosts.
+    # A job takes its hosts from only one of these three.
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
     hosts.add_argument(
@@ -76,7 +76,7 @@ def parser() -> Parser:
     add_number(group, "--max-restarts", at_least(0), about, 0)
 
     group = options.add_argument_group("how ranks are started")
-    # Each sets `how`; without any it stays None, which means MPI.
+    # Each sets `how`; without any of them it stays None, which means MPI.
     launchers = group.add_mutually_exclusive_group()
     for name, about in {
         "mpi": "Horovod's launcher on MPI (default)",
@@ -139,7 +139,7 @@ def _clusters_help() -> str:
 
 
 def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
-    """Raises ConfigError for options that exclude each other, and for processes that the cluster cannot start."""
+    """Raises ConfigError for options that exclude each other, and for roles that the cluster cannot start."""
     if "--job-name" in names:
         for name, meaning in (
             ("--task-index", "its number in that job, from 0 on"),
@@ -159,7 +159,7 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
             raise ConfigError(
                 f"{name} came without --job-name; give the job of this process too, or leave it out"
             )
-    # The roles are fixed when the processes start, and none can join later.
+    # The roles are assigned when the processes start, and no process can join later.
     if roles.reason:
         _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")
     if not cluster:

@@ -1,11 +1,9 @@
-"""Passes on the output of a launcher and its ranks.
-
-The listener learns from it which rank failed first.
+"""Passes on the output of a launcher and its ranks, from which the listener learns which rank failed first.
 
 Launchers mark the output of ranks: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with
 [1,3]<stdout>: (job, rank). mpirun marks each piece that a rank writes, so marks may appear in the
 middle of a line, and one line may hold pieces from several ranks. MarkedStream tells who wrote which
-line, in whatever pieces it arrives.
+line, in whatever pieces the output arrives.
 
 `hvtrain launch` uses RankOutput, and horovodrun PlainOutput. Both have:
 
@@ -50,7 +48,7 @@ _MAY_BE_HIDDEN = re.compile(
 
 
 class Line(NamedTuple):
-    """A line, or what has arrived of it. rank: its writer; None: the launcher. mark: the line's last mark, or ""."""
+    """A line, or its part that has arrived. rank: its writer; None: the launcher. mark: the line's last mark, or ""."""
 
     rank: int | None
     stream: str
@@ -70,7 +68,7 @@ LAUNCHER = Line(None, "", "", "")
 
 
 class MarkedStream:
-    """Yields lines as they grow: each time with all of their text so far, the last time with the line break.
+    """Splits a stream into lines, yielded as they grow: with all text so far, the last time with the line break.
 
     The state is the writer of the text that follows. At the start that is the launcher.
 
@@ -133,7 +131,7 @@ class MarkedStream:
 
 
 class RankOutput:
-    """Stdout and stderr of a launcher. Each rank's lines go to a log such as folder/rank-0003-s2.log.
+    """Shows a launcher's stdout and stderr, and writes each rank's lines to a log such as folder/rank-0003-s2.log.
 
     On the console, rank 0's lines have no mark, and its drawings become a live display. Lines of
     other ranks, which write only when something is wrong, are prefixed with rank and host.
@@ -154,7 +152,7 @@ class RankOutput:
         self._given_up: set[int] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Of an earlier launch, which may have had other ranks. Writing would follow a link.
+            # Logs of an earlier launch, which may have had other ranks. Unlinked, since writing would follow a link.
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
@@ -177,7 +175,7 @@ class RankOutput:
                     self._show(line)
 
         list(marked.end())
-        # A killed launcher may have left an unfinished line, which the listener must see as a whole line.
+        # A killed launcher may have left an unfinished line, which the listener reads only as a whole line.
         last = marked.begun.pop(LAUNCHER.source, None)
         if last:
             self._show(last._replace(text=f"{last.text}\n"))
@@ -205,13 +203,13 @@ class RankOutput:
             return
 
         self._log(line.rank, text)
-        # Only in the log; on the console the verdict says more.
+        # These go only to the log, since the verdict on the console says more.
         if text in _BY_SHELL:
             return
-        # Rank 0 speaks for all ranks, so its lines look like those of a single process.
+        # Rank 0 reports for all ranks, so its lines look like those of a single process.
         if line.rank == 0:
             write(getattr(sys, line.stream), text)
-        # Other ranks write only when something is wrong; their empty lines say nothing.
+        # Other ranks write only when something is wrong; their empty lines are left out.
         elif text.strip():
             write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
 
@@ -243,7 +241,7 @@ class RankOutput:
 
 
 class PlainOutput:
-    """Stdout and stderr of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars.
+    """Shows horovodrun's stdout and stderr, each from its own pipe: rank 0's text without marks, its progress as bars.
 
     keeps_marks: rank 0's text keeps its marks too (--prefix).
     """
@@ -270,7 +268,7 @@ class PlainOutput:
         shown = self.drawing
         for text in _pieces(stream):
             write(sys.stdout, self.output_stream.feed(text))
-            # Only after the text, which may finish an earlier line.
+            # After the text, which may finish an earlier line: a display needs whole lines above it.
             if self.drawing is not shown:
                 shown = self.drawing
                 self._display.show(shown)
@@ -290,10 +288,10 @@ class PlainOutput:
 
 @dataclass(eq=False)
 class PlainStream:
-    """One stream as the console shows it: text of the launcher and rank 0 as it arrives, that of others in whole lines.
+    """One stream as the console shows it: the launcher's and rank 0's text as it arrives, other ranks' in whole lines.
 
     Args:
-        read: returns what to show of a whole line.
+        read: returns the part of a whole line to show.
         shows_lines: returns True while only whole lines may be shown: while there are bars, or inside
             a message from Open MPI.
         keeps_marks: the text of all ranks is shown as it arrives, with marks.
@@ -330,7 +328,7 @@ class PlainStream:
         if not (waits or self.shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
-        # When the line ends, only the text that is not on the console yet is shown.
+        # Later pieces of the line show only the text that is not on the console yet.
         self._shown[line.source] = end
         return self._placed(line, line.text[begin:end])
 

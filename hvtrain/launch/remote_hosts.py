@@ -1,4 +1,4 @@
-"""The hosts of a launch: ssh to them, checks before any rank starts, the network that joins them, remote calls.
+"""The hosts of a launch: ssh to them, checks before any rank starts, their common network, remote calls.
 
 ssh never prompts, and its failures are explained in one line. A function called on a host needs
 only Python there: the source of its modules is sent along.
@@ -62,7 +62,7 @@ Answers = dict[str, dict[str, int] | None]
 
 @dataclass(frozen=True)
 class Ssh:
-    """Options of ssh: `-p` and `-i` of horovodrun.
+    """Runs commands over ssh. Its options are -p and -i of horovodrun.
 
     User names and everything else go into ~/.ssh/config.
     """
@@ -103,7 +103,7 @@ class Ssh:
         return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
 
     def trouble(self, host: str, output: str) -> str:
-        """Explains in one line, from ssh's stderr, why it failed and what to do."""
+        """Says in one line why ssh failed, judging by its stderr, and what to do."""
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         # ssh gives its reason last, after any banner or warning.
         last = ["it said nothing", *lines][-1]
@@ -132,7 +132,7 @@ class Ssh:
 
 
 def captured(command: list[str], stdin: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Runs a command, and keeps its output. Raises subprocess.TimeoutExpired."""
+    """Runs a command and captures its output. Raises subprocess.TimeoutExpired."""
     return subprocess.run(
         command,
         input=stdin,
@@ -211,7 +211,7 @@ class HostCalls:
 
         Returns that count.
         """
-        # Most launches have ranks on this host, and then no other host has to be called.
+        # Most launches have ranks on this host, so that no other host has to be called.
         count = getattr(on_host, function)(mark, *arguments)["count"]
         for host in self.remote:
             if count:
@@ -261,7 +261,7 @@ class HostNetwork:
 
 
 def is_local(host: str) -> bool:
-    """True for a name or address of this host. Raises RankError for a name without an address."""
+    """True for a name or address of this host. Raises RankError for a name that does not resolve."""
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
@@ -275,11 +275,9 @@ def is_local(host: str) -> bool:
 
 
 def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
-    """Checks that the host of each rank can take part.
+    """Checks that each rank's host can take part, and returns the hosts' network; None if all are this host.
 
-    Returns their network; None if all of them are this host.
-
-    Raises RankError in one line for the first host that cannot take part.
+    Raises RankError, in one line, for the first host that cannot take part.
     """
     hosts = list(dict.fromkeys(rank_hosts))
     with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:

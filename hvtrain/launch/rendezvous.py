@@ -4,8 +4,8 @@ The store takes PUT, GET and DELETE /SCOPE/RANK, like Horovod's. It unpickles no
 many simultaneous connections as a large job opens, answers most requests without a thread, and drops
 the addresses once all ranks have met, so that ranks can restart (comm.tune).
 
-Processes started by hand first claim their ranks at rank 0's server, repeatedly until all ranks are
-claimed: then each gets the host of every rank. If a process stops claiming, its rank becomes free
+Processes started by hand first claim their ranks at rank 0's server, again and again until all ranks
+are claimed: then each gets the host of every rank. If a process stops claiming, its rank becomes free
 again. Anyone who can reach the port is trusted as a rank.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from hvtrain.errors import ConfigError, LostRankError
 
 SECONDS_FOR_AN_ANSWER = 5.0
-# A process that misses this many claims in a row is taken to have ended.
+# A process that misses this many claims in a row is considered gone.
 PAUSES_OF_A_CLAIM = 4
 # Connections that the kernel queues for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
@@ -33,6 +33,7 @@ WAITING_CONNECTIONS = 1024
 # Limit of a request's body, whatever its headers say: strangers can reach the port too.
 _MAX_BYTES = 1 << 20
 _OK, _WAITING, _NOT_YET, _REFUSED = 200, 202, 404, 409
+# A GET of /SCOPE/RANK with all of its headers, up to the empty line.
 _WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\n", re.DOTALL)
 _MAX_GET = 4096
 
@@ -74,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Store(ThreadingHTTPServer):
-    """The address store for Horovod's Gloo. It listens once it is created; `serve` starts to answer.
+    """Serves the address store for Horovod's Gloo. It listens from its creation on; `serve` starts to answer.
 
     Args:
         address: an address of this host; "": all of them.
@@ -111,7 +112,7 @@ class Store(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Drops a caller without an answer, and prints one line per host instead of a traceback."""
+        """Drops a caller whose request failed, and prints one line per host instead of a traceback."""
         host = client_address[0]
         if host not in self._strangers:
             self._strangers.add(host)
@@ -120,9 +121,9 @@ class Store(ThreadingHTTPServer):
             )
 
     def _answer_get(self, connection: socket.socket) -> bool:
-        """Answers a GET of a rank's address that has arrived completely.
+        """Answers a GET of a rank's address if all of the request has arrived.
 
-        Returns False, and reads nothing, for anything else.
+        Returns False for anything else, and leaves it unread.
 
         Each of N ranks asks for the N - 1 others. A thread and a full HTTP parse for each request
         would cost several times as much as the answer.
@@ -164,8 +165,8 @@ class Store(ThreadingHTTPServer):
         with self._lock:
             left = self._left.setdefault(scope, set())
             left.add(rank)
-            # Before any rank leaves, each has stored its address under its number, and other data under
-            # other keys.
+            # When the first rank leaves, all have stored their addresses under their numbers. Other keys hold
+            # other data.
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
@@ -186,7 +187,7 @@ class _ClaimHandler(_Handler):
 
 
 class Rendezvous(Store):
-    """The server at which processes started by hand meet, and then their store.
+    """The server at which processes started by hand meet, and which is then their store.
 
     Args:
         address: an address of this host.
@@ -212,10 +213,10 @@ class Rendezvous(Store):
                     f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
                     "give all the same -np and --num-ps"
                 )
-            # A rank out of range raises an IndexError, and handle_error drops the caller.
+            # For a rank out of range, range() raises IndexError, and handle_error drops the caller.
             rank = range(len(self._names))[claim["rank"]]
             if not self._is_complete:
-                # A process that no longer claims its rank has ended, and may be started again.
+                # A process that no longer claims its rank has ended, and another may take its place.
                 oldest = now - PAUSES_OF_A_CLAIM * pause_seconds(len(self._names))
                 self._claims = {
                     rank: claim for rank, claim in self._claims.items() if claim["time"] > oldest

@@ -84,7 +84,7 @@ def run(
 
         attempt_logs = logs
         if max_restarts:
-            # Numbered after the attempts of earlier launches.
+            # Numbers continue after the attempts of earlier launches.
             number = 1 + sum(1 for _ in logs.glob("attempt-*"))
             attempt_logs = logs / f"attempt-{number:04d}"
         try:
@@ -96,12 +96,12 @@ def run(
             ending = Ending(RankError.exit_code)
         code = ending.code
         if attempt and code == RankError.exit_code and not ending.message:
-            # No rank was started: a host that answered before the pause no longer does. The next attempt
-            # looks again.
+            # No rank was started, since a host that answered before the pause no longer does. The next attempt
+            # checks the hosts again.
             code = RESTART_HELPS
         if ending.is_shown and is_new_run and run_dir:
             remove_if_empty(Path(run_dir))
-        # Any other failure would happen again, and after a signal nobody wants a restart.
+        # Any other failure would happen again, and a signal asks to end the launch.
         if code != RESTART_HELPS or signals.first is not None:
             break
         num_failures[ending.host] += 1
@@ -161,7 +161,7 @@ def choose_hosts(
     good = tuple(
         host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST
     )
-    # A host that fails often is better than no restart.
+    # A restart with a host that fails often is better than none.
     for candidates in (good, present):
         ranks = min(num_ranks, sum(host.slots for host in candidates))
         if ranks >= min_ranks:
@@ -197,7 +197,7 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
         )
         ending = launch.run(signals)
 
-    # An error that all ranks share is already shown, and the logs contain nothing more.
+    # An error that all ranks share has already been shown, and the logs contain nothing more.
     if ending.message and not ending.is_shown:
         console.say_error(f"what each rank said is in {output.folder}", 0)
         console.say_error(ending.message, 0)

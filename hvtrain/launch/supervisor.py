@@ -21,7 +21,7 @@ from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
-# Time from a signal until all ranks are killed: the first if they save, the second if they only stop.
+# From a signal until all ranks are killed: while they save, and if they only stop (SIGHUP).
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
 SECONDS_BETWEEN_LOOKS = 30.0
@@ -33,7 +33,7 @@ class Signals:
     """Passes the signals of this process on to the current attempt.
 
     Attributes:
-        first: the first signal, after which this process has to end; None before it.
+        first: the first signal, after which this process has to end; None if there was none.
         received: set once a signal has arrived.
     """
 
@@ -62,9 +62,9 @@ class Signals:
 
 
 class Launch:
-    """A launcher and everything that it starts.
+    """Runs a launcher, and ends everything that it has started.
 
-    The environment variable on_host.MARK of its processes holds the launch's folder.
+    All of these processes have the launch's folder in the environment variable on_host.MARK.
 
     Args:
         line: the launcher's command.
@@ -73,7 +73,7 @@ class Launch:
             stderr in one stream, PlainOutput each in its own.
         folder: a folder for this launch only, where the process that starts the ranks writes their hosts.
         label: returns the name of a rank in messages.
-        seconds_to_begin: after this time without any rank the launcher is ended.
+        seconds_to_begin: the launcher is killed if no rank has begun after this time.
     """
 
     _was_asked = False
@@ -89,7 +89,7 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
-        # The child inherits the limit, and a process that joins a thousand ranks opens files for each.
+        # The child inherits the limit: each rank opens files for all others, and the launcher for all of them.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -126,7 +126,7 @@ class Launch:
 
         Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save
         and stop together, with code 130 after Ctrl-C, else 75. SIGHUP (a closed terminal) is passed
-        to the launcher. A second signal, or no end in time, kills everything.
+        to the launcher. A second signal other than SIGUSR1, or no end in time, kills everything.
         """
         signals.pass_to(self._take_signal)
         # Read in threads: an ssh that outlives mpirun keeps the pipe open.
@@ -149,7 +149,7 @@ class Launch:
 
         The second signal other than SIGUSR1 kills everything.
         """
-        # A request to save and stop, as before a time limit, which may be repeated without harm.
+        # A request to save and stop, as schedulers send before a time limit; repeating it does no harm.
         if number == signal.SIGUSR1:
             _in_background(self._ask, number)
             return
@@ -211,7 +211,7 @@ class Launch:
             advice=self._advice,
         )
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
-            # The signal came before the rank had set its handler, or the program has none.
+            # The signal came before the rank had set its handler, or the rank's program sets none.
             return Ending(
                 RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
             )
@@ -234,8 +234,8 @@ class Launch:
 
         Returns its exit code.
 
-        MPI waits forever for a host that does not answer. Meanwhile the kernel's OOM kills are counted
-        every half minute: those from more than a minute ago did not end this run.
+        MPI waits forever for a host that does not answer. The kernel's OOM kills are counted every half
+        minute meanwhile: those from more than a minute ago did not end this run.
         """
         latest_begin = time.monotonic() + self._seconds_to_begin
         has_begun = False
@@ -255,11 +255,11 @@ class Launch:
                 self._force()
 
     def _ask(self, number: int) -> None:
-        """Asks the ranks of this host, or else of the first host that has any, to stop: they tell all other ranks."""
+        """Asks the ranks of one host to stop: this host, or else the first that has any. They tell all other ranks."""
         # For ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
         count = self._hosts().count("ask", str(self._folder), request)
-        # Ranks can have saved only if they were asked to, which decides the exit code.
+        # The exit code depends on this: ranks can have saved only if they were asked to.
         self._was_asked = self._was_asked or count > 0
         if count and number == signal.SIGINT:
             console.say_stopping()

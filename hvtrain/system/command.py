@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors take one line.
 
     prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too.
-    more_help returns further text for the end of --help, and is called for nothing else.
+    more_help returns further text for the end of --help, and is called only for that.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + self._more_help()
 
     def error(self, message: str) -> NoReturn:
-        # Without the name of a subcommand, whose help is part of its command's help.
+        # Leaves out the name of a subcommand, whose help is part of its command's help.
         num_words = 3
         if "-m hvtrain" in self.prog:
             num_words = 4
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {command} --help")
 
     def add_hosts(self) -> None:
-        """Adds -H and --hostfile: the result's `hosts` holds the same option for a command line of hvtrain launch."""
+        """Adds -H and --hostfile. `hosts` of the result holds the given one, as words for hvtrain launch."""
         hosts = self.add_mutually_exclusive_group()
         hosts.add_argument(
             "-H",
@@ -89,12 +89,12 @@ class Parser(argparse.ArgumentParser):
     def parse_with_overrides(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Parses the arguments, by default those of the command line.
 
-        Settings of a run and Hydra's options are in `overrides` of the result.
+        `overrides` of the result holds the settings of a run and Hydra's options.
         """
         # Settings have no dashes, so argparse cannot parse them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
-            # Hydra's own options are left to it.
+            # Only Hydra's own options are passed on to it.
             if argument.startswith("-") and not argument.startswith(("--config-", "-c")):
                 self.error(f"unknown option {argument}")
         options.overrides = others
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """Separates NAME=VALUE with these names from the other arguments; the last value of a name counts.
+    """Separates NAME=VALUE with one of these names from the other arguments; the last value of a name counts.
 
     >>> take_values(["trials=9", "model=mlp", "trials=20"], "sweep", "trials")
     ({'trials': '20'}, ['model=mlp'])
@@ -167,7 +167,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def not_negative(text: str) -> float:
-    """The type of an option that takes a finite number of 0 or more."""
+    """Parses a finite number of 0 or more, for an option."""
     try:
         number = float(text)
     except ValueError:
@@ -178,7 +178,7 @@ def not_negative(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """The type of an option that takes a finite number above 0."""
+    """Parses a finite number above 0, for an option."""
     number = not_negative(text)
     if number == 0:
         raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
@@ -205,8 +205,8 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
 
 
 def enter(work: Callable[[], int]) -> None:
-    """Does the work; exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
-    # From the launcher's variables, since Horovod may not have started.
+    """Runs a command, and exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
+    # From the launcher's variables, since Horovod may not have started yet.
     rank = console.launched_rank()
     try:
         _check_arguments()
@@ -216,7 +216,7 @@ def enter(work: Callable[[], int]) -> None:
         if isinstance(error.code, str):
             console.say_error(error.code, rank, wait_seconds=0.0)
     except BaseException as error:
-        # This rank has nothing left to save: a signal now only ends its wait for other ranks to report first.
+        # This rank has nothing left to save: from now on a signal only ends its wait for other ranks' reports.
         console.take_signals(console.note_signal)
         code = _report(error, rank)
     sys.stdout.flush()
@@ -233,7 +233,7 @@ def enter(work: Callable[[], int]) -> None:
 
 
 def _check_arguments() -> None:
-    """Raises ConfigError for an argument that is not UTF-8, which the run's records could not hold."""
+    """Raises ConfigError for an argument that is not UTF-8, which could not be written to the run's records."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -268,7 +268,7 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def _report(error: BaseException, rank: int) -> int:
-    """Tells the user what went wrong; returns the exit code."""
+    """Reports the error to the user and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         console.say_error("interrupted; nothing new was saved", rank, is_repeated=True)
         return INTERRUPTED

@@ -1,6 +1,6 @@
 """Messages: rank 0's go to the console, every rank's to its own log file, and TensorFlow's nowhere.
 
-A launcher also reads a rank's verdict on a failure: one line of JSON on stderr, which is not shown.
+A rank also writes its verdict on a failure, one line of JSON on stderr, which the launcher reads and hides.
 """
 
 import json
@@ -23,8 +23,8 @@ from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# Holds the command line of a process that was started by hand. Only that process gets its signals: no
-# launcher passes them to the others.
+# Holds the command line of a process that was started by hand. A signal to such a process reaches no other,
+# since no launcher passes it on.
 BY_HAND = "HVTRAIN_BY_HAND"
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
@@ -34,15 +34,15 @@ _WATCHED = "HVTRAIN_LAUNCH"
 
 
 log = logging.getLogger("hvtrain")
-# Python's warnings also go through a log, which only rank 0 shows.
+# Python's warnings go through a log too, so that only rank 0 shows them.
 _LOGGERS = (log, logging.getLogger("py.warnings"))
 
 
 class SignalFlag:
     """An event that a signal handler may set, for one waiting thread.
 
-    threading.Event may deadlock there: the handler may interrupt the very thread that holds the
-    event's lock, which is not reentrant. SimpleQueue.put is, according to its documentation.
+    threading.Event could deadlock: the handler may interrupt the very thread that holds the event's
+    lock, which is not reentrant. SimpleQueue.put is reentrant, according to its documentation.
     """
 
     _is_set = False
@@ -96,7 +96,7 @@ def is_launched() -> bool:
 
 @contextmanager
 def quiet_import(verbose: bool) -> Iterator[None]:
-    """A context for the first import of TensorFlow and Keras: hides their messages unless verbose or the block fails.
+    """Hides the messages of the first import of TensorFlow and Keras, unless verbose or the block fails.
 
     TensorFlow writes its first messages before it reads its log level, so no environment variable can
     silence them. A third of Keras's import time goes to scikit-learn and Matplotlib, for wrappers and
@@ -106,7 +106,7 @@ def quiet_import(verbose: bool) -> Iterator[None]:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
-    # A signal handler writes to _error_output even while descriptor 2 is redirected.
+    # Signal handlers write to _error_output, which stays the real stderr while descriptor 2 is redirected.
     global _error_output
     left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ class _LogFile(logging.FileHandler):
 def note_signal(*_: object) -> None:
     """Ends any wait for other ranks to report first.
 
-    A handler for SIGTERM and SIGUSR1, or called by one.
+    This is a handler for SIGTERM and SIGUSR1, or is called by one.
     """
     signal_arrived.set()
 
@@ -195,7 +195,7 @@ def note_signal(*_: object) -> None:
 def take_signals(
     handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals
 ) -> None:
-    """Installs a handler for these signals, by default those that schedulers and launchers send.
+    """Installs a handler for signals, by default those that schedulers and launchers send.
 
     Does nothing in a thread other than the main one: Python allows no handlers there, and a run in such
     a thread was not started by a launcher.
@@ -234,7 +234,7 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank at fault (HOST[SLOT] in an elastic job; None: unknown), the cause, and its exit code if known."""
+    """The rank at fault (HOST[SLOT] in an elastic job; None: unknown), the cause, and the exit code if known."""
 
     rank: int | str | None
     cause: str = ""
@@ -270,8 +270,8 @@ def end_before_training(number: int, *_: object) -> None:
 def say_stopping() -> None:
     """Prints what the first Ctrl-C does.
 
-    In a separate thread, because the signal may have interrupted a write in this one; and through
-    sys.stderr, because a live display replaces it to stay below the text.
+    It writes in a separate thread, because the signal may have interrupted a write in this one; and
+    through sys.stderr, because a live display replaces it to stay below the text.
     """
 
     def say():
@@ -301,7 +301,7 @@ def say_error(
     for handler in log.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
-    # Rank 0 reports first, since its output is what people see.
+    # Rank 0 reports first, since its output is what users see.
     if wait_seconds is None:
         wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
     if wait_seconds and signal_arrived.wait(wait_seconds) and is_repeated:
@@ -309,7 +309,8 @@ def say_error(
 
     if culprit == THIS_RANK:
         culprit = rank
-    # The message may already name the rank at fault. mpirun passes on a line of up to this length in one piece.
+    # The message may already name the rank at fault. Cut, since mpirun passes on in one piece only lines of up to
+    # this length.
     cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
     prefix = "hvtrain: "
     if rank and not message.startswith(f"rank {rank} "):
@@ -325,9 +326,9 @@ def say_error(
 
 
 def progress(text: str) -> None:
-    """Shows what is running until the next call, on a terminal only; "" clears the line."""
+    """Shows on a terminal what is running, until the next call; "" clears the line."""
     if sys.stderr.isatty():
-        # A line that wraps could not be cleared.
+        # Cut to the terminal's width, since a line that wraps could not be cleared.
         columns = shutil.get_terminal_size().columns
         sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
         sys.stderr.flush()

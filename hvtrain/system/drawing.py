@@ -1,9 +1,6 @@
-"""Progress bars on a terminal.
+"""Progress bars on a terminal: rank 0 sends each drawing as a line of JSON, and its launcher shows it.
 
-Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
-
-A launcher marks each line of a rank, and interleaves the lines of other ranks, so only the launcher
-itself can draw.
+A rank cannot draw them itself, since the launcher marks its lines and mixes them with those of other ranks.
 """
 
 import atexit
@@ -30,7 +27,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Bars, and lines of text below them. A drawing without bars ends the display."""
+    """Bars, with lines of text below them. A drawing without bars ends the display."""
 
     bars: tuple[Bar, ...] = ()
     lines: tuple[str, ...] = ()
@@ -83,25 +80,22 @@ def is_requested() -> bool:
 
 
 class LiveDisplay:
-    """Progress bars at the bottom of a terminal while a run trains.
-
-    Other output scrolls by above them.
+    """Progress bars at the bottom of a terminal while a run trains; other output scrolls by above them.
 
     The display begins with the first drawing and is redrawn only on request, without a thread.
-    stop() clears it.
+    stop() clears it. Write only whole lines while it is shown.
 
-    Write only whole lines while it is shown. rich is imported only when needed, because a launcher
-    often does without it.
+    rich is imported only when needed, because most launches do not draw.
     """
 
     _live: Any = None
 
     def prepare(self) -> None:
-        """Loads what the first drawing needs, while the ranks load TensorFlow."""
+        """Loads rich in advance, while the ranks load TensorFlow."""
         if can_draw(sys.stdout):
             console = _console()
             with console.capture():
-                # This output is discarded: it only loads rich.
+                # The output is discarded: this only makes rich load all its parts.
                 console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
 
     def show(self, drawing: Drawing) -> None:
@@ -121,7 +115,7 @@ class LiveDisplay:
                 redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start()
-            # rich hides the cursor, and a killed run could not show it again.
+            # rich has hidden the cursor, which a killed run could not show again.
             console.show_cursor(True)
             atexit.register(self.stop)
         self._live.update(_picture(drawing), refresh=True)

@@ -1,4 +1,4 @@
-"""Writes files so that a crash leaves none half written, and reads them without blocking on a pipe. Pure."""
+"""Writes files so that a crash leaves none half written, and reads them without blocking on a pipe."""
 
 import csv
 import errno
@@ -30,7 +30,7 @@ def writing(
     kind: type[UserError] = StorageError,
     name: str | None = None,
 ) -> Iterator[None]:
-    """A context in which the caller writes `temporary` and renames it to `path`; an OSError leaves nothing behind.
+    """Context in which the caller writes `temporary` and renames it to `path`; an OSError leaves nothing behind.
 
     Args:
         path: The file or folder that `temporary` becomes.
@@ -68,11 +68,9 @@ def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces a file.
+    """Replaces a file. Readers see either the old content or the new, even after a crash.
 
-    Readers see either the old content or the new, even after a crash. Raises StorageError.
-
-    The new file keeps the mode of the old one.
+    The new file keeps the mode of the old one. Raises StorageError.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -88,7 +86,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def append_text(path: Path, text: str) -> None:
     """Appends text to an existing file.
 
-    Raises StorageError, after which part of the text may have been written.
+    Raises StorageError, possibly after part of the text has been written.
     """
     data = text.encode()
     try:
@@ -115,7 +113,7 @@ def remove(path: Path) -> None:
 
 def new_folder(default: Path) -> Path:
     """Creates a folder of this name, or with -2, -3, ... after it if the name is taken. Raises OSError."""
-    # A parent that is a dangling link would look like a name that is taken.
+    # Made first: in the loop, a parent that is a dangling link would look like a name that is taken.
     default.parent.mkdir(parents=True, exist_ok=True)
     folder = default
     number = 1
@@ -130,7 +128,7 @@ def new_folder(default: Path) -> Path:
 
 
 def page_path(text: str | Path) -> Path:
-    """Returns the path of a page that --output names. Raises ConfigError if it cannot be a file."""
+    """Returns the path of the page that --output names. Raises ConfigError if no file can be written there."""
     path = Path(text)
     if path.is_dir():
         raise ConfigError(
@@ -180,7 +178,7 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
 
 
 def whole_lines(text: str) -> str:
-    """Returns the text up to its last line break: its writer may have ended while appending a line."""
+    """Returns the text up to its last line break, since its writer may have died while appending a line."""
     return text[: text.rfind("\n") + 1]
 
 

@@ -1,7 +1,7 @@
 """Facts about a host: its software (Python, packages, code, git checkout, Horovod's library) and network interfaces.
 
-launch, doctor and the ranks compare software between hosts. Uses only Python 3.9's standard library:
-launch/remote_hosts.py runs this source on other hosts.
+launch, doctor and the ranks compare software between hosts. This module needs only the standard library
+of Python 3.9, since launch/remote_hosts.py runs its source on other hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Distributions whose versions must be the same on all ranks. TensorFlow has one of two names.
+# Distributions whose versions must be the same on all ranks. TensorFlow's has one of two names.
 PACKAGES = (
     "tensorflow",
     "tensorflow-cpu",
@@ -43,7 +43,7 @@ _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllRe
 
 # Time limit for git, so that a hanging disk does not block the run.
 GIT_SECONDS = 5.0
-# Limits that keep a record readable, since generated files may be large.
+# Limits on the changed files and on the characters of their diff, which keep a run's record readable.
 MAX_FILES = 50
 MAX_DIFF = 20_000
 
@@ -55,7 +55,7 @@ _MAX_BYTES = 64 * 1024
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Returns versions from the packages' metadata, None for a missing package. Imports nothing."""
+    """Returns the packages' versions by name, from their metadata; None for a missing package."""
     versions = dict.fromkeys(names)
     for name in versions:
         with suppress(metadata.PackageNotFoundError):
@@ -78,7 +78,7 @@ def versions() -> dict[str, str | None]:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit on open files, up to MOST_FILES if allowed: 1,024 cannot connect 1,000 ranks."""
+    """Raises this process's limit on open files to MOST_FILES, or as far as allowed: 1,024 are few for 1,000 ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_FILES
     if hard != resource.RLIM_INFINITY:
@@ -100,7 +100,7 @@ def cuda_versions() -> dict[str, str]:
 def origin_of(package: str) -> Path | None:
     """Returns the file that Python would import for a package or module; None if there is none.
 
-    importlib.util.find_spec would find the modules of the doctor's probe, which are named like hvtrain's.
+    importlib.util.find_spec would find the modules of the doctor's probe, which have hvtrain's names.
     """
     for finder in sys.meta_path:
         # Finders with the older interface lack find_spec.
@@ -122,7 +122,7 @@ def code_files(package: str) -> dict[str, str]:
         return {}
     files = [origin]
     if origin.name == "__init__.py":
-        # A lock of Emacs is a link that leads nowhere.
+        # Without dangling links, such as the lock files of Emacs.
         files = sorted(path for path in origin.parent.rglob("*.py") if path.is_file())
     return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in files}
 
@@ -147,7 +147,7 @@ def code_facts() -> dict[str, Any]:
 
 
 def _checksum(path: Path) -> str:
-    # 12 digits are enough to tell versions of a file apart.
+    # 12 hexadecimal digits are enough to tell versions of a file apart.
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     except OSError:
@@ -178,7 +178,8 @@ def all_interfaces() -> list[dict[str, str]]:
         interfaces = []
         for start in range(0, used, _IFREQ_BYTES):
             request = room[start : start + _IFREQ_BYTES].tobytes()
-            # The request has the name and the address, so the answer is the mask of this address.
+            # The request holds both name and address, so the answer is the mask of this address, not of another one
+            # of the interface.
             mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
@@ -232,7 +233,7 @@ def checkout(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            # The user may be running git in this checkout at the same time.
+            # Without locks, since the user may be running git in this checkout at the same time.
             ["git", "--no-optional-locks", *arguments],
             cwd=folder,
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},

@@ -23,7 +23,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 _mine: set[int] | None = None
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Names of the memory limit, the memory in use, and the part of it that is cached files, by cgroup version.
+# Names of the memory limit, the memory in use, and the part of that which is cached files, by cgroup version.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -32,15 +32,15 @@ def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
     """Pins this process, with all its present and future threads, to its share of the host's logical CPUs.
 
     Returns:
-        The share. None if the CPUs cannot be divided evenly: the process may then run on all of them. None
-        also if the launcher, Slurm or taskset has already chosen CPUs, which are then left as they are.
+        The share. None if the CPUs cannot be divided evenly: then the process may run on all of them. Also None
+        if the launcher, Slurm or taskset has already chosen CPUs for it, which are not changed.
     """
     global _mine
     try:
         everything = os.sched_getaffinity(1)
     except PermissionError:
         return None
-    # If CPUs were chosen for this process, it has fewer than the host's first process.
+    # If CPUs were chosen for this process, it has fewer than process 1.
     if os.sched_getaffinity(0) not in (everything, _mine):
         return None
     _mine = share_of_cores(sorted_by_core(everything), local_rank, local_size)
@@ -72,7 +72,7 @@ def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set
 
 
 def sorted_by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
-    """Sorts logical CPUs by socket and by core: the numbers of those on one core are often far apart."""
+    """Sorts logical CPUs by socket and core, since those of one core often have numbers far apart."""
 
     def number(cpu: int, name: str) -> int:
         path = folder / f"cpu{cpu}" / "topology" / name
@@ -84,7 +84,7 @@ def sorted_by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process occupies now."""
+    """Returns the bytes of memory that this process occupies now."""
     return psutil.Process().memory_info().rss
 
 
@@ -95,21 +95,21 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Returns the most memory that this process has occupied since it started, or since forget_peak."""
+    """Returns the most bytes of memory that this process has occupied since it started, or since forget_peak()."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def free_bytes(cgroups: Path = CGROUPS) -> int:
-    """Returns the memory still available to processes here, on the host and in this process's container or job.
+    """Returns the bytes of memory still available to this process: on the host, and in its container or job.
 
-    Beyond it the kernel kills a process. Files that the kernel has cached count as free.
+    If more is used, the kernel kills a process. Files that the kernel has cached count as free.
     """
     return max(0, min([psutil.virtual_memory().available, *_free_in_groups(cgroups)]))
 
 
 def _free_in_groups(cgroups: Path) -> Iterator[int]:
-    # Version 2 has a single line without controllers, version 1 one line per hierarchy.
+    # cgroup version 2 has a single line without controllers, version 1 one line per hierarchy.
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in groups:
         if controllers == "":
@@ -132,7 +132,7 @@ def physical_gpus() -> list[Any]:
     """Lists the GPUs that TensorFlow can use, as tf.config.PhysicalDevice.
 
     If TensorFlow cannot load one of CUDA's libraries, it silently trains on CPUs, at a hundredth of the
-    speed. So it is an error if the driver shows GPUs and TensorFlow uses none.
+    speed. So that is an error.
 
     Raises:
         RankError: TensorFlow is built for GPUs, the driver shows some, and TensorFlow uses none.
@@ -164,7 +164,7 @@ def _load_cusolver(packages: Path) -> None:
 
 @cache
 def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
-    """Raises RankError, or warns once if TensorFlow is built for CPUs only."""
+    """Raises RankError for GPUs that TensorFlow does not use, or warns once if it is built for CPUs only."""
     host = socket.gethostname()
     if not has_cuda:
         log.warning(

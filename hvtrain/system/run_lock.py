@@ -21,7 +21,7 @@ LOCK_FILE = ".lock"
 CLAIM_FILE = ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks. A file that only one process can create then replaces the lock.
+# Errors of file systems without locks, where a file that only one process can create replaces the lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -38,7 +38,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         self.release()
 
     def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
-        """Takes the lock unless it is already held by this object; waits for another run to end.
+        """Takes the lock, waiting for another run to end. Does nothing if this object already holds it.
 
         Raises BusyError if another run holds it, OSError if the folder cannot be written.
         """
@@ -70,7 +70,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         )
         file.flush()
         with suppress(OSError):
-            # By this line hosts recognize that they share a disk (training/find_checkpoint.py).
+            # Hosts recognize by this line that they share a disk (training/find_checkpoint.py).
             os.fsync(descriptor)
         self._file = file
 
@@ -101,7 +101,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """True while a run uses the folder. Takes a lock only for the check, and creates no file."""
+    """True while a run uses the folder. Locks the file only for the moment of the check, and creates none."""
     try:
         # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
@@ -114,18 +114,18 @@ def is_held(folder: Path) -> bool:
 
 
 def _started(process: int) -> str | None:
-    """Returns when a process of this host began, in seconds after the host booted; None if it has ended."""
+    """Returns when a process of this host started, in seconds after the host booted; None if it has ended."""
     try:
-        # Both move with the clock, and their difference does not.
+        # Both change when the host's clock is set; their difference does not.
         return f"{psutil.Process(process).create_time() - psutil.boot_time():.2f}"
     except psutil.Error:
         return None
 
 
 def _create(claim: Path) -> bool:
-    """Creates the claim file, with this process and host.
+    """Creates the claim file, which names this process and its host. Returns False if another process holds it.
 
-    Returns False if another process holds it; one of this host that has ended holds it no longer.
+    A claim of a process of this host that has ended does not count.
     """
     try:
         with claim.open("x", encoding="utf-8") as file:
@@ -135,7 +135,7 @@ def _create(claim: Path) -> bool:
         with suppress(OSError, ValueError):
             process, host, *started = claim.read_text("utf-8")[:300].split()
             now = _started(int(process))
-            # A later process may have the same number, above all in a restarted container.
+            # A later process may have the same number, especially in a restarted container.
             is_another = bool(started) and [now] != started
             if host == socket.gethostname() and (now is None or is_another):
                 claim.unlink()

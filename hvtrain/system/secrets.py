@@ -1,6 +1,6 @@
 """Recognizes secrets: by their names, by their form, and in addresses such as postgres://me:secret@host/.
 
-Notification addresses, those in notify= and HVTRAIN_NOTIFY, are secrets as a whole. Pure.
+Notification addresses, which are those in notify= and HVTRAIN_NOTIFY, are secrets as a whole. Pure.
 """
 
 import re
@@ -26,8 +26,8 @@ _SURE = re.compile(
     r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
     re.IGNORECASE,
 )
-# Values of other names, such as dataset.target_key or model.mask_token, may be plain words or symbols,
-# which secrets seldom are.
+# With other names that SECRET matches, such as dataset.target_key or model.mask_token, values of this form
+# are shown: plain words, symbols and small numbers are seldom secrets.
 _PLAIN = re.compile(
     r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
 )
@@ -60,7 +60,7 @@ def split_addresses(text: str) -> list[str]:
 
 
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
-    """Returns the addresses in the setting notify; those in the environment variable if it is null.
+    """Returns the addresses in the setting `notify`, or if it is null those in the environment variable.
 
     >>> environ = {"HVTRAIN_NOTIFY": "json://here json://there"}
     >>> chosen_addresses(None, environ), chosen_addresses([], environ)
@@ -77,7 +77,7 @@ def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]
 def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Removes notify=... from a command line.
 
-    Returns the other arguments, and the value of the last notify=, None if there is none.
+    Returns the other arguments, and the value of the last notify=; None if there is none.
 
     >>> take_addresses(["model=mlp", "notify=json://localhost?a=b"])
     (['model=mlp'], 'json://localhost?a=b')
@@ -123,7 +123,7 @@ def redacted(value: Any, name: str = "") -> Any:
     >>> redacted({"header": "Bearer abc.def-123", "mask_token": "<mask>", "my_key": "q7Xw93jf", "token": "any"})
     {'header': 'Bearer ***', 'mask_token': '<mask>', 'my_key': '***', 'token': '***'}
     """
-    # For _SURE only the last part of a dotted name counts: the groups before it say nothing.
+    # For _SURE only the last part of a dotted name counts, not the groups before it.
     is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
         # Everything in a group of secrets is secret, whatever its name.
@@ -132,7 +132,7 @@ def redacted(value: Any, name: str = "") -> Any:
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    # These values hold no secret, and records should show that the setting is empty or a switch.
+    # Such values are no secrets, and records should show that the setting is empty or a switch.
     if value is None or isinstance(value, bool) or value == "":
         return value
     if is_sure:

@@ -10,7 +10,7 @@ def duration(seconds: float) -> str:
     >>> duration(4.2), duration(42), duration(312), duration(200_000)
     ('4.2 s', '42 s', '5 min 12 s', '55 h 33 min')
     """
-    # Short times need fractions of a second, long ones do not.
+    # Only short times need fractions of a second.
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest_seconds = divmod(round(seconds), 60)
@@ -25,7 +25,7 @@ def human_bytes(num_bytes: float) -> str:
     >>> human_bytes(4), human_bytes(5000), human_bytes(67108864), human_bytes(2.5 * 2**40)
     ('4 B', '5 KiB', '64 MiB', '2560 GiB')
     """
-    # GiB only from 10 GiB on: 5120 MiB is more precise than 5 GiB.
+    # GiB only from 10 GiB on, since without decimals 5,500 MiB is more precise than 5 GiB.
     units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
     return next(
         f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least
