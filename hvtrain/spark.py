@@ -322,7 +322,7 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """Returns the driver's environment variables that ranks get: no paths, since executors have their own."""
+    """Returns the driver's environment variables that ranks get. Most paths are left out: executors have their own."""
     variables = environment.for_ranks(os.environ)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
         variables.pop(name, None)
