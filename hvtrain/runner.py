@@ -1,4 +1,4 @@
-"""A run from beginning to end, the same on every rank: train(config) -> RunRecord."""
+"""Runs a training from beginning to end, the same on every rank: train(config) -> RunRecord."""
 
 import logging
 import os
@@ -67,22 +67,23 @@ Attempt = Callable[[RunConfig, Strategy, RunState], Any]
 def train(config: RunConfig) -> RunRecord:
     """Trains, evaluates and writes the results; returns the same record on every rank.
 
-    Raises UserError, on all ranks at once where possible, for what the user can fix.
+    Raises UserError for what the user can fix, on all ranks at once where possible, and Stopped after a
+    signal, with the run saved.
     """
     return on_all_ranks(config, whole_run)
 
 
 def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
-    """Repeats attempts at a run, or at a command that needs part of one; returns the last attempt's result.
+    """Repeats attempts at a run, or at a command that needs part of one, until one has a result; returns it.
 
-    If this rank fails, the others learn why.
+    If this rank fails, it tells the others why.
     """
     strategy: Strategy = build(config, "strategy", Strategy)
     state = RunState(time.monotonic())
     if config.comm.tune:
         strategy.expect_restart()
     if config.profile.timeline:
-        # Horovod can trace later only if this is set before it starts.
+        # Horovod can start a timeline later only if this is set before it starts itself.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
         with report_failures(strategy, state.notice.failed):
@@ -110,7 +111,7 @@ def run_to_end(
                 record = strategy.membership.run_with_restarts(
                     lambda: attempt(config, strategy, state)
                 )
-        except BaseException:  # Ctrl-C, and the user's own code, too.
+        except BaseException:  # Also Ctrl-C, and errors in the user's own code.
             if config.run.dir is None and state.folder and strategy.comm.topology.is_chief:
                 remove_if_empty(state.folder)
             raise
@@ -118,9 +119,9 @@ def run_to_end(
 
 
 def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
-    """Runs from the newest checkpoint to the end.
+    """Runs from the newest checkpoint, or from step 0, to the end.
 
-    Returns None if another attempt, with another plan, is to continue from there.
+    Returns None if another attempt, with another plan, has to continue.
     """
     run, saved = open_run(config, strategy, state)
     model = make_model(run)
@@ -138,11 +139,11 @@ def open_run(
     """Joins the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan.
 
     Args:
-        parent: Where the run folder is made if run.dir is not set.
+        parent: The folder in which the run folder is created if run.dir is not set.
     """
     join_ranks(config, strategy)
     config = claim_folder(config, strategy, state, parent)
-    # Elastic ranks continue from memory, which a rank that has just joined lacks.
+    # Elastic ranks continue from memory, but a rank that has just joined has nothing there.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
     copies = config.checkpoint.copies
@@ -164,7 +165,7 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     comm = strategy.comm
     if not comm.topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    # A store that is open stays open when ranks leave or join.
+    # After ranks left or joined, a store that is open already is kept.
     state.store = comm.all_or_raise(
         lambda: state.store if state.folder else open_store(config.run.dir)
     )
@@ -184,13 +185,13 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
 def open_inputs(
     config: RunConfig, strategy: Strategy, state: RunState, saved: ResumePoint | None
 ) -> Run:
-    """Opens the data set and the task, plans the run, and returns it (every rank)."""
+    """Opens the data set and the task, and plans the run; returns the Run (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
     before = saved.meta if saved else {}
     changed = changed_since(before, config)
     fitted_files = None
-    # What was fitted to the run's data, such as a tokenizer, must not be fitted again.
+    # On a resume, a tokenizer, for example, must not be fitted to the data again.
     if saved and not any(name.startswith("dataset.") for name in changed):
         fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
@@ -199,7 +200,7 @@ def open_inputs(
     )
     source = ingredients.source
     plan, topology = plan_run(config, source, strategy, before or None)
-    # After the plan, which refuses too few examples: combine might report them as missing classes, for example.
+    # After the plan, which refuses too few examples: combine might blame something else, such as missing classes.
     comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(before, saved.step if saved else 0, changed)
@@ -235,7 +236,7 @@ def make_model(run: Run) -> keras.Model:
             strategy,
             run.folder,
             bucket_mib,
-            # A plan for other ranks than the run began with counts its steps from plan.shift on.
+            # The plan's first step: plan.shift is not 0 if the run began with another plan.
             lambda: run.batches_from(run.plan.shift),
             new_model,
         )
@@ -245,7 +246,7 @@ def make_model(run: Run) -> keras.Model:
 def restore(
     model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions
 ) -> Start:
-    """Sets all ranks' weights to the checkpoint's, or to those that the run begins with; returns the start."""
+    """Sets all ranks' weights to the checkpoint's, or else to the initial ones; returns where to start (every rank)."""
     weights = options.weights
     if saved is None and weights:
         comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
@@ -253,13 +254,13 @@ def restore(
 
 
 def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
-    """Trains from the start to the end of the plan, unless the run was complete already."""
+    """Trains from the start to the end of the plan, unless training was complete already (every rank)."""
     run = context.run
     model = context.model
     config = run.config
     strategy = run.strategy
     search = LayerSearch(context) if config.guard.layers else None
-    # From here on a signal is kept until the run can be saved.
+    # From here on a signal waits until the run can be saved.
     interruption = Interruption(context)
     copies = begin_copies(run)
 
@@ -296,19 +297,19 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             build_metrics(model, batched(run.source.element_spec))
         steps = call_steps(config, strategy, callbacks)
         strategy.check_plan(run.plan)
-        # A run that is refused up to here leaves no folder.
+        # Only now, so that a run that is refused before this leaves no folder.
         if run.topology.is_chief:
             note_start(run, hosts, lines, start.step)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
 
 
 def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
-    """Does what is done after the last step, in a run whose training was complete before this start (every rank)."""
+    """Catches up on what follows the last step, if training was complete before this start (every rank)."""
     run = context.run
     model = context.model
     take_averages(model)
     for name, values in start.callbacks.items():
-        # As EarlyStopping does.
+        # As EarlyStopping does at the end of training.
         if name in run.config.callbacks and "best_weights" in values:
             model.set_weights(values["best_weights"])
     # The start that completed the training may have ended before its trackers got the results.
@@ -318,9 +319,9 @@ def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
 
 
 def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
-    """Evaluates on the test data and writes the results.
+    """Evaluates on the test data and writes the results (every rank).
 
-    Returns None if another attempt, with another plan, is to continue.
+    Returns None if another attempt, with another plan, has to continue. Raises Stopped after a signal.
     """
     run = context.run
     model = context.model
@@ -370,7 +371,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
 
 
 def results(folder: Path) -> list[Path]:
-    """Files of a finished run for its trackers: settings, numbers, report, and the best model, or else the last."""
+    """Returns a finished run's files for its trackers: settings, numbers, report, and the best or else last model."""
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
     files = [
         *(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)),

@@ -1,8 +1,8 @@
-"""`python -m hvtrain spark`, or this file given to spark-submit: trains with one rank in each Spark task.
+"""Trains with one rank in each Spark task: `python -m hvtrain spark`, or this file given to spark-submit.
 
-The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts
-a process beside each task, which trains as `python -m hvtrain` would there. `fit` does the same for
-a DataFrame of a program's own Spark session, and `SparkModel` predicts with a finished run on the executors.
+The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a
+process beside each task, which trains as `python -m hvtrain` would there. `fit` does the same for a
+DataFrame in a program's own Spark session, and `SparkModel` predicts on the executors with a finished run.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 if __name__ == "__main__":
-    # As a script, its folder is hvtrain's own and comes first on sys.path, where `keras` would be hvtrain.keras.
+    # A script's folder comes first on sys.path. Here that is hvtrain/, where `import keras` would find hvtrain.keras.
     sys.path = [
         folder
         for folder in sys.path
@@ -49,17 +49,17 @@ examples:
 def main() -> int:
     """Composes the run and checks it on the driver, then trains on Spark's executors.
 
-    Returns the code of the rank that failed first, if one did.
+    Returns the exit code of the first rank that failed, or 0.
     """
     options = parse(sys.argv[1:])
     config = composed(options.overrides)
-    # One folder for all ranks, and not relative to an executor's working folder.
+    # One folder for all ranks, which must not be relative to an executor's working folder.
     config.run.dir = str(local_folder(config.run.dir or default_run_dir(config), "run.dir"))
     return start(config, options)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parses np (None: Spark's own number) and mpi; the others are the run's overrides.
+    """Parses the command line into np (None: Spark's own number), mpi, and the run's overrides.
 
     Raises ConfigError.
     """
@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:
-    """Trains in Spark tasks.
+    """Starts a Spark session and trains in its tasks.
 
     Returns the exit code of the first rank that failed, or 0. Raises UserError.
     """
@@ -116,20 +116,20 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
     try:
         return run_ranks(session.sparkContext, config, options.overrides, options.np, options.mpi)
     finally:
-        session.sparkContext.setLogLevel("OFF")  # no tracebacks from executors that end
+        session.sparkContext.setLogLevel("OFF")  # Executors that end would log tracebacks.
         session.stop()
 
 
 def run_ranks(
     context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False
 ) -> int:
-    """Runs one rank in each of N tasks of a SparkContext.
+    """Runs one rank in each of num_ranks tasks of a SparkContext.
 
     Returns the exit code of the first rank that failed, or 0. Raises UserError.
     """
     import horovod.spark
 
-    # A cluster's own number of tasks grows while it starts, so only the user's counts.
+    # A cluster's defaultParallelism grows while executors start, so there the user has to give the number.
     num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
     if not num_ranks and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
         raise ConfigError(
@@ -169,18 +169,17 @@ class SparkModel:
     """A finished run that predicts on Spark's executors.
 
     Args:
-        run: the run folder, which the driver and all executors see.
-        trust: its settings may name code that is neither hvtrain's nor Keras's, which is executed.
+        run: the run folder, which the driver and all executors must see.
+        trust: True if the run's settings may name code that is neither hvtrain's nor Keras's. Such code is executed.
     """
 
     run: str
     trust: bool = False
 
     def transform(self, frame: Any) -> Any:
-        """Returns a Spark DataFrame with one more column, `prediction`: a struct of what predict writes for a row.
+        """Returns a Spark DataFrame with one more column, `prediction`, a struct of what predict writes for a row.
 
-        Dots in the names of its fields become `_`. The first rows are predicted at once, because
-        they tell the types.
+        Dots in the names of its fields become `_`. The first rows are predicted at once, to learn the types.
 
         Raises DataError if there are no rows, or the model cannot take the first ones.
         """
@@ -208,10 +207,10 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     call with the same rows resumes a run. Returns the trained model.
 
     Args:
-        frame: features and a target, in columns as dataset=table takes them.
+        frame: a DataFrame with columns of features and a target, as dataset=table takes them.
         overrides: settings of the run, such as "dataset.target=label", "model=mlp" and
             "run.dir=/shared/first".
-        num_ranks: tasks, which must run at once; None: spark.default.parallelism, or N of local[N].
+        num_ranks: number of tasks, which must run at once; None: spark.default.parallelism, or N of local[N].
 
     Raises:
         UserError: a setting is wrong, or the training has failed.
@@ -219,7 +218,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     config = composed(["dataset=table", *overrides])
     run_dir = local_folder(config.run.dir or default_run_dir(config), "run.dir")
     rows = run_dir / "rows"
-    # With its scheme: a cluster's own file system, such as HDFS, is not the one that ranks read.
+    # A URI with a scheme (file:), since Spark's default file system, such as HDFS, is not the one that ranks read.
     frame.write.mode("overwrite").parquet(rows.as_uri())
 
     config.run.dir = str(run_dir)
@@ -233,7 +232,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
 
 
 def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
-    """Yields the rows of a partition, each with the dict of its predictions (in an executor)."""
+    """Yields the rows of a partition, each with a dict of its predictions (in an executor)."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -243,7 +242,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
     batch_size = run.config.train.evaluation_batch_size
     for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
-        # Through a file, so that columns are read and checked as in predict.
+        # Written to a file, so that columns are read and checked as in predict.
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
             pa.parquet.write_table(
                 pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name
@@ -252,7 +251,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
             ((inputs, _),) = of_input(run, Path(file.name)).batches()
 
         columns = rows_of(run, (inputs, {}), run.model.predict_on_batch)
-        # Spark reads a dot as access to a field of a struct.
+        # Spark takes a dot in a name for access to a struct's field.
         lists = {name.replace(".", "_"): column.tolist() for name, column in columns.items()}
         for row, *values in zip(part, *lists.values()):
             yield (*row, dict(zip(lists, values)))
@@ -260,7 +259,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
 @functools.cache
 def _open_run(model: SparkModel) -> Any:
-    """Opens a run once in each of Spark's Python processes, which predicts many partitions."""
+    """Opens a run, once in each of Spark's Python processes, since one process predicts many partitions."""
     with console.quiet_import(verbose=False):
         from hvtrain.finished.arguments import finished_config
         from hvtrain.finished.finished_run import open_run
@@ -268,7 +267,7 @@ def _open_run(model: SparkModel) -> Any:
 
     strategy = Strategy()
     strategy.start()
-    # hvtrain.load would read the run's data in each executor, to check that they are unchanged.
+    # Not hvtrain.load, which would read the run's data in each executor to check that they are unchanged.
     return open_run(
         finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False
     )
@@ -276,7 +275,7 @@ def _open_run(model: SparkModel) -> Any:
 
 @dataclass
 class RankLines:
-    """Writes ranks' lines on the driver without the launchers' marks; an error that several ranks report, once."""
+    """Writes the ranks' lines on the driver, without the launchers' marks, and each error only once."""
 
     stream: TextIO
     _reported: set[str] = field(default_factory=set)
@@ -298,11 +297,12 @@ class RankLines:
 
 
 def _smooth_horovod() -> None:
-    """Changes three things in Horovod's launcher, in this process."""
+    """Patches Horovod's launcher for Spark, in this process: three changes, explained below."""
     from horovod.runner import launch
     from horovod.runner.common.util import network
 
-    # Horovod imports TensorFlow in child processes to find out what it was built with; ranks report what is missing.
+    # Horovod would import TensorFlow in child processes to find out what it was built with. Ranks report
+    # what is missing anyway.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
     def copy_lines(source: Any, target: Any) -> None:
@@ -310,10 +310,10 @@ def _smooth_horovod() -> None:
             target.write(line.decode("utf-8", "replace"))
             target.flush()
 
-    # Horovod forwards ranks' output in blocks of 64 KiB, which can be hours of epochs.
+    # Horovod forwards the ranks' output in blocks of 64 KiB, so lines would show hours later.
     network.shutil = types.SimpleNamespace(copyfileobj=copy_lines)
 
-    # When a rank fails, Horovod cancels Spark's job, whose thread then shows a long traceback of the cancellation.
+    # When a rank fails, Horovod cancels Spark's job, whose thread would print a long traceback of that.
     def hook(args: threading.ExceptHookArgs) -> None:
         if "cancelled" not in str(args.exc_value):
             threading.__excepthook__(args)
@@ -322,7 +322,7 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """Returns the driver's environment variables that ranks get. Executors have paths of their own."""
+    """Returns the driver's environment variables that ranks get. Most paths are left out: executors have their own."""
     variables = environment.for_ranks(os.environ)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
         variables.pop(name, None)
@@ -340,7 +340,7 @@ def train_rank(config: RunConfig, overrides: list[str], folder: str) -> None:
     Exits with the rank's code unless it succeeds.
     """
     sys.argv[1:] = overrides
-    # As with the other launchers, relative paths and the user's modules are those of the driver's folder.
+    # As with the other launchers, relative paths and imports start from the driver's folder.
     if Path(folder).is_dir():
         os.chdir(folder)
         sys.path.insert(0, folder)
@@ -360,7 +360,7 @@ def _train(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    # Imported by name, so that executors find what is sent to them.
+    # By module name, so that executors can import the functions that are sent to them (not from __main__).
     from hvtrain import spark
 
     enter(spark.main)

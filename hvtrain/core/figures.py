@@ -34,7 +34,7 @@ class Pictures:
     """Pictures, each a base64 PNG with a caption, and a legend of their colors as (name, "#rrggbb") pairs.
 
     Args:
-        panels: Number of images side by side in each picture, so that the page leaves room for them.
+        panels: Number of images side by side in each picture. The page leaves room for them.
     """
 
     title: str

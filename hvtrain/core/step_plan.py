@@ -20,7 +20,7 @@ MOST_LEFT_OUT = 0.01
 class Share:
     """One rank's examples of an epoch, divided into steps: full batches first, then the remainder.
 
-    num_examples: default: full batches in all steps. No step is empty, since a rank without an example would have no
+    num_examples defaults to full batches in all steps. No step is empty, since a rank without an example would have no
     gradient: the last batches shrink so that each step has at least one example.
 
     Raises ValueError if the examples do not fit the steps.

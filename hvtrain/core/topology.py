@@ -1,4 +1,4 @@
-"""This process's rank among all processes, and the roles of all processes, as plain values. Pure."""
+"""This process's rank among all processes, and the roles of all processes, as plain values."""
 
 import math
 import socket

@@ -50,7 +50,7 @@ def launched_size() -> int | None:
 
 
 def is_elastic() -> bool:
-    """Returns True in an elastic job, where the launched_size may be out of date."""
+    """Returns True in an elastic job, where launched_size() may be out of date."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 

@@ -1,7 +1,7 @@
-"""Embedding tables sharded over the ranks by rows, for tables larger than one host's memory.
+"""Embedding tables whose rows are sharded over the ranks, for tables larger than one host's memory.
 
 A lookup sends each distinct id of a rank's batch to the rank that owns its row, which sends the row
-back. Gradients are sent in the same way to the owner, which sums them in the order of the ranks.
+back. Gradients go to the owner in the same way, and it sums them in the order of the ranks.
 """
 
 import re
@@ -25,10 +25,10 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class ShardedRows:
-    """Mixin before keras.layers.Embedding that shards its rows. On one rank it changes only the initial rows."""
+    """Mixin before keras.layers.Embedding that shards its rows. On a single rank only the initial rows differ."""
 
     _hvtrain_seed = 0
-    # The whole table, on rank 0 within whole_tables().
+    # The whole table, only on rank 0 and within whole_tables().
     _hvtrain_whole: Any = None
     name: str
     input_dim: int
@@ -73,10 +73,10 @@ class ShardedRows:
 
     @property
     def embeddings(self) -> Any:
-        """The whole table: on a single rank, or on rank 0 within whole_tables().
+        """The whole table, if this is a single rank, or rank 0 within whole_tables().
 
         Raises:
-            ValueError: the table is sharded, so no other layer can share it.
+            ValueError: otherwise, because the table is sharded and no other layer can share it.
         """
         if self._hvtrain_whole is not None:
             return self._hvtrain_whole
@@ -89,7 +89,12 @@ class ShardedRows:
         return self._embeddings  # type: ignore[attr-defined]
 
     def call(self, inputs: Any) -> Any:
-        """Returns rows [..., output_dim] for ids of an integer type (every rank)."""
+        """Returns the rows [..., output_dim] of integer ids [...] (every rank).
+
+        Raises:
+            ValueError: for ids that are not integers.
+            tf.errors.InvalidArgumentError: for ids that are out of range, when the step runs.
+        """
         ids = tf.convert_to_tensor(inputs)
         if not ids.dtype.is_integer:
             raise ValueError(
@@ -110,7 +115,7 @@ class ShardedRows:
         return tf.cast(rows, self.compute_dtype)  # type: ignore[attr-defined]
 
     def row_variables(self, optimizer: Any) -> list[Any]:
-        """Returns the variables with a row for each row of the table: its own, and a built optimizer's."""
+        """Returns the variables with a row for each row of the table: the table itself, and an optimizer's slots."""
         table = self._embeddings  # type: ignore[attr-defined]
         return [table, *row_slots(optimizer, table)]
 
@@ -135,7 +140,7 @@ class ShardedRows:
 
 
 def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
-    """Returns the ids; if one is out of range, fails with an error that wrong_ids recognizes."""
+    """Returns the ids. If one is out of range, the step fails with an error that wrong_ids recognizes."""
     in_range = tf.reduce_all((ids >= 0) & (ids < num_rows))
     message = f"table {table} has rows 0 to {num_rows - 1}, and the smallest and largest id are"
     extremes = [tf.reduce_min(ids), tf.reduce_max(ids)]
@@ -144,7 +149,7 @@ def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
 
 
 def wrong_ids(error: Exception) -> str | None:
-    """Returns one line for check_ids's error; None for other errors."""
+    """Returns check_ids's message in one line, if this is its error; otherwise None."""
     match = re.search(
         r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error)
     )
@@ -157,7 +162,10 @@ def wrong_ids(error: Exception) -> str | None:
 def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     """Returns the rows [n, ...] of a sharded table for ids [n], with their gradient (every rank).
 
-    The number of ids may differ between the ranks, and may be 0.
+    The number of ids may differ between ranks, and may be 0.
+
+    Raises:
+        ValueError: if XLA compiles the step.
     """
     if is_compiled_by_xla():
         raise ValueError(
@@ -166,8 +174,8 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
-    # Adds 0 from a variable. Otherwise lookups of constant ids would be constant-folded, that is, run
-    # while TensorFlow optimizes the graph, at a different time on each rank.
+    # Adds 0 from a variable. Otherwise TensorFlow would constant-fold lookups of constant ids: run them
+    # while it optimizes the graph, at a different time on each rank.
     ids += counter("constant_ids")
 
     # tf.unique runs on the CPU only.
@@ -176,7 +184,7 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
         owners = tf.cast(unique % num_ranks, tf.int32)
         order = tf.argsort(owners, stable=True)
         counts = tf.math.bincount(owners, minlength=num_ranks, maxlength=num_ranks)
-        # The position of each id among those that are sent.
+        # From each id to its position among the ids that are sent.
         positions = tf.gather(tf.math.invert_permutation(order), positions)
         wanted, wanted_counts = hvd.alltoall(
             tf.gather(unique, order), counts, name=f"{name}_ids", **options
@@ -186,7 +194,8 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def exchange(own: tf.Tensor) -> Any:
         received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
-        # Unused operations are pruned from some graphs and not from others; an Assert never is.
+        # Keeps the exchange in the graph: unused operations are pruned from some graphs and not from
+        # others, but an Assert never is.
         tf.debugging.Assert(tf.size(received) >= 0, [name])
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -209,16 +218,16 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
     The initial values of row r depend only on the seed, the layer's name and r, and so are the same
     on any number of ranks.
 
-    Several features that share one layer also share its messages.
+    Give several features one layer, and they share its messages.
 
     Args:
-        input_dim: number of rows; ids are 0 to input_dim - 1. Or the numbers of rows of several tables,
-            one for each position along the last axis of the ids.
-        output_dim: values in a row.
+        input_dim: number of rows; ids are 0 to input_dim - 1. Or a list with the number of rows of each
+            of several tables, one for each position along the last axis of the ids.
+        output_dim: number of values in a row.
         embeddings_initializer: "uniform", "normal", "truncated_normal", "zeros", "ones", or the Keras
             object of one of these.
-        combiner: "sum" or "mean" over the last axis of the ids; None: one row for each id.
-        mask_zero: id 0 is padding; with a combiner it adds nothing.
+        combiner: "sum" or "mean" of the rows over the last axis of the ids; None: one row for each id.
+        mask_zero: True if id 0 is padding; with a combiner it adds nothing.
         seed: determines the initial rows.
         options: those of keras.layers.Embedding.
 
@@ -227,8 +236,8 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         weights: one for each id, in the shape of `inputs`; needs a combiner. "mean" divides by their sum.
 
     Raises:
-        ValueError: a regularizer, a constraint or LoRA, which need the whole table; ids that are
-            not integers; more rows than fit into memory.
+        ValueError: a regularizer, a constraint, LoRA or quantization, which need the whole table; ids
+            that are not integers; more rows than fit into memory; an elastic job.
         tf.errors.InvalidArgumentError: ids that are out of range.
 
     Example:
@@ -245,7 +254,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        # Numbers of rows are often NumPy's, which could not be saved.
+        # Numbers of rows are often NumPy integers, which Keras could not save.
         sizes = [index(number) for number in np.ravel(input_dim)]
         super().__init__(
             sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options
@@ -277,7 +286,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         return tf.math.divide_no_nan(combined, tf.reduce_sum(weights, axis=-1, keepdims=True))
 
     def _joined_ids(self, inputs: Any) -> tf.Tensor:
-        """Returns the row numbers of the ids, with all tables laid end to end."""
+        """Returns the ids' row numbers in all tables laid end to end."""
         sizes = self.table_sizes
         if inputs.shape[-1] != len(sizes):
             raise ValueError(
@@ -338,7 +347,7 @@ def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iter
 
 @contextmanager
 def whole_tables(model: keras.Model, folder: Path | None = None) -> Iterator[None]:
-    """Gathers the whole tables on rank 0 while the context lasts (every rank).
+    """Gathers whole tables on rank 0 for the duration of the context (every rank).
 
     Rank 0 can then save the model, and call it without the others. The tables are memory-mapped
     files, so they take disk space rather than memory.

@@ -1,10 +1,10 @@
 """Optimizers whose slots are sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Gradients are reduced and clipped as usual. Each rank then updates only its part of the weights, the
-only part for which it keeps slots, and the ranks gather the updated parts. So the result of a step
-is the same to the bit as without sharding, with any compression and any number of ranks.
+Gradients are reduced and clipped as usual. Each rank then updates only its part of the weights, the only
+part for which it keeps slots, and the ranks gather the updated parts. So a step's result is the same to
+the bit as without sharding, with any compression and on any number of ranks.
 
-Reduce-scatter instead of all-reduce would send a third less, but took longer (docs/networks.md).
+Reduce-scatter in place of all-reduce would send a third less, but took longer (docs/networks.md).
 """
 
 import math
@@ -37,23 +37,24 @@ from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 from hvtrain.step.step_timing import host_variable
 
-# These update each element independently, so a variable may be cut anywhere. Others, such as LAMB,
-# use norms or products of whole variables.
+# These update each element independently, so variables may be cut anywhere. Others, such as LAMB, use
+# norms or products of whole variables.
 ELEMENTWISE = (SGD, RMSprop, Adam, AdamW, Nadam, Adamax, Adagrad, Adadelta, Ftrl, Lion)
-# Slots of Keras's base class, which stay whole: gradients are accumulated before they are reduced;
-# averages of the weights are validated, and become the weights at the end.
+# Slots of Keras's base class that stay whole: gradients are accumulated before they are reduced, and
+# averages of the weights are used for validation, and become the weights at the end.
 _WHOLE_SLOTS = ("gradient_accumulator", "average")
 
-# Two of these fit into the 32 bits in which MPI counts the bytes of a message.
+# Size of the messages of gather_weights. A message of several variables may be almost twice as large
+# (see in_buckets), which still fits into the 32 bits in which MPI counts its bytes.
 GATHERED_BYTES = 512 << 20
 
 
 def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reducer) -> None:
-    """Makes an optimizer that is not built yet keep slots for this rank's part of the weights only, in place.
+    """Makes an optimizer, in place, keep slots for this rank's part of the weights only.
 
     Args:
-        optimizer: the optimizer that updates the weights, inside of any loss scale.
-        reducer: reduces its gradients.
+        optimizer: not built yet; the one that updates the weights, inside of any LossScaleOptimizer.
+        reducer: the reducer of its gradients.
 
     Raises:
         ValueError: the optimizer is already built, or its step cannot be divided.
@@ -88,9 +89,9 @@ class Part(NamedTuple):
 
     variable: Any
     own: Any
-    """The variable itself, or a variable for some of its elements, possibly none."""
+    """The variable itself, if all of it is this rank's, or a new one for some of its elements, possibly none."""
     begin: int
-    """Position of the first of these elements in the flat variable."""
+    """Position of the first of these elements in the flattened variable."""
     process_set: Any = None
     """The ranks that share the variable."""
 
@@ -105,7 +106,7 @@ class Part(NamedTuple):
         if not self.size or not isinstance(tensor, tf.IndexedSlices):
             flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
             return tf.reshape(flat[self.begin : self.begin + self.size], self.own.shape)
-        # Each row is split into single elements, since a part may begin within a row. Rows with the
+        # Each row is split into single elements, since a part may begin within a row. Rows that have the
         # same index are not summed: Keras's Adam squares each of them, so the result would differ.
         row_size = math.prod(self.variable.shape[1:])
         indices = tensor.indices[:, None] * row_size + tf.range(
@@ -119,10 +120,10 @@ class Part(NamedTuple):
         )
 
     def gather(self, slot: Any, folder: Path | None = None) -> np.ndarray | None:
-        """Returns the whole slot on the first rank, and None on the others (every rank)."""
+        """Returns the whole slot on the set's first rank, and None on the others (every rank)."""
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
         flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
-        # A slot made without a reference variable is empty on the other ranks, or whole on each.
+        # A slot without a reference variable is empty on ranks that lack the variable, or whole on each.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
         return (
             flat.numpy()[: math.prod(shape)].reshape(shape)
@@ -131,7 +132,7 @@ class Part(NamedTuple):
         )
 
     def scatter(self, slot: Any, whole: np.ndarray | None) -> None:
-        """Sets this rank's part of a slot from the first rank's whole array (every rank)."""
+        """Sets this rank's part of a slot from the whole array on the set's first rank (every rank)."""
         own: Any = [] if whole is None or self.process_set.rank() else np.ravel(whole)
         flat = hvd.allgather(
             tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set
@@ -140,7 +141,7 @@ class Part(NamedTuple):
 
 
 def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) -> list[Part]:
-    """Returns this rank's part of each variable; the ranks' parts are in the order of the ranks."""
+    """Returns this rank's part of each variable. The parts of all ranks, laid end to end, are in rank order."""
     rank = process_set.rank()
     sizes = [math.prod(variable.shape) for variable in variables]
     borders = part_borders(sizes, process_set.size(), cuts_anywhere)
@@ -155,7 +156,12 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
 
 
 def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> list[int]:
-    """Returns where the ranks' parts begin and end in tensors of these sizes, laid end to end.
+    """Returns the num_ranks + 1 positions at which the ranks' parts begin and end in tensors laid end to end.
+
+    Args:
+        sizes: numbers of elements of the tensors.
+        num_ranks: number of ranks.
+        cuts_anywhere: if False, parts begin and end only at the ends of tensors.
 
     >>> part_borders([7, 2, 3], 2, cuts_anywhere=True), part_borders([7, 2, 3], 2, cuts_anywhere=False)
     ([0, 6, 12], [0, 7, 12])
@@ -168,11 +174,11 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
 
 
 def _copy(variable: Any, size: int) -> Any:
-    """Creates a variable for `size` elements of another one, with its type and number of axes."""
+    """Creates a variable for `size` elements of another one, with the same type and number of axes."""
     num_axes = len(variable.shape)
-    # Zero along every axis, so that every slot is empty too, whichever axes it is made from.
+    # If empty, zero along every axis, so that slots are empty too, whichever axes they are made from.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
-    # Slots are named after the copy. The name of a TensorFlow variable looks like a path and ends in ":0".
+    # Slots are named after the copy. A TensorFlow variable has no path; its name looks like one and ends in ":0".
     path = getattr(variable, "path", variable.name).replace(":", "_")
     copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     copy._path = path
@@ -187,7 +193,7 @@ def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
     sizes = [math.prod(shape) for shape in shapes]
     options = {"process_set": reducer.process_set, "ignore_name_scope": True}
     for number, message in enumerate(in_buckets(sizes, GATHERED_BYTES, GATHERED_BYTES)):
-        # As bytes, so that one message can hold several types. The parts come in the order of the ranks.
+        # Sent as bytes, so that one message can hold several types.
         own = [tf.reshape(tf.bitcast(parts[i].own, tf.uint8), [-1]) for i in message]
         name = f"{reducer.name}_weights{number}"
         gathered = hvd.allgather(tf.concat(own, axis=0), name=name, **options)
@@ -198,7 +204,7 @@ def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
 
 
 class Sharded:
-    """Mixin before an optimizer's class that shards its slots over the ranks. No effect on one rank."""
+    """Mixin before an optimizer's class that shards its slots over the ranks. No effect on a single rank."""
 
     _cuts_anywhere: bool
     _hvtrain_reducer: reduction.Reducer
@@ -216,16 +222,16 @@ class Sharded:
         object.__setattr__(self, "_hvtrain_parts", parts)
         received = host_variable(0.0, tf.float32, "received")
         object.__setattr__(self, "_hvtrain_received", received)
-        # hvd.join sends zeros, which cannot stand in for a rank's weights.
+        # Makes hvd.join refuse to run: it sends zeros, which cannot stand in for a rank's weights.
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]
 
-        # To all other code it looks like an optimizer of whole variables.
+        # To all other code this looks like an optimizer of whole variables.
         vars(self)["_trainable_variables"] = list(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]
         for slot in self.variables:
-            # Adafactor's rows and columns are made without a reference.
+            # Marks slots that were made without a reference variable, such as Adafactor's rows and columns.
             if (
                 len(slot.shape)
                 and not hasattr(slot, "rank_part")
@@ -251,9 +257,9 @@ class Sharded:
         if not self._hvtrain_parts:
             update(grads, trainable_variables, learning_rate)
             return
-        # Each rank needs the gradients of its own variables only. TensorFlow prunes operations whose
-        # values are unused from a nested function, such as fit's, which would leave different reductions
-        # on each rank, and the ranks would wait forever. So every gradient is used once.
+        # Each rank needs only the gradients of its own variables. But from a nested function, such as
+        # fit's, TensorFlow prunes operations whose values are unused. That would leave different
+        # reductions on each rank, and the ranks would wait forever. So every gradient is used once.
         values = tf.nest.flatten(list(grads), expand_composites=True)
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         self._hvtrain_received.assign(tf.reduce_sum(tf.concat(elements, axis=0)))
@@ -261,10 +267,10 @@ class Sharded:
         positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
         parts = [self._hvtrain_parts[position] for position in positions]
         pairs = list(zip(parts, grads))
-        # A rank that has no part of these variables steps on an empty one, to count the step too.
+        # A rank that has no part of these variables steps on an empty one, so that it counts the step too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
         for part, _ in own:
-            # A broadcast, for example, may have changed the weights since the last step.
+            # Copied in each step, since a broadcast, for example, may have changed the weights.
             if part.own is not part.variable:
                 part.own.assign(part.cut(part.variable))
         update(
@@ -278,8 +284,8 @@ class Sharded:
 def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:
     """Returns whole arrays of the sharded slots on rank 0, and an empty dict on the others (every rank).
 
-    Keys are positions in `optimizer.variables`; variables without a key are equal on all ranks. Empty
-    for an optimizer that is not sharded.
+    Keys are positions in `optimizer.variables`; variables without a key are equal on all ranks. The dict
+    is empty for an optimizer that is not sharded.
     """
     slots = {}
     for position, slot in _rank_slots(optimizer):
@@ -294,7 +300,7 @@ def scatter_slots(optimizer: Any, slots: dict[int, np.ndarray]) -> None:
 
     Args:
         optimizer: a built optimizer.
-        slots: read on rank 0 only.
+        slots: what gather_slots returned; read on rank 0 only.
     """
     for position, slot in _rank_slots(optimizer):
         slot.rank_part.scatter(slot, slots.get(position))

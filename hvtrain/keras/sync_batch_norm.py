@@ -1,9 +1,9 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
-Keras's own layer sees the batch of one rank only. Here each rank sends its mean, its sum of squared
-deviations and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's
-layer for Keras 2 reduces means of squares instead, which loses the variance if the mean is large: at
-thousands of standard deviations no digit of it is left.
+Keras's own layer sees only one rank's batch. Here each rank sends its mean, its sum of squared deviations
+and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's layer for Keras 2
+reduces means of squares instead, and loses the variance if the mean is large: with a mean of thousands of
+standard deviations, no digit of it is right.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class _JointMoments:
-    """Mixin before BatchNormalization that computes the moments of all ranks' batches together."""
+    """Mixin before BatchNormalization that computes mean and variance over the batches of all ranks."""
 
     axis: int
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Overrides Keras's method; inputs are float32 or float64 under any policy."""
+        """Overrides Keras's method. Keras passes inputs as float32 or float64 under any policy."""
         if hvd.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
         num_axes = len(inputs.shape)
@@ -35,13 +35,13 @@ class _JointMoments:
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
-    """Batch normalization that trains on the mean and variance of all ranks' batches together.
+    """Batch normalization that trains with the mean and variance of the joint batch of all ranks.
 
     In training each call is collective, forward and backward: every rank must make the same calls in
     the same order. Batches may differ in size, and may be empty. In inference, and on a single rank,
-    it is Keras's layer. Outputs, gradients and moving statistics are those of one process on the
-    joint batch if gradients are averaged over the ranks (DistributedOptimizer) and each rank's loss
-    is the mean over its batch (with unequal batches: times its size x number of ranks / size of the
+    it is Keras's layer. Outputs, gradients and moving statistics are those of one process on the joint
+    batch if gradients are averaged over the ranks (DistributedOptimizer) and each rank's loss is the
+    mean over its batch (if batches are unequal, multiplied by its size x number of ranks / size of the
     joint batch).
 
     Arguments are those of keras.layers.BatchNormalization; fused comes first as in Horovod's layer.
@@ -65,27 +65,27 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
 
 
 def synchronize(layer: keras.layers.BatchNormalization) -> None:
-    """Makes a layer of Keras, in place, train as SyncBatchNormalization does.
+    """Makes a BatchNormalization layer, in place, train as SyncBatchNormalization does.
 
-    Its class becomes a subclass of the same name, so its variables are kept, also in a built model,
-    and a saved model loads as the plain layer.
+    The layer's class becomes a subclass of the same name, so a built model keeps its variables, and a
+    saved model loads with the plain layer.
     """
     joint_class = subclass_under_its_name(type(layer), _JointMoments)
-    # Bypasses Keras's __setattr__, which tracks what a layer gets.
+    # Bypasses Keras's __setattr__, which tracks a layer's attributes.
     object.__setattr__(layer, "__class__", joint_class)
     layer.supports_jit = False
 
 
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
-    """Returns mean, sum of squared deviations and count of this rank's batch.
+    """Returns mean, sum of squared deviations and count of this rank's batch, as vectors.
 
-    All are zero for an empty batch. The first two have a value for each channel. The count is a
-    single value, or with a mask one for each channel: a mask lacks only the last axis, so with
-    channels first it may select different positions in each channel.
+    All are zero for an empty batch. The first two have a value for each channel. The count has one
+    value, or with a mask one for each channel: a mask lacks only the last axis, so with channels first
+    it may select different positions in each channel.
 
     Args:
         inputs: the batch.
-        mask: true for elements that count, in the inputs' shape without the last axis; or None.
+        mask: True for elements that count, in the inputs' shape without the last axis; or None.
         axes: all axes except that of the channels.
     """
     zero = tf.zeros([], inputs.dtype)
@@ -110,12 +110,12 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
 
 
 def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
-    """Returns mean and (biased) variance of each channel, from all ranks' moments.
+    """Returns mean and (biased) variance of each channel, as float64, from all ranks' moments.
 
-    Computes in float64, which is cheap for so few values and avoids further rounding errors.
+    Computing in float64 is cheap for so few values, and avoids further rounding errors.
 
     Args:
-        rows: a row for each rank: means, sums of squared deviations and counts of local_moments.
+        rows: for each rank a row with the means, sums of squared deviations and counts of local_moments.
         num_channels: number of the layer's channels.
     """
     means, deviations, counts = tf.split(
@@ -129,10 +129,10 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row: Any) -> Any:
-    """Returns a matrix of all ranks' rows, as the sum of matrices that are zero except for one rank's row.
+    """Returns a matrix [ranks, ...] of all ranks' rows: the sum of matrices that are zero but for one rank's row.
 
-    Not an allgather, which fails once a rank has joined (hvd.join). Here the row of such a rank is
-    zeros, and so is its count.
+    An allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros, and
+    so is its count.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -141,23 +141,23 @@ def _rows_of_all_ranks(row: Any) -> Any:
 
 @tf.custom_gradient
 def _own_row_of_sum(gradients: Any) -> Any:
-    """Returns the gradient of _rows_of_all_ranks.
+    """Returns the gradient of _rows_of_all_ranks: this rank's row of the sum over the ranks.
 
-    Each function is the other's gradient, so higher derivatives are right too. A sum, not a mean: a
-    rank's row affects the losses of all ranks. Each rank then has the gradient of the sum of all
-    losses, and the optimizer's mean over the ranks is the gradient of their mean.
+    It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then has the
+    gradient of the sum of all losses, and the optimizer's mean over the ranks is the gradient of their
+    mean. Each of the two functions is the other's gradient, so higher derivatives are right too.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor: Any) -> Any:
-    # Not named after the layer: a model that uses it twice would send two messages of one name. Nor
-    # is the message left to Horovod's registered gradient, whose name derives from Keras's names.
+    # Not named after the layer: a model that uses it twice would send two messages of one name. And the
+    # backward pass does not use Horovod's registered gradient, whose name derives from Keras's names.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
     )
-    # A tf.function that is called twice in one graph sends each of its names twice. Functions that
-    # write the same variable run in program order, so the same sum comes first on all ranks.
+    # A tf.function that is called twice in one graph sends each of its names twice. Both calls write this
+    # counter, and so run in program order: the same sum comes first on all ranks.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

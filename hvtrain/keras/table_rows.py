@@ -1,8 +1,8 @@
-"""A rank's rows of a sharded table: initialized, gathered for a checkpoint, and restored.
+"""Initializes a rank's rows of a sharded table, gathers them for a checkpoint, and restores them.
 
 Row r is on rank r mod the number of ranks, so the frequent ids at the beginning of a vocabulary are
-spread over the ranks. No process holds a whole table: each row is initialized from its number, and
-on their way to and from a file rows pass through rank 0 in pieces.
+spread over the ranks. No process holds a whole table in memory: each row is initialized from its number,
+and rows pass through rank 0 in pieces on their way to and from a file.
 """
 
 import hashlib
@@ -41,7 +41,10 @@ class Rows(NamedTuple):
         return len(range(self.rank, self.num_rows, self.num_ranks))
 
     def pieces(self, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields begin and end of each piece of this rank's rows; all ranks have the same number of pieces."""
+        """Yields begin and end of each piece of this rank's rows, the same on all ranks.
+
+        The last end may exceed a rank's number of rows.
+        """
         step = max(1, PIECE_BYTES // (row_bytes * self.num_ranks))
         for begin in range(0, math.ceil(self.num_rows / self.num_ranks), step):
             yield begin, begin + step
@@ -54,6 +57,9 @@ class Rows(NamedTuple):
         Args:
             variable: this rank's rows, [own, ...].
             folder: where rank 0 has space for the file; None: the system's temporary folder.
+
+        Raises:
+            StorageError: on all ranks, if the file cannot be written.
         """
         value = tf_variable(variable)
         shape = (self.num_rows, *value.shape[1:])
@@ -62,7 +68,7 @@ class Rows(NamedTuple):
         if self.rank == 0:
             try:
                 with TemporaryFile(dir=folder) as file:
-                    # Reserves the space. A write to mapped memory without space on the disk would kill the process.
+                    # Reserves the space: a write to mapped memory would kill the process if the disk were full.
                     os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
                     whole = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
             except OSError as error:
@@ -77,7 +83,7 @@ class Rows(NamedTuple):
 
         for begin, end in self.pieces(math.prod(shape[1:]) * value.dtype.size):
             own = value[begin:end]
-            # Send all rows to rank 0.
+            # Sends all rows of the piece to rank 0.
             splits = tf.one_hot(0, self.num_ranks, tf.shape(own)[0], 0, dtype=tf.int32)
             received, counts = hvd.alltoall(own, splits, name="hvtrain.table_rows")
             if whole is not None:
@@ -103,13 +109,13 @@ class Rows(NamedTuple):
 
 
 def rows_of(variable: Any) -> Rows | None:
-    """Returns the rows of a sharded table that a variable or slot holds, or None."""
+    """Returns which rows of a sharded table a variable or slot holds; None if it belongs to no such table."""
     part = getattr(variable, "rank_part", None)
     return part if isinstance(part, Rows) else None
 
 
 def distribute_whole(variables: Sequence[Any]) -> None:
-    """Distributes the tables that rank 0 holds in the attribute `whole` of variables (every rank)."""
+    """Distributes whole tables and slots that rank 0 has in the attribute `whole` of variables (every rank)."""
     parts = [variable for variable in variables if hasattr(variable, "rank_part")]
     if not parts or hvd.size() == 1:
         return
@@ -122,12 +128,12 @@ def distribute_whole(variables: Sequence[Any]) -> None:
 
 
 def whole_spec(variable: Any) -> tf.TensorSpec:
-    """Returns the shape and type of the whole table whose rows a variable holds."""
+    """Returns the shape and type of the whole table of which a variable holds rows."""
     return tf.TensorSpec([rows_of(variable).num_rows, *variable.shape[1:]], variable.dtype)  # type: ignore[union-attr]
 
 
 def with_nan(gradient: Any, value: tf.Tensor) -> Any:
-    """Returns the gradient plus 0 or NaN; IndexedSlices get a row of NaN, since they may have no row yet."""
+    """Adds 0 or NaN to a gradient. IndexedSlices get another row of NaN, since they may have no row."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient + tf.cast(value, gradient.dtype)
     number = tf.cast(tf.math.is_nan(value), tf.int32)
@@ -143,7 +149,7 @@ def with_nan(gradient: Any, value: tf.Tensor) -> Any:
 def make_rows(
     rows: Rows, row_size: int, initializer: Any, seed: int, dtype: Any = "float32"
 ) -> tf.Tensor:
-    """Returns a rank's initial rows [own, row_size], each a function of seed, table and row number.
+    """Returns a rank's initial rows [own, row_size]; each depends only on seed, table name and row number.
 
     Raises:
         ValueError: for an initializer whose values depend on anything else, such as the fan-in.
@@ -163,7 +169,7 @@ def make_rows(
 
 
 def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Returns a number between 0 and 1 for each counter: SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Returns a uniform random number between 0 and 1 for each counter: SplitMix64 (Steele, Lea and Flood 2014)."""
     bits = counters * np.uint64(0x9E3779B97F4A7C15) + key
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -173,7 +179,7 @@ def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the function from uniform numbers to an initializer's values."""
+    """Returns the function that turns uniform random numbers into an initializer's values."""
     kinds = keras.initializers
     initializer = kinds.get(initializer)
     if isinstance(initializer, kinds.RandomUniform):
@@ -198,7 +204,7 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def check_size(rows: Rows, row_bytes: int) -> None:
-    """Raises ValueError if this rank's rows do not fit into the free memory. With a GPU, nothing is checked."""
+    """Raises ValueError if this rank's rows do not fit into free host memory. Checks nothing if there is a GPU."""
     free_bytes = psutil.virtual_memory().available
     num_bytes = rows.num_own * row_bytes
     if num_bytes > free_bytes and not tf.config.list_logical_devices("GPU"):

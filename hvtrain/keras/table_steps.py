@@ -1,4 +1,4 @@
-"""Optimizer steps on this rank's rows of tables that are sharded over the ranks."""
+"""Prepares optimizers to step on this rank's rows of sharded tables, and to clip by the norms of whole tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,8 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
     """Prepares a built optimizer for the sharded tables among its variables, if there are any.
 
     Raises:
-        ValueError: the optimizer does not update each row independently, as a sharded table needs.
+        ValueError: the optimizer does not update each row independently, shards its slots, averages
+            weights, or has a process set.
     """
     tables = [variable for variable in variables if rows_of(variable)]
     if not tables:
@@ -72,7 +73,7 @@ class ClipsTables:
             norm = tf.sqrt(
                 tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0)
             )
-            # (norm - norm) is NaN for a norm that is not finite: Keras, too, then returns NaN.
+            # As in Keras: (norm - norm) is 0, or NaN if the norm is not finite.
             scale = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm) + (norm - norm)
             return [map_values(partial(tf.multiply, scale), gradient) for gradient in grads]
 
@@ -86,7 +87,7 @@ class ClipsTables:
 
 
 def clip_tables(optimizer: Any) -> None:
-    """Makes an optimizer that clips by norm do so for sharded tables too, in place."""
+    """Makes an optimizer that clips by norm, in place, use the norms of whole sharded tables."""
     clips = optimizer.clipnorm or optimizer.global_clipnorm
     if clips and not isinstance(optimizer, ClipsTables):
         optimizer.__class__ = subclass_under_its_name(type(optimizer), ClipsTables)

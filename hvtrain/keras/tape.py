@@ -1,4 +1,4 @@
-"""DistributedGradientTape: gradients of all ranks, for custom training loops."""
+"""DistributedGradientTape: gradients reduced over all ranks, for custom training loops."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,8 +31,11 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
 
     Every rank must call gradient(). Arguments are those of DistributedOptimizer. Sources may be
     Keras or TensorFlow variables. Use it with a plain optimizer: a DistributedOptimizer would
-    reduce the gradients twice. A sharded table among the sources is refused: its slots and norms
-    need a DistributedOptimizer, which takes the gradients of a plain tf.GradientTape.
+    reduce the gradients a second time.
+
+    Raises:
+        ValueError: for a compression that keeps errors, and in gradient() if a source is a sharded table:
+            its slots and norms need a DistributedOptimizer, with the gradients of a plain tf.GradientTape.
 
     Example:
         with tf.GradientTape() as tape:
@@ -76,7 +79,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
 
 def num_tape_reductions() -> int:
-    """Returns the number of reductions that this rank's tapes have run, counted in the graph."""
+    """Returns the number of reductions that tapes have run on this rank, counted in the graph."""
     return int(counter("tape").numpy())
 
 
@@ -93,7 +96,7 @@ class _ReducesGradients:
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> Any:
-        # An option of Horovod's tape; the names of messages never depend on those of variables here.
+        # An option of Horovod's tape, without effect: here, messages are never named after variables.
         kwargs.pop("use_generic_names", None)
         variables = tf.nest.flatten(sources)
         tables = [rows for rows in map(rows_of, variables) if rows]
@@ -105,7 +108,7 @@ class _ReducesGradients:
         tf_variables = [tf_variable(variable) for variable in variables]
         gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
-        # A new reducer for each call; its name counts the calls in the graph, the same on all ranks.
+        # A new reducer for each call, named by the call's position in the graph, the same on all ranks.
         reducer = Reducer(
             message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options
         )
@@ -120,7 +123,7 @@ class _ReducesGradients:
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns pairs (source, gradient): those of the local sources, and the others."""
+        """Returns two lists of (source, gradient): of the local sources, and of the others."""
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
         for source, gradient in zip(

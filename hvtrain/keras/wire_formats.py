@@ -2,10 +2,10 @@
 
 Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead: each
 rank receives its slice of every rank's gradients (alltoall), adds the slices in float32, and sends
-the result to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower numbers.
+the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower numbers.
 PowerSGD reduces two thin matrices in place of a large one.
 
-With each of them all ranks decode the same values, so their weights stay equal to the last bit.
+In each format all ranks decode the same values, so their weights stay equal to the last bit.
 """
 
 from abc import ABC, abstractmethod
@@ -17,17 +17,17 @@ import tensorflow as tf
 Tensors = list[tf.Tensor]
 
 BLOCK = 1024
-"""Number of int8 values that share a scale of 4 bytes; an outlier costs only these their precision."""
+"""Number of values that share a scale in Int8; an outlier costs only these their precision."""
 
 
 class WireFormat(ABC):
-    """A format in which the gradients of one message are sent, where Horovod's Compressor does not suffice."""
+    """A format in which a message's gradients are sent, for what Horovod's Compressor cannot do."""
 
     name: str
-    """The value of strategy.compression that chooses it."""
+    """The value of the setting strategy.compression that selects the format."""
     keeps_errors = False
     """True if each rank adds its compression error to its next gradient (error feedback, Karimireddy
-    et al. 2019). Nothing is lost over the steps then; it only arrives later."""
+    et al. 2019). Over the steps nothing is then lost; it only arrives later."""
     whole_steps = 0
     """Number of first steps in which gradients are sent uncompressed."""
 
@@ -49,14 +49,14 @@ class WireFormat(ABC):
         """Returns the means over the ranks, and this rank's errors (every rank).
 
         Args:
-            tensors: float32 or float64, all of one type, of any shapes.
-            projections: a variable for each tensor, of projection_shape, or None.
+            tensors: float32 or float64, all of the same type, of any shapes.
+            projections: for each tensor a variable of projection_shape, or None; empty if the format keeps no errors.
             name: prefix of the messages' names.
-            process_set: the ranks; at least two.
+            process_set: the ranks that take part, at least two.
 
         Returns:
             Means and errors, in the tensors' shapes and type. The exact means are these means plus
-            the mean of the errors over the ranks.
+            the ranks' mean errors.
         """
 
     @abstractmethod
@@ -65,14 +65,14 @@ class WireFormat(ABC):
 
 
 class ByteFormat(WireFormat):
-    """Blocks of BLOCK values, encoded to bytes, which Horovod can move but not add."""
+    """A format that encodes blocks of BLOCK values as bytes, which Horovod can move but not add."""
 
     block_bytes: int
-    """Bytes of an encoded block."""
+    """Size of an encoded block in bytes."""
 
     @abstractmethod
     def encode(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Encodes floats [n, BLOCK] to integers [n, ...].
+        """Encodes floats [n, BLOCK] as integers [n, ...].
 
         Returns:
             The integers, and the floats that decode() makes of them.
@@ -80,7 +80,7 @@ class ByteFormat(WireFormat):
 
     @abstractmethod
     def decode(self, encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Decodes the result of encode() to [n, BLOCK] of this type."""
+        """Decodes the integers of encode() to floats [n, BLOCK] of this type."""
 
     def reduce(
         self,
@@ -92,27 +92,27 @@ class ByteFormat(WireFormat):
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
-        # With more than two ranks each sums one slice; all slices have the same number of blocks.
+        # With three ranks or more, each sums one slice; all slices have the same number of blocks.
         num_pieces = 1 if num_ranks == 2 else num_ranks
         blocks = _packed(tensors, num_pieces)
         encoded, own = self.encode(blocks)
         losses = blocks - own
 
-        # Between two ranks an exchange of everything costs the same bytes, and rounds only once.
+        # Two ranks exchange everything, which takes the same number of bytes and rounds only once.
         if num_ranks == 2:
             received = tf.split(hvd.allgather(encoded, name=f"{name}_bytes", **options), 2)
             other = self.decode(received[1 - process_set.rank()], dtype)
             return _unpacked((own + other) / 2, tensors), _unpacked(losses, tensors)
 
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
-        # In the order of the ranks, so that the sum does not depend on which rank adds.
+        # Summed in the order of the ranks, so that the result does not depend on which rank does it.
         piece = tf.add_n([self.decode(part, dtype) for part in received]) / num_ranks
         encoded_piece, own_piece = self.encode(piece)
         gathered = hvd.allgather(encoded_piece, name=f"{name}_bytes", **options)
         means = self.decode(gathered, dtype)
 
-        # Only this rank knows the second rounding error, of the mean in its slice. It adds the
-        # error to its next gradient, times num_ranks, because the next mean divides it again.
+        # Only this rank knows the second rounding error, that of the mean in its slice. It adds the error
+        # to its next gradient, times num_ranks because the next mean divides by that.
         lost = num_ranks * (piece - own_piece)
         length = tf.shape(piece)[0]
         before = process_set.rank() * length
@@ -126,7 +126,7 @@ class ByteFormat(WireFormat):
 
 
 class BFloat16(ByteFormat):
-    """Gradients are sent as bfloat16: half the bytes of float32, with its range.
+    """Sends gradients as bfloat16: half the bytes of float32, with the same range.
 
     Each rank's gradients are rounded before the sum; with three ranks or more the mean is rounded once more.
     """
@@ -143,7 +143,7 @@ class BFloat16(ByteFormat):
 
 
 class Int8(ByteFormat):
-    """Gradients are sent as int8 with a float32 scale per 1,024 values: 0.251 of float32's bytes.
+    """Sends gradients as int8 with a float32 scale per 1,024 values: 0.251 of float32's bytes.
 
     Rounding to 255 levels would hurt training, so each rank keeps its errors (error feedback).
     """
@@ -157,7 +157,7 @@ class Int8(ByteFormat):
 
         A block with a non-finite value is decoded as NaN, so that every rank sees it.
         """
-        # Two reductions take half the time of one over tf.abs(), which TensorFlow would write to memory.
+        # Two reductions take half the time of one over tf.abs(), whose result TensorFlow would write to memory.
         highest = tf.reduce_max(blocks, axis=1, keepdims=True)
         lowest = tf.reduce_min(blocks, axis=1, keepdims=True)
         scale = tf.cast(tf.maximum(highest, -lowest) / 127, tf.float32)
@@ -175,16 +175,19 @@ class Int8(ByteFormat):
 
 
 class PowerSGD(WireFormat):
-    """Gradients are sent as matrices of a low rank (Vogels et al. 2019, arXiv:1905.13727).
+    """Sends gradients as low-rank matrices (Vogels et al. 2019, arXiv:1905.13727).
 
     A gradient M [m, n] is approximated by P Q^T, found by one step of power iteration from the last
     step's Q: P = M Q, averaged over the ranks and made orthonormal; then Q = M^T P, averaged. Each
     rank keeps the error M - P Q^T. Vectors, and matrices that would hardly get smaller, are sent whole.
 
     Args:
-        rank: number of columns of P and Q. More approximate better and cost more bytes.
+        rank: number of columns of P and Q. A higher rank approximates better and costs more bytes.
         whole_steps: number of first steps in which gradients are sent uncompressed. Gradients
             change fastest then, so the last step's Q is a poor start.
+
+    Raises:
+        ValueError: if rank is below 1, or whole_steps below 0.
     """
 
     name = "powersgd"
@@ -207,7 +210,7 @@ class PowerSGD(WireFormat):
         num_elements = shape.num_elements()
         if shape.rank < 2 or not num_elements:
             return None
-        # A kernel's last axis is its outputs, for dense and convolutional layers.
+        # The last axis of a kernel, dense or convolutional, is that of the outputs.
         num_columns = shape[-1]
         num_rows = num_elements // num_columns
         is_smaller = 2 * (num_rows + num_columns) * self.rank < num_elements
@@ -226,7 +229,7 @@ class PowerSGD(WireFormat):
         products = [
             matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low, matrices)
         ]
-        # Tensors that are sent whole join the first message.
+        # Tensors that are sent whole are added to the first message.
         sent = [*products, *(tensors[i] for i in whole)]
         averaged = average(sent, f"{name}_p", process_set)
         bases = [tf.linalg.qr(product).q for product in averaged[: len(low)]]
@@ -275,7 +278,7 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
 
 
 def _packed(tensors: Tensors, num_pieces: int) -> tf.Tensor:
-    """Packs tensors into blocks [n, BLOCK], padded with zeros to equal slices."""
+    """Packs tensors into blocks [n, BLOCK], padded with zeros so that n is a multiple of num_pieces."""
     size = tf.add_n([tf.size(tensor) for tensor in tensors])
     padding = tf.zeros([-size % (num_pieces * BLOCK)], tensors[0].dtype)
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
@@ -283,7 +286,7 @@ def _packed(tensors: Tensors, num_pieces: int) -> tf.Tensor:
 
 
 def _unpacked(blocks: tf.Tensor, like: Tensors) -> Tensors:
-    """Splits blocks into tensors of these shapes, without the padding."""
+    """Splits blocks into tensors of the shapes of `like`, without the padding."""
     sizes = [tf.size(tensor) for tensor in like]
     padding = tf.size(blocks) - tf.add_n(sizes)
     # Where the parts are aligned, tf.split copies nothing.

@@ -1,10 +1,10 @@
 """Losses whose mean over all ranks is that of the joint batch, whatever each rank's batch contains.
 
-The mean of the ranks' means is the joint mean only if each rank divides by the same number. With
-masks, ignored labels and weighted means the divisor depends on the batch, so the ranks have to sum
-these denominators. That takes a message with a single number. The number depends only on masks and weights,
-so it is sent while the model computes; and unlike a correction sent with the gradients, it is exact
-for several losses, for accumulated gradients and for the loss in the logs.
+The mean of the ranks' means is the joint mean only if all ranks divide by the same number. With masks,
+ignored labels and weighted means the denominator depends on the batch, so the ranks have to average
+their denominators. That takes a message with a single number, which depends only on masks and weights
+and so is sent while the model computes. Unlike a correction sent with the gradients, it is exact for
+several losses, for accumulated gradients and for the loss in the logs.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def joint_loss(
             means over ranks weight batches by size, the joint batch's size over this batch's.
 
     Returns:
-        The copy, with two more attributes. `denominator` is the divisor of its last value, or None if
-        that is the number of elements. `batch_weight` is 1, or n x ranks / N if this rank has n of
+        The copy, with two more attributes. `denominator` is what its last value was divided by, or None if
+        that is the number of elements. `batch_weight` is 1; set it to n x ranks / N if this rank has n of
         the step's N examples and its gradient is multiplied by that number afterwards.
     """
     base = type(loss)
@@ -62,13 +62,13 @@ def joint_loss(
 
         if not is_taking_gradients():
             return value
-        # The mean of these values over the ranks is the sum over the joint batch.
+        # So that the mean of the ranks' values is the sum over the joint batch.
         if self.reduction == "sum":
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        # The value is own sum / own denominator. Times the share, its mean over the ranks is
-        # joint sum / joint denominator.
+        # The value is own sum / own denominator, and the share own denominator / mean denominator. The mean
+        # of their products over the ranks is joint sum / joint denominator.
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 
@@ -79,7 +79,7 @@ def joint_loss(
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that needs all ranks' examples, which are not gathered."""
+    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy does not gather."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
             f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} compares those of "
@@ -88,9 +88,9 @@ def refuse_joint_batch(loss: Any, strategy: str) -> None:
 
 
 def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
-    """Makes a subclass that has the name of its base.
+    """Makes a subclass of `base`, after the mixins, with the base's name.
 
-    Keras writes the names of classes into saved models, which then load as the plain class.
+    Keras writes the names of classes into saved models, so these load with the plain class.
     """
     names = {
         "__module__": base.__module__,
@@ -117,9 +117,9 @@ def overridden_steps(kind: type) -> list[str]:
 def _denominator(
     elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None
 ) -> tf.Tensor | None:
-    """Returns what Keras divides the sum of the elements by.
+    """Returns the number by which Keras divides the sum of the elements.
 
-    None if that is the number of elements, or if Keras does not divide. As in keras.src.losses.loss, a
+    None if it is the number of elements, or if Keras does not divide. As in keras.src.losses.loss, a
     mask of any shape counts by the share of elements that it keeps.
     """
     if mask is not None:
@@ -139,17 +139,17 @@ def _denominator(
 
 
 def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
-    """Returns the same value, whose gradient is multiplied by the weight of the batch."""
+    """Returns the loss unchanged in value, with its gradient multiplied by the batch's weight."""
     scaled = loss * tf.cast(batch_weight, loss.dtype)
     return scaled + tf.stop_gradient(loss - scaled)
 
 
 class ExactLoss(keras.metrics.Mean):
-    """Mean of losses that does not depend on how the examples of an evaluation are batched.
+    """Mean loss that does not depend on how an evaluation's examples are batched.
 
-    Replaces the model's own loss metric, which weights each batch by its number of examples. If the
-    loss divides by something else (unmasked elements, the sum of weights), evaluation weights by
-    that instead: sum over sum, over all batches of all ranks.
+    It replaces the model's own loss metric, which weights each batch by its number of examples. If the
+    loss divides by something else (unmasked elements, the sum of weights), an evaluation weights each
+    batch by that: the result is the sum of losses over the sum of denominators, of all batches of all ranks.
 
     Args:
         loss: a loss that joint_loss returned.
@@ -160,7 +160,7 @@ class ExactLoss(keras.metrics.Mean):
         self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        # A strategy may leave losses as they are.
+        # Under a strategy that leaves losses as they are, the attribute is missing.
         denominator = getattr(self._loss, "denominator", None)
         if denominator is not None and not is_taking_gradients():
             sample_weight = denominator

@@ -1,8 +1,8 @@
-"""Counts and times the phases of this process's training steps inside the graph.
+"""Counts and times the phases of this process's training steps, inside the graph.
 
-The watchdog's thread reads the counts; the times go into the run's record. The graph itself reads
-the clock, because Python sees neither the wait for a batch nor the wait for other ranks. loop.py and
-the reducer set the marks.
+The watchdog's thread reads the counts, and the times go into the run's record. The graph itself reads
+the clock, because Python sees neither the wait for a batch nor the wait for other ranks. The marks are
+set in strategies/loop.py and in the reducers.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 FEW_STEPS = 20
-"""With this many steps between two pauses the wait after a pause is a small part of the total."""
+"""From this many steps between two pauses on, the wait after a pause is a small part of the total."""
 
 
 class StepTimes(NamedTuple):
-    """Total seconds of `steps` steps of this process, by phase."""
+    """Total seconds of this process's steps, by phase, and the number of steps."""
 
     steps: float
-    # Wait for a batch.
+    # Waiting for a batch.
     data: float
     # Forward, backward and update.
     compute: float
-    # From this rank's gradients to the reduced ones, including the wait for slower ranks.
+    # From this rank's gradients being ready to all being reduced, including the wait for slower ranks.
     communication: float
 
     def __sub__(self, other: "StepTimes") -> "StepTimes":
@@ -36,7 +36,7 @@ class StepTimes(NamedTuple):
 
     @property
     def own_work(self) -> float:
-        """Seconds without the wait for other ranks."""
+        """Seconds without communication, which includes the wait for other ranks."""
         return self.data + self.compute
 
     @property
@@ -45,18 +45,18 @@ class StepTimes(NamedTuple):
 
 
 class StepMarks:
-    """Counters and clocks of one process. Call the methods that set marks while a graph is traced.
+    """Counters and clocks of one process. The methods that set marks must be called while a graph is traced.
 
-    The order is: `ended` marks the beginning of a step, `arrived` its batch, `ready` its gradients,
+    In this order, `ended` marks the beginning of a step, `arrived` its batch, `ready` its gradients,
     `reduced` the reduced gradients, and the next `ended` the end of the step.
     """
 
     def __init__(self) -> None:
         # Set to False if TensorFlow's operations must be deterministic, which reading a clock is not.
         self.timed = True
-        # True without a GPU: values then become available only after the clock was read, since a
-        # single thread might use them first. With a GPU each step would wait for the host, only to
-        # make the times a few microseconds more exact.
+        # True without a GPU. Marked values are then passed on only after the clock was read, since a
+        # single thread might otherwise use them first. With a GPU each step would wait for the host, only
+        # to make the times a few microseconds more exact.
         self.host_only = not tf.config.list_logical_devices("GPU")
 
         # Counts of marks, and of examples.
@@ -66,13 +66,13 @@ class StepMarks:
         self._examples = host_variable(0, tf.int64, "examples")
         # Of the current step: when it began, when its batch arrived, and 1 until it ends.
         self._step = host_variable([0.0, 0.0, 0.0], tf.float64, "step")
-        # Seconds of waiting for data, seconds in all, and the number of steps.
+        # Over all steps: seconds of waiting for data, seconds in all, and the number of steps.
         self._totals = host_variable([0.0, 0.0, 0.0], tf.float64, "totals")
         # Seconds of communication.
         self._seconds = host_variable(0.0, tf.float64, "seconds")
 
     def __call__(self) -> tuple[int, int, int, int]:
-        """Returns counts of batches arrived, of gradients ready and reduced, and of steps ended."""
+        """Returns the numbers of batches arrived, of times gradients were ready and reduced, and of steps ended."""
         return (
             int(self._arrived.numpy()),
             int(self._ready.numpy()),
@@ -82,18 +82,18 @@ class StepMarks:
 
     @property
     def num_examples(self) -> int:
-        """Examples in all batches that arrived."""
+        """Number of examples in all batches that arrived."""
         return int(self._examples.numpy())
 
     def times(self) -> StepTimes:
-        """Returns the times since this process started."""
+        """Returns the times of all steps since this object was created."""
         data, whole, steps = map(float, self._totals.numpy())
         communication = float(self._seconds.numpy())
         return StepTimes(steps, data, whole - data - communication, communication)
 
     def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
-        """Returns the time in seconds, read once these values are computed or operations done; 0 if not timed."""
-        # Grouped on their own device, so that one signal goes to the CPU instead of one for each.
+        """Returns the time in seconds, read once `after` (values, operations) is computed; 0 if not timed."""
+        # Grouped on the values' own device, so that one signal goes to the CPU, not one for each value.
         dependencies = [tf.group(*after)] if after else []
         with tf.control_dependencies(dependencies), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
@@ -128,7 +128,7 @@ class StepMarks:
         Args:
             gradients: all gradients that were reduced.
             ready: the time at which they were ready, from `ready`.
-            last: those that were reduced last.
+            last: those of them that are passed on only after the clock was read.
 
         Returns:
             `last`, to continue with.
@@ -170,19 +170,19 @@ def host_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
 
 @dataclass(frozen=True)
 class Split:
-    """The time of a step by purpose, and the slowest rank.
+    """Seconds of a step by purpose, and the slowest rank.
 
     Args:
-        data_seconds: Wait for a batch, mean over the ranks.
+        data_seconds: Waiting for a batch, mean over the ranks.
         compute_seconds: Forward, backward and update, mean over the ranks.
-        communication_seconds: Reduction and the wait for slower ranks, mean over the ranks. None
+        communication_seconds: Reduction, and waiting for slower ranks, mean over the ranks. None
             where one process leads replicas or workers, whose exchange it does not see.
         efficiency: Speed relative to a run whose reductions take no time; None as above.
-        slowest_rank: The rank with the most work of its own in a step.
+        slowest_rank: The rank with the most work of its own (all but communication).
         slowest_host: The slowest rank's host.
         slowest_seconds: The slowest rank's own work in a step.
-        median_seconds: The median of the ranks' own work.
-        caution: Why the efficiency says little; empty if it is reliable.
+        median_seconds: The median over the ranks of their own work in a step.
+        caution: Why the efficiency is not reliable; empty if it is.
     """
 
     data_seconds: float
@@ -199,12 +199,15 @@ class Split:
     def of(
         cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True
     ) -> "Split":
-        """Combines the step times and hosts of all ranks.
+        """Combines the mean times of a step, and the hosts, of all ranks.
 
-        steps_in_a_row: timed steps from one pause of the ranks, such as the end of an epoch, to the next.
+        Args:
+            ranks: The times and the host of each rank.
+            steps_in_a_row: Timed steps from one pause of the ranks, such as the end of an epoch, to the next.
+            sees_exchange: False if this process leads replicas or workers and does not see their exchange.
         """
         work = [times.own_work for times, _ in ranks]
-        # By own work, since in total time a rank that waits for others takes as long as they do.
+        # By own work, since in total a rank that waits for others takes as long as they do.
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
 
@@ -233,7 +236,7 @@ class Split:
         )
 
     def in_words(self, num_ranks: int) -> str:
-        """The split in one line."""
+        """Formats the split in one line."""
         parts = {"data": self.data_seconds, "compute": self.compute_seconds}
         ending = ""
         if num_ranks > 1 and self.communication_seconds is not None:

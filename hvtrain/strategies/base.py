@@ -1,8 +1,8 @@
 """The interface of strategies. The base class is the null object: a single process.
 
-No other code therefore has to ask which strategy a run has. A strategy has parts: comm (collectives, see
-comm.py), timeline, membership (ranks that leave and join) and watchdog. The base class of each part
-does for one process what the subclasses do for many.
+So no other code has to ask which strategy a run has. A strategy has parts: comm (collectives, see comm.py),
+timeline, membership (ranks that leave and join) and watchdog. The base class of each part does for one process
+what the subclasses do for many.
 """
 
 import threading
@@ -32,28 +32,28 @@ from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
 
-# Shutting down Horovod may block after a failure; the process has to end anyway.
+# Time limit for stop() after a failure: shutting down Horovod may block then, and the process has to end anyway.
 STOP_SECONDS = 2.0
 
 
 class Timeline:
-    """`strategy.timeline`: a trace of the reductions; none here. Every rank calls both methods."""
+    """`strategy.timeline`: traces the reductions; here there are none. Every rank calls both methods."""
 
     def start(self, path: Path) -> None:
-        """Starts tracing; the chief writes the file, which chrome://tracing shows."""
+        """Starts tracing; the chief writes the file, to be opened in chrome://tracing."""
 
     def stop(self) -> None:
         """Stops tracing and completes the file."""
 
 
 class Membership:
-    """`strategy.membership`: ranks that leave and join during a run; none do here."""
+    """`strategy.membership`: lets ranks leave and join during a run; here none do."""
 
     # Steps between commits of the state to every rank's memory; 0: never.
     commit_steps = 0
 
     def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        """Returns the attempt's result; repeats it when ranks leave or join (every rank)."""
+        """Runs the attempt and returns its result; repeats it when ranks leave or join (every rank)."""
         return attempt()
 
     def check(self) -> None:
@@ -73,18 +73,18 @@ class Strategy:
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # Number of the plan's ranks whose batches this process takes in each step, as one joint batch.
+    # How many of the plan's ranks this process stands for: in each step it takes their batches as one.
     # Known after start.
     num_replicas: int = 1
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches: bool = False
-    # False if batches need the same shape in all steps.
+    # False if batches need the same shape in all steps (no bucketing by length).
     takes_lengths: bool = True
     # False if all steps need batches of one size.
     takes_short_batches: bool = True
-    # False if restart with other settings would change nothing, or cannot be.
+    # False if restart() is impossible, or would change nothing.
     can_restart: bool = True
-    # How a run under this strategy differs from the same run under others, for the summary and the record.
+    # How a run under this strategy differs from the same run under others; for the summary and the record.
     differences: Sequence[str] = ()
     # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
     sync_every: int = 1
@@ -100,7 +100,7 @@ class Strategy:
 
     @property
     def topology(self) -> Topology:
-        """This rank's place among the ranks (rank, size, ...). A single process before start."""
+        """This rank's place among the ranks (rank, size, ...). Before start it is that of a single process."""
         return self.comm.topology
 
     @property
@@ -139,7 +139,7 @@ class Strategy:
 
         Raises ConfigError if a launcher started several ranks, since each would train alone.
         """
-        # Not checked in start: hvtrain.load() calls it too, in scripts that a launcher may have started.
+        # Not checked in start, because hvtrain.load() calls that too, in scripts that a launcher may have started.
         refuse_several_processes(self.name, "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -147,7 +147,7 @@ class Strategy:
         return nullcontext()
 
     def exclude(self, settings: dict[str, Any]) -> None:
-        """Raises ConfigError for the first of these settings whose value is true. Not collective."""
+        """Raises ConfigError for the first of these settings whose value is truthy. Not collective."""
         for setting, is_set in settings.items():
             if is_set:
                 raise ConfigError(
@@ -159,7 +159,7 @@ class Strategy:
 
         Args:
             optimizer: not built yet.
-            check_finite: a non-finite gradient on any rank fails the step on all ranks.
+            check_finite: True if a non-finite gradient on any rank must fail the step on all ranks.
         """
         return optimizer
 
@@ -182,9 +182,9 @@ class Strategy:
         callbacks: list[Callback],
         call_steps: CallSteps,
     ) -> None:
-        """Trains, beginning at start_step: see loop.train.
+        """Trains from start_step on: see loop.train.
 
-        batches_from(step) is this rank's endless stream of batches, beginning at that step.
+        batches_from(step) returns this rank's endless stream of batches, beginning at that step.
         """
         self.check_plan(plan)
 
@@ -216,15 +216,15 @@ class Strategy:
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
-        """Returns a function from a batch to logs; None: the model's own. Not collective."""
+        """Returns the train step, a function from a batch to logs; None: the model's own. Not collective."""
         return None
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.
 
-        The state of a Keras metric consists of sums (total and count of a mean, the counts of an
-        AUC). Summed over the ranks they are the state of one process on all the data, so the result
-        is exact even if shards differ in size: never a mean of means.
+        The state of a Keras metric consists of sums (total and count of a mean, the counts of an AUC).
+        Summed over the ranks, they are the state of one process on all the data. So the result is exact
+        even if shards differ in size, unlike a mean of means.
         """
         local_state = _values(model.metrics_variables)
         _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
@@ -245,7 +245,7 @@ class Strategy:
         training_state = _values(model.metrics_variables)
         num_more = 0
         if self.calls_together(model):
-            # This rank evaluates zeros with the same graph until the ranks with more batches are done.
+            # Afterwards this rank evaluates zeros with the same graph, until ranks with more batches are done.
             num_calls = max(1, int(dataset.cardinality()))
             num_more = max(self.comm.gather(num_calls)) - num_calls
         # A rank without examples still takes part in the sum, so its metrics need their variables.
@@ -259,7 +259,7 @@ class Strategy:
             _assign(model.metrics_variables, own_state)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
-        # Leaves out metrics that only the train step computes.
+        # `names` leaves out metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
 
     def calls_together(self, model: keras.Model) -> bool:
@@ -267,11 +267,11 @@ class Strategy:
         return False
 
     def guards(self) -> list[Callback]:
-        """Returns callbacks that check that the ranks train together; put them first. Not collective."""
+        """Returns callbacks that check that the ranks train together; they go first. Not collective."""
         return []
 
     def stop_callbacks(self) -> list[Callback]:
-        """Returns callbacks that stop all ranks if one stops; put them last. Not collective."""
+        """Returns callbacks that stop all ranks if one stops; they go last. Not collective."""
         return []
 
     def stop(self) -> None:
@@ -289,14 +289,14 @@ class Strategy:
         self.exclude({"comm.tune=true": not self.can_restart})
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves and rejoins the other ranks, with another environment and bucket size."""
+        """Leaves and rejoins the other ranks, with other environment variables and another bucket size."""
 
     def is_lost_rank(self, error: BaseException) -> bool:
         """Returns True if the error says that communication between ranks broke. Not collective."""
         return False
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        """Returns the failure of another rank that caused the error, if any. Not collective."""
+        """Returns another rank's failure if that caused this error, else None. Not collective."""
         reason = self.watchdog.cause() if self.is_lost_rank(error) else None
         return error_of(reason, self.watchdog) if reason else None
 
@@ -309,16 +309,16 @@ class Strategy:
 def report_failures(
     strategy: Strategy, note: Callable[[BaseException], None] | None = None
 ) -> Iterator[None]:
-    """Reports a failure of the block to the other ranks; raises the failure of another rank that caused it, if any.
+    """Reports an error in the block to the other ranks, and raises it; or another rank's failure, if that caused it.
 
     Args:
         strategy: connects this rank to the others.
-        note: called with the error that is reported, before the other ranks learn of it.
+        note: called with the error to report, before the other ranks learn of it.
     """
     try:
         yield
     except BaseException as error:
-        # The launcher signals all ranks once one has ended; this rank still has to say why it failed.
+        # The launcher signals all ranks once one has ended, but this rank still has to say why it failed.
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
         if note:
@@ -330,7 +330,7 @@ def report_failures(
 
 
 def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
-    """Returns the error that this rank raises for the failure or loss of another one."""
+    """Returns the error that this rank raises when another one has failed or is lost."""
     kind = FailedRankError if reason.is_failure else LostRankError
     error = kind(f"stopped because {reason.text}")
     error.exit_code = reason.code

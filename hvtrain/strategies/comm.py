@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Comm:
-    """`strategy.comm`: collectives on Python values, arrays and models; every rank enters each.
+    """`strategy.comm`: collectives on Python values, arrays and models; every rank must enter each.
 
     The watchdog is told while this rank waits in one, so that it does not blame this rank.
     """
@@ -39,10 +39,7 @@ class Comm:
         return [np.asarray(array, np.float64) for array in arrays]
 
     def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's.
-
-        Each rank takes its own part of what is sharded.
-        """
+        """Sets weights and optimizer state on all ranks to the chief's; of sharded variables, each rank's own part."""
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         """Returns sharded variables as whole arrays on the chief, and an empty dict on the other ranks.
@@ -52,7 +49,7 @@ class Comm:
         return {}
 
     def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
-        """Returns a context in which the chief can use the model alone: see hvtrain.keras.whole_tables."""
+        """Returns a context in which the chief alone can call and save the model: see hvtrain.keras.whole_tables."""
         return nullcontext()
 
     def on_chief(self, action: Callable[[], T]) -> T:
@@ -66,14 +63,14 @@ class Comm:
             with self.watchdog.phase(CHECKPOINT):
                 outcome = _attempt(action)
 
-        # The error is sent as a value: a root that raised before the broadcast would leave the
-        # others waiting in it.
+        # The error is sent as a value: if the root raised before the broadcast, the others would wait
+        # in it.
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is None:
             return value
         if root:
             error = type(error)(f"rank {root} on {host}: {error}")
-        error.culprit = root  # All ranks raise it, and the disk or file at fault is the root's.
+        error.culprit = root  # All ranks raise it, but the disk or file at fault is the root's.
         raise error
 
     def all_or_raise(self, action: Callable[[], T]) -> T:
@@ -84,7 +81,7 @@ class Comm:
         if first is None:
             return value
 
-        # All ranks raise the error of the lowest failed rank. If all failed, it names no rank.
+        # All ranks raise the error of the lowest rank that failed, named unless all of them failed.
         first_error, host = failures[first]
         if all(failures):
             raise type(first_error)(str(first_error)) from error

@@ -1,4 +1,4 @@
-"""Ring all-reduce with Horovod: one process per GPU, or per share of the CPU cores."""
+"""Strategies on Horovod's ring all-reduce: one process per GPU, or per share of the CPU cores."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 MIB = 1 << 20
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
-# Horovod passes on NCCL's messages: "ncclCommInitRank failed: ...", "NCCL async error: ...".
+# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
@@ -69,7 +69,7 @@ class HorovodComm(Comm):
 
 
 class HorovodTimeline(Timeline):
-    """Horovod's timeline. A single rank reduces nothing, and has none."""
+    """Horovod's timeline. A single rank has none, since it reduces nothing."""
 
     def start(self, path: Path) -> None:
         if hvd.size() > 1:
@@ -88,10 +88,10 @@ class HorovodStrategy(Strategy):
         rank: number of columns of PowerSGD's matrices.
         whole_steps: number of first steps in which PowerSGD sends gradients uncompressed.
         share_gpus: let several ranks of a host use one GPU (for experiments).
-        bucket_mib: size of the messages in which gradients are reduced while others are computed;
+        bucket_mib: size in MiB of the messages in which gradients are reduced while others are computed;
             0: a single message.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
-        shard_optimizer: each rank keeps optimizer slots for its part of the weights only.
+        shard_optimizer: keep optimizer slots on each rank only for its part of the weights.
     """
 
     name = "horovod"
@@ -132,7 +132,7 @@ class HorovodStrategy(Strategy):
         self.timeline = HorovodTimeline()
 
     def start(self) -> Topology:
-        # Horovod must not end stalled ranks itself: the watchdog does, and names the rank that the
+        # 0: Horovod does not end stalled ranks itself. The watchdog does, and names the rank that the
         # others wait for.
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")
         hvd.init()
@@ -147,7 +147,7 @@ class HorovodStrategy(Strategy):
         """Called by start once the ranks know each other, before TensorFlow initializes a device."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        # In an elastic job an earlier watchdog watched ranks of which only this rank may be left.
+        # In an elastic job an earlier watchdog watches ranks that may have left.
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
@@ -167,7 +167,7 @@ class HorovodStrategy(Strategy):
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         if self._keeps_errors and keras.config.dtype_policy().name == "mixed_float16":
-            # The errors would be in units of a loss scale that changes.
+            # The errors would be in the unit of a loss scale, which changes.
             raise ConfigError(
                 f"strategy.compression={self.compression.name} and train.precision=mixed_float16 exclude each other; "
                 "choose strategy.compression=bf16 or train.precision=mixed_bfloat16"
@@ -252,7 +252,7 @@ class HorovodStrategy(Strategy):
 
 
 class ElasticMembership(Resets, Membership):
-    """Horovod's elastic restarts.
+    """Restarts attempts through Horovod's elastic interface when ranks leave or join.
 
     A restart may hang, so the old watchdog keeps running until start_watchdog replaces it.
 
@@ -271,14 +271,14 @@ class ElasticMembership(Resets, Membership):
 class ElasticStrategy(HorovodStrategy):
     """Horovod with ranks that leave and join during a run.
 
-    For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a
+    For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or a single rank without a
     launcher. Every rank periodically commits the state to memory. After a loss the first remaining
-    rank restores the last commit, or a newer checkpoint, and the run continues like one that is
-    resumed on another number of ranks.
+    rank restores the last commit, or a newer checkpoint, and the run continues as if it were resumed on
+    another number of ranks.
 
     Args:
-        commit_steps: steps between commits, in addition to one after each epoch; a lost rank costs
-            fewer steps than that.
+        commit_steps: steps between commits, in addition to one after each epoch. A lost rank costs at
+            most that many steps.
         horovod: the arguments of HorovodStrategy.
     """
 

@@ -25,18 +25,18 @@ class LocalSGDStrategy(HorovodStrategy):
     """Local SGD (Stich 2019): see hvtrain.keras.LocalSGD.
 
     The ranks also synchronize at the end of each epoch and when training is interrupted, so that
-    validation, checkpoints and results have the same weights on all ranks.
+    validation, checkpoints and results use the same weights on all ranks.
 
     Args:
         every: steps from one synchronization to the next.
         warmup_steps: number of first steps in which gradients are reduced, as with strategy=horovod.
-        within_hosts: average gradients between the ranks of each host in every step, so that weights
+        within_hosts: average gradients over the ranks of each host in every step, so that weights
             differ only between hosts.
         horovod: bucket_mib, share_gpus and pin_cores of HorovodStrategy.
     """
 
     name = "local_sgd"
-    # Rounded weights would lose what was learned; the changes that DiLoCo sends can be rounded.
+    # Rounding weights would undo small updates. DiLoCo sends changes of weights, which can be rounded.
     compresses = False
     can_restart = False
 
@@ -65,14 +65,14 @@ class LocalSGDStrategy(HorovodStrategy):
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
         self.host_set: Any = None
-        """Process set of the ranks of this host."""
+        """The process set of this host's ranks; None without within_hosts, or if there is only one rank."""
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]
 
     def start(self) -> Topology:
         if self.within_hosts:
-            # Set before Horovod starts; which ranks share a host is known only afterwards.
+            # Must be set before Horovod starts. Only then is it known which ranks share a host.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
         if self.within_hosts and topology.size > 1:
@@ -89,7 +89,7 @@ class LocalSGDStrategy(HorovodStrategy):
                     f"strategy.within_hosts=true needs a name of its own for each host, and {len(ranks)} ranks are on "
                     f"hosts named {host}, where the launcher started {local_size}; rename the hosts or containers"
                 )
-            # Horovod refuses a second set of all ranks.
+            # Horovod refuses to add a second set with all ranks.
             is_everybody = len(ranks) == topology.size
             process_set = hvd.global_process_set if is_everybody else hvd.add_process_set(ranks)
             if topology.rank in ranks:
@@ -119,14 +119,14 @@ class LocalSGDStrategy(HorovodStrategy):
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        # Each rank's own mean, since a mean over the joint batch would need a message in each step.
+        # Each rank's loss is its own mean: a mean over the joint batch would take a message in each step.
         return Strategy.distribute_loss(self, loss)
 
     def prepare(self, model: keras.Model) -> None:
         """Does nothing: dividing losses by the number of ranks would make local steps too small."""
 
     def guards(self) -> list[keras.callbacks.Callback]:
-        return []  # settle() compares what ran with what was due.
+        return []  # Instead, settle() compares the reductions that ran with those that were due.
 
     def fit(self, model: keras.Model, batches_from: Any, plan: StepPlan, *arguments: Any) -> None:
         if plan.learning_rate_factor > 1 and self.topology.is_chief:
@@ -140,7 +140,7 @@ class LocalSGDStrategy(HorovodStrategy):
 
     def make_steps(self, model: keras.Model, *arguments: Any) -> Steps:
         self._optimizer = model.optimizer
-        # At the last settle(): the step, and the reductions that had run.
+        # The step at the last settle(), and the reductions that had run by then.
         self._settled_step = int(model.optimizer.iterations.numpy())
         self._num_counted = self._hook.num_ran()
         return super().make_steps(model, *arguments)

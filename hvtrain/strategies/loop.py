@@ -1,8 +1,8 @@
 """The training loop: Keras's train step and callbacks, with several steps in one call of the graph.
 
-Keras's own fit can run several steps per call too, but always the same number, so its calls cross
-the ends of epochs, checkpoints and other intervals; and the overhead of each of its calls exceeds the
-time of a small step.
+Keras's own fit can also run several steps per call, but always the same number, so its calls run past the
+ends of epochs, checkpoints and other intervals. And each of its calls has an overhead greater than the time
+of a small step.
 """
 
 import time
@@ -28,7 +28,7 @@ Steps = Callable[[int], dict[str, Any]]
 # signals and progress are not held up.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
-# The steps before the first timed one trace the graph and fill the data pipeline.
+# Earlier steps trace the graph and fill the data pipeline.
 FIRST_TIMED_STEP = 5
 TIMED_STEPS = 10
 # Distinguishes a missing attribute from one that is None.
@@ -39,13 +39,13 @@ class CallSteps:
     """Chooses the number of steps in the next call of the graph, the same on all ranks.
 
     Args:
-        steps: the most steps in a call. None: as many as fit into CALL_SECONDS, which is found by timing
-            the first calls, each of a single step.
+        steps: the maximum number of steps in a call. None: as many as fit into CALL_SECONDS, according to
+            the time of the first calls, each of a single step.
         intervals: step intervals, such as that of checkpoints, whose multiples a call must not cross.
-        broadcast: returns the chief's value on all ranks.
+        broadcast: a function that returns the chief's value on all ranks.
         accumulate: steps per weight update. The ranks learn of a request to stop during an update, and
-            obey it at the end of the call. No rank may then hold accumulated gradients that the others
-            lack, so a call that includes an update must also end with one.
+            obey it at the end of the call. Then no rank may hold accumulated gradients, which differ
+            between ranks, so a call that includes an update must also end with one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CallSteps:
         self._timed: list[float] | None = None if steps else []
 
     def next(self, step: int, end: int) -> int:
-        """Returns the number of steps to do from this step of the run, up to `end`."""
+        """Returns the number of steps to take from this step of the run, at most up to `end`."""
         self._end = end
         number = min(
             self._steps,
@@ -75,7 +75,7 @@ class CallSteps:
         return number - past_change if past_change < number else number
 
     def is_boundary(self, step: int) -> bool:
-        """Returns True if callbacks may look at the model after this step, at the end of a call."""
+        """Returns True if callbacks may look at the model after this step, which ends a call."""
         is_due = any(step % interval == 0 for interval in self._intervals)
         return self._is_fixed or is_due or step == self._end
 
@@ -106,10 +106,10 @@ def train(
 
     Args:
         model: compiled, with an optimizer that a strategy distributed.
-        begin_steps: makes the steps, after the callbacks' on_train_begin.
-        plan: the steps of the run.
-        start_step: steps already done.
-        callbacks: all of them, in the order in which they are called.
+        begin_steps: returns the function that runs steps; called after the callbacks' on_train_begin.
+        plan: the plan of the run.
+        start_step: the step of the run at which to begin.
+        callbacks: all callbacks, in the order in which they are called.
         call_steps: chooses the number of steps in each call of the graph.
         settle: completes pending changes of the model at the end of an epoch.
     """
@@ -143,15 +143,14 @@ def train(
             step += number
             callback_list.on_train_batch_end(step - begin - 1, logs)
 
-        # Also for an epoch that a callback has cut short.
+        # Also if a callback has cut the epoch short.
         settle()
-        # As in Keras's fit: the metrics if the step returns just these, otherwise what the last step
-        # returned.
+        # As in Keras's fit: the metrics if a step returns exactly these, otherwise the last step's result.
         metrics = model.get_metrics_result()
         logs = dict(metrics if set(metrics) == set(logs) else logs)
         callback_list.on_epoch_end(epoch, logs)
 
-    # Only at the end: it overwrites the weights with their moving average, if there is one.
+    # Only at the end, since it overwrites the weights with their moving average, if there is one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
 
@@ -167,18 +166,18 @@ def evaluate_shard(
     beat = LambdaCallback(on_test_batch_begin=lambda batch, logs: watchdog.progress.beat())
     callbacks = [beat, *callbacks]
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
-        # Keras warns at the end of data of unknown length, as with data.on_error=skip.
+        # Keras warns when data of unknown length end, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
         return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
 
 def batched(spec: Any) -> Any:
-    """Returns the spec of a batch of elements of that spec."""
+    """Returns the spec of a batch, given the spec of its elements."""
     return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
 
 
 def blank_batch(batch_spec: Any, num_examples: int) -> Any:
-    """Returns a batch of zeros."""
+    """Returns a batch of zeros; dimensions of unknown size get size 1."""
 
     def blank(part: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([num_examples, *(extent or 1 for extent in part.shape[1:])], part.dtype)
@@ -187,12 +186,12 @@ def blank_batch(batch_spec: Any, num_examples: int) -> Any:
 
 
 def forward_of(model: keras.Model) -> Callable[[Any], Any]:
-    """Returns a function from a batch of inputs to the model's outputs; batches of any size share a graph."""
+    """Returns a function from a batch of inputs to the model's outputs. Batches of all sizes share a graph."""
     return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
 
 
 def evaluate_blank(model: keras.Model, batch_spec: Any, num_batches: int) -> Collection[str]:
-    """Evaluates batches of one example of zeros; returns the names of the metrics. Not collective."""
+    """Evaluates batches that consist of one example of zeros; returns the names of the metrics. Not collective."""
     batches = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1)).repeat(num_batches)
     return model.evaluate(batches, verbose=0, return_dict=True)
 
@@ -208,7 +207,7 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
 
 
 def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
-    """Copies batches to the device ahead of their steps, while earlier steps compute."""
+    """Returns a dataset that copies batches to the device ahead of time, while earlier steps compute."""
     return batches.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=2))
 
 
@@ -235,21 +234,21 @@ def make_steps(
     )
 
     def step(iterator: Any, previous: Any) -> Any:
-        # Marks the end of the previous step. A mark within the previous step would make the host wait
-        # for the GPU, and the GPU would run out of work.
+        # Marks the end of the previous step. A mark within that step would make the host wait for the GPU,
+        # and the GPU would run out of work.
         began = marks.ended(previous)
         with tf.control_dependencies([began] if marks.host_only else []):
             data = iterator.get_next()
         result = traced_step(marks.arrived(data, began))
-        # The operation behind each result is the call of the whole step, so the weights too are updated
-        # before the results are passed on.
+        # Any result's operation is the call of the whole step, so weights are updated, too, before the
+        # results are passed on.
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
-    # AutoGraph would only cost time: nothing depends on values except the loop, which is explicit.
+    # AutoGraph would only cost time: the loop, which alone depends on values, is explicit.
     @tf.function(autograph=False)
     def several(iterator: Any, number: tf.Tensor) -> Any:
-        # One iteration at a time: a rank can run only one reduction of each name at once.
+        # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
             lambda done, previous: (done + 1, step(iterator, previous)),
@@ -265,8 +264,9 @@ def make_steps(
         traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
-    # On GPUs each step is a call. A loop in the graph starts an iteration only after everything in
-    # the last one is done, and so waits for the GPU; a call returns while the GPU still updates weights.
+    # With GPUs each step is a call of its own. A loop in the graph starts an iteration only after
+    # everything in the last one is done, and so waits for the GPU; a call returns while the GPU is still
+    # updating weights.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
@@ -282,10 +282,10 @@ def make_steps(
 
 
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
-    """Makes a train step whose forward and backward pass XLA compiles together.
+    """Returns a train step whose forward and backward pass XLA compiles together.
 
-    The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590): while
-    the compiled function is traced, a stand-in for optimizer.apply catches the gradients.
+    The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590). While the
+    compiled function is traced, a stand-in for optimizer.apply captures the gradients.
     """
     optimizer = model.optimizer
 

@@ -1,4 +1,4 @@
-"""TensorFlow's MirroredStrategy: one process, with a replica on each GPU of this host."""
+"""TensorFlow's MirroredStrategy: a single process, with a replica on each GPU of this host."""
 
 import functools
 import socket
@@ -29,8 +29,8 @@ class MirroredStrategy(ReplicaStrategy):
     """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
-        num_replicas: each has its own GPU, or without GPUs its own logical CPU device; None: one per
-            GPU, or a single one.
+        num_replicas: number of replicas, each with its own GPU, or without GPUs its own logical CPU
+            device; None: one per GPU, or a single one.
     """
 
     name = "mirrored"
@@ -44,7 +44,7 @@ class MirroredStrategy(ReplicaStrategy):
         self._requested_replicas = num_replicas
 
     def start(self) -> Topology:
-        # Each process would train on its own, with all GPUs of its host.
+        # Several processes would each train on their own, with all GPUs of their host.
         refuse_several_processes(self.name, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
@@ -66,8 +66,8 @@ class MirroredStrategy(ReplicaStrategy):
         return plain_variables(functools.partial(self._averaged, next_creator), **options)
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates a variable; if it is a moving statistic, each step sets it to its mean over the replicas."""
-        # Variables that are not trained, and for which Keras has requested no aggregation.
+        """Creates a variable; a moving statistic becomes, in each step, its mean over the replicas."""
+        # Moving statistics are not trained, and Keras requests no aggregation for them.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
@@ -81,8 +81,9 @@ class MirroredStrategy(ReplicaStrategy):
     def mean(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas.
 
-        While the step is traced, the replicas' threads take turns here. The replicas share the layers,
-        and so their lists of added losses; each replica restores its own losses before Keras sums them.
+        While the step is traced, the replicas' threads take turns at the all-reduce. The replicas share
+        the layers, and so their lists of added losses, which others have changed by the time a replica
+        continues. So each restores its own, before Keras sums them.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
@@ -113,12 +114,12 @@ class MirroredStrategy(ReplicaStrategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
-            # tf.distribute would give each replica a batch of its own; here they split one.
+            # A distributed dataset would give each replica a batch of its own; here they split one.
             parts = self.replicas.experimental_distribute_values_from_function(
                 lambda context: part_of(batch, context.replica_id_in_sync_group)
             )
             logs = self.replicas.run(train_step, (parts,))
-            # All replicas add to the same metrics, and the last one sees them all.
+            # All replicas add to the same metrics, so the last one's logs include all of them.
             return tf.nest.map_structure(
                 lambda output: self.replicas.experimental_local_results(output)[-1], logs
             )
@@ -138,7 +139,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     Cached: a process can configure its devices only once, and may run several trainings.
 
     Args:
-        num_replicas: None: one on each GPU, or one on the CPU.
+        num_replicas: number of replicas; None: one on each GPU, or one on the CPU.
 
     Raises:
         ConfigError: there are fewer GPUs than replicas.
@@ -158,7 +159,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
             for gpu in gpus[:number]:
                 tf.config.experimental.set_memory_growth(gpu, True)
         else:
-            # The CPU becomes several logical devices, since each replica needs its own.
+            # Each replica needs a device of its own, so the CPU is divided into logical devices.
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(
                 cpu, [tf.config.LogicalDeviceConfiguration()] * number

@@ -1,4 +1,4 @@
-"""TensorFlow's MultiWorkerMirroredStrategy: its collectives reduce the gradients of the ranks."""
+"""TensorFlow's MultiWorkerMirroredStrategy, whose collectives reduce the ranks' gradients."""
 
 import functools
 import json
@@ -21,10 +21,10 @@ from hvtrain.system import host_facts
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
-# TensorFlow's names of its implementations, in lower case.
+# TensorFlow's names for its implementations of collectives, in lower case.
 COMMUNICATION = ("auto", "ring", "nccl")
 
-# TensorFlow raises these on a process when another process of its cluster is gone.
+# The errors that TensorFlow raises in a process when another process of its cluster is gone.
 LOST_PROCESS_ERRORS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -34,9 +34,9 @@ LOST_PROCESS_ERRORS = (
 
 
 class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
-    """TensorFlow reduces the gradients, over a cluster of the ranks; Horovod does everything else.
+    """Lets TensorFlow reduce the gradients, over a cluster of the ranks; Horovod does everything else.
 
-    So any launcher of Horovod can start it, and its checks, watchdog and checkpoints are the same.
+    So any of Horovod's launchers can start it, and checks, watchdog and checkpoints are the same.
 
     Args:
         communication: "ring", "nccl", or "auto", which leaves the choice to TensorFlow.
@@ -61,7 +61,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
-        # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
+        # In ms. Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
         os.environ.setdefault(CYCLE_TIME, "20")
         return super().start()
 
@@ -102,7 +102,7 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
         with initializing_devices(NAME):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
-        # A child process must not mistake TF_CONFIG for a cluster that the user has set up.
+        # Otherwise a child process would mistake TF_CONFIG for a cluster that the user has set up.
         os.environ.pop("TF_CONFIG", None)
 
 
@@ -117,8 +117,8 @@ def refuse_own_cluster(strategy: str) -> None:
 def cluster_addresses(rank: int, strategy: str) -> list[str]:
     """Returns each rank's address and a free port, by rank, such as 10.0.0.1:41234 (every rank).
 
-    The ranks exchange them through Horovod, so any launcher will do. Call it before TensorFlow has
-    initialized a device.
+    The ranks exchange them through Horovod, so any launcher will do. Call it before TensorFlow
+    initializes a device.
 
     Raises:
         RankError: the ranks do not reach rank 0.

@@ -1,4 +1,4 @@
-"""TensorFlow's parameter servers: asynchronous, and synchronous, where a step averages the workers' gradients."""
+"""TensorFlow's parameter servers: asynchronous, or synchronous, with the mean of the workers' gradients in a step."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 
 class ParameterServerStrategy(Strategy):
-    """A coordinator, parameter servers that hold the variables, and workers that do not wait for each other.
+    """Asynchronous training: parameter servers hold the variables, and workers do not wait for each other.
 
-    Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, the others
-    workers. The plan is that of one rank: a step is one batch, on whichever worker is free.
+    Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, and the others are
+    workers. The plan is that of a single rank: a step is one batch, on whichever worker is free.
 
     Args:
         num_ps: number of parameter servers.
@@ -37,11 +37,12 @@ class ParameterServerStrategy(Strategy):
     takes_short_batches = False
     can_restart = False
     cluster: Cluster  # Set by start.
-    # Examples of each part of a step's batch; a synchronous step has one for each worker. Set by check_plan.
+    # Number of examples in each part of a step's batch; a synchronous step has a part for each worker. Set by
+    # check_plan.
     part_sizes: list[int]
-    # Batch size / part size: a part's sum times this, averaged over parts, is the batch's sum. Set while tracing.
+    # Batch size / part size. A part's sum times this, averaged over parts, is the batch's sum. Set while tracing.
     batch_over_part: float
-    # Set by make_steps, with the state of the steps.
+    # Set by make_steps.
     steps_by_worker: list[int]
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
@@ -63,13 +64,13 @@ class ParameterServerStrategy(Strategy):
         return self.cluster.roles.num_workers
 
     def start(self) -> Topology:
-        """Joins the cluster. Only the coordinator returns; the others serve until it ends."""
+        """Joins the cluster. Returns only on the coordinator; the other processes serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
-        # TensorFlow lists the workers' GPUs here too, but this process waits for none of them.
+        # Set because TensorFlow lists the workers' GPUs here too, though this process waits for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -83,7 +84,7 @@ class ParameterServerStrategy(Strategy):
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
-        self.check_finite = check_finite  # The workers check before they send a gradient.
+        self.check_finite = check_finite  # Workers check their gradients before they send them.
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
@@ -133,10 +134,10 @@ class ParameterServerStrategy(Strategy):
         return self.do_steps
 
     def do_steps(self, number: int) -> dict[str, Any]:
-        """Does a number of steps, and returns the last one's logs.
+        """Takes a number of steps, and returns the last one's logs.
 
-        After a step at which callbacks may look at the model, no worker is busy and the model is
-        that of the servers. After other steps, workers continue while callbacks act, and the weights
+        After a step at which callbacks may look at the model, the model is that of the servers, and no
+        worker will change it. After other steps, workers continue while callbacks run, and the weights
         here stay as they were.
         """
         if self._is_settled:
@@ -151,14 +152,14 @@ class ParameterServerStrategy(Strategy):
         else:
             self.state.pull(everything=False)
 
-        # The metrics so far, and what else the last step returned.
+        # The metrics so far, and other values from the last result.
         metrics = self.model.get_metrics_result()
         last = {} if self._latest is None else dict(zip(self._names, self._latest))
         return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on a batch, on the worker that calls it; returns the numbers of the result, packed."""
+        """Computes and stores the results of a batch, on the worker that calls it; returns the logs, packed."""
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
@@ -170,25 +171,25 @@ class ParameterServerStrategy(Strategy):
         """Applies the results to the servers' variables."""
         variables, gradients = zip(*computed.gradients)
         self.model.optimizer.apply(gradients, variables)
-        # On the server, so that no worker's count is lost between a read and a write.
+        # Added on the server, so that no worker's count is lost between a read and a write.
         for variable, count in computed.counts:
             variable.value.assign_add(count)
         for variable, value in computed.statistics:
             variable.assign(value)
 
     def begin(self, worker: int, parts: list[Any], index: int, number: int) -> None:
-        """Gives a part of the batch to a free worker; the number seeds its dropout."""
+        """Gives a part of the batch, parts[index], to a free worker; `number` seeds its dropout."""
         scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
         self.workers.call(worker, self.step, self._functions[index], parts[index], *scalars)
 
     def do_step(self, parts: list[Any]) -> None:
-        """Gives the batch, which has only one part, to a worker once one is free."""
+        """Gives the batch, which has only one part, to a worker as soon as one is free."""
         if not self.workers.free:
             self.record(self.workers.finished())
         self.begin(self.workers.free[0], parts, 0, self.step)
 
     def record(self, results: list[tuple[int, int, Any]]) -> None:
-        """Counts finished calls, and keeps what the last one returned for the logs."""
+        """Counts finished calls, and keeps the last one's result for the logs."""
         for worker, _, result in results:
             self._latest = result
             self.steps_by_worker[worker] += 1
@@ -205,7 +206,7 @@ class ParameterServerStrategy(Strategy):
         self._is_settled = True
 
     def wait(self) -> None:
-        """Waits until the servers' model is one that callbacks may see."""
+        """Waits until no worker will change the servers' model."""
         self.record(self.workers.join())
 
     def is_lost_rank(self, error: BaseException) -> bool:
@@ -213,7 +214,7 @@ class ParameterServerStrategy(Strategy):
 
     def stop(self) -> None:
         self.watchdog.stop()
-        hvd.shutdown()  # In case of a failure before the processes have left Horovod.
+        hvd.shutdown()  # Has an effect only after a failure before the processes have left Horovod.
 
     def description(self) -> str:
         num_workers = self.num_computing
@@ -224,24 +225,23 @@ class ParameterServerStrategy(Strategy):
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Each worker takes the batches of one rank of the plan; a step uses their mean gradient.
+    """Synchronous training: each worker takes the batches of one rank of the plan; a step uses their mean gradient.
 
-    With backup workers, a step waits for the first gradients only, and drops late ones (Chen et al.
-    2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981).
+    With backup workers, a step waits only for the first gradients, and drops late ones (Chen et al.
+    2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
+    proportionally larger weight in the mean.
 
-    A worker with a larger batch has a proportionally larger weight in the mean.
-
-    Each worker writes its results into a row of its own beside each variable. So a step uses the
-    same workers for all variables, adds in the order of the workers, and contains no late gradient.
+    Beside each variable, each worker has a row of its own for its results. So a step uses the same
+    workers for all variables, adds in the order of the workers, and includes no late gradient.
 
     Args:
-        replicas_to_aggregate: number of gradients that a step waits for; None: one of each worker. With
-            fewer, the others are backups: a gradient that arrives after its step is dropped.
+        replicas_to_aggregate: number of gradients that a step waits for; None: one from each worker. With
+            fewer, the rest are backups: a gradient that arrives after its step is dropped.
         servers: the arguments of ParameterServerStrategy.
     """
 
     name = "parameter_server_sync"
-    # Gradients that came after their step.
+    # Number of gradients that came after their step.
     num_dropped = 0
 
     def __init__(self, replicas_to_aggregate: int | None = None, **servers: Any) -> None:
@@ -266,7 +266,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @property
     def num_needed(self) -> int:
-        """Gradients that a step waits for."""
+        """Number of gradients that a step waits for."""
         return self._replicas_to_aggregate or self.num_replicas
 
     @property
@@ -316,7 +316,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, arrived: tf.Tensor) -> None:
-        """Does one step with the results of the workers whose entry in `arrived` [workers] is 1, not 0."""
+        """Takes one step with the results of the workers whose entry in `arrived` [workers] is 1; others are 0."""
         weights = arrived * tf.constant(reduced(self.part_sizes))
         with self.state.traced():
             trained = [variable for variable, _ in self._computed.gradients]
@@ -333,7 +333,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             values = rows.read_value()
             factors = tf.cast(weights, values.dtype)
             factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
-            # A late worker may be writing its row, which must not count, even if it is not finite.
+            # A late worker may be writing its row. That must not count, even if it is not finite (0 x NaN is NaN).
             zero = tf.zeros([], values.dtype)
             return tf.reduce_sum(tf.where(factors > 0, values * factors, zero), axis=0)
 
@@ -347,7 +347,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             return total / tf.cast(number, total.dtype)
 
     def do_step(self, parts: list[Any]) -> None:
-        """Does one step. Every free worker begins its part, a late one once it is free."""
+        """Takes one step. Every free worker begins its part at once, and a late one when it is free."""
         arrived: set[int] = set()
 
         def begin(worker: int) -> None:
@@ -365,23 +365,23 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                         arrived.add(worker)
                         self.steps_by_worker[worker] += 1
                     else:
-                        # A backup worker: its row belongs to an earlier step.
+                        # A late worker, whose row belongs to an earlier step.
                         self.num_dropped += 1
                         begin(worker)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
-            # On a server: operations without a device of their own run there, not on the coordinator.
+            # So that operations without a device of their own run on a server, not on the coordinator.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
 
     def wait(self) -> None:
-        """Returns at once: late workers continue, and change only their own rows."""
+        """Returns at once: late workers change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         refuse_joint_batch(loss, self.name)
         return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
-        """Stands in for the denominator's mean over the workers, which have no collective."""
+        """Stands in for the mean denominator: workers have no collective, so it raises ConfigError for several."""
         if self.num_replicas == 1:
             return number
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Joins the processes of a run with parameter servers into a TensorFlow cluster, and ends them.
 
 Horovod's launchers start the processes, so each has a rank, which determines its role. The processes
-exchange addresses through Horovod, start the watchdog and leave Horovod. From then on they
-communicate through TensorFlow's servers, and the watchdog ends them.
+exchange addresses through Horovod, start the watchdog, and leave Horovod. From then on they communicate
+through TensorFlow's servers, and the watchdog ends them.
 """
 
 import os
@@ -31,7 +31,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
+# Stands for watchdog.abort_seconds=0: a run may stay without progress, but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -39,7 +39,8 @@ NO_LIMIT_SECONDS = 1e9
 class Cluster:
     """The cluster as one of its processes sees it.
 
-    replicas: TensorFlow's strategy, on the coordinator alone. launcher: "MPI" or "Gloo".
+    hosts and devices are by rank. launcher: "MPI" or "Gloo". replicas: TensorFlow's strategy, only on the
+    coordinator.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class Cluster:
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
         """Returns the watchdog over all processes (every process).
 
-        The first call starts it and leaves Horovod.
+        The first call starts it and leaves Horovod. Raises RankError if it did not start.
         """
         if self.watchdog:
             return self.watchdog
@@ -84,7 +85,7 @@ _servers: list[tf.distribute.Server] = []
 
 
 def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
-    """Returns the roles of `size` processes. Raises ConfigError if there are too few.
+    """Returns the roles of `size` processes. Raises ConfigError if that is too few.
 
     >>> roles_of(4, 1, "parameter_server").names
     ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
@@ -99,7 +100,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
 
 
 def process_titles(roles: Roles) -> list[str]:
-    """Returns each process as messages name it, by rank. The one coordinator has no number.
+    """Returns the names of the processes in messages, by rank. The coordinator is the only one and has no number.
 
     >>> process_titles(Roles(2, 1))
     ['coordinator', 'ps 0', 'worker 0', 'worker 1']
@@ -119,7 +120,7 @@ def join_cluster(
 ) -> Cluster:
     """Joins all processes into one cluster (every process).
 
-    TensorFlow's servers run when it returns. Call it before TensorFlow has initialized a device; a
+    When it returns, TensorFlow's servers are running. Call it before TensorFlow initializes a device; a
     later call returns the same cluster.
 
     Args:
@@ -171,8 +172,8 @@ def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
 def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int | None]]:
     """Returns the host and the GPU of each rank (every process).
 
-    Coordinator and parameter servers get no GPU. The workers of a host count among themselves: the
-    first one there gets the first GPU, whatever its rank.
+    The coordinator and parameter servers get no GPU. Workers are counted by host: the first one on a
+    host gets its first GPU, whatever its rank.
     """
     num_visible = len(physical_gpus())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), num_visible)
@@ -190,10 +191,10 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
 
 
 def serve(cluster: Cluster) -> None:
-    """Serves until the coordinator ends, then ends this process (ps and workers).
+    """Serves until the coordinator ends, then ends this process (parameter servers and workers).
 
-    Exits with 0 if the coordinator ended well, and with the coordinator's exit code if it failed.
-    Otherwise raises the error that all processes report.
+    Exits with 0 if the coordinator succeeded, and with its exit code if it failed. If another process
+    failed or is lost, it raises the error that all processes report.
     """
     watchdog = cluster.watch(0.0, None)
     signalled = threading.Event()
@@ -204,19 +205,19 @@ def serve(cluster: Cluster) -> None:
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
-    # Signals do not end this process: the coordinator saves and stops, and then this process ends.
+    # Signals do not end this process: the coordinator saves and stops, and this process ends after it.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):
-        # This process only serves, so it never counts as the one that others wait for.
+        # In this phase a process never counts as the one that others wait for. This one only serves.
         reason = watchdog.wait()
 
     if reason is None:
-        # Python would take seconds to tear down, and this process has nothing left to do.
+        # Python would take seconds to shut down, and this process has nothing left to do.
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
-        # The coordinator says why, and the launcher sees it end first.
+        # The coordinator says why it failed. Waits, so that the launcher sees it end first.
         signalled.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:
@@ -224,7 +225,7 @@ def serve(cluster: Cluster) -> None:
 
 
 def _allow_threads() -> None:
-    """Raises the number of threads if TensorFlow's servers would deadlock with it."""
+    """Raises the number of inter-op threads from 1, with which TensorFlow's servers would deadlock."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() != "1":
         return
     os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)
@@ -253,7 +254,7 @@ def _start_server(
         address: address of this process, as in the spec.
     """
     num_cores = os.cpu_count() or 1
-    # Servers of one host share its cores: TensorFlow's default would be all cores for each of them.
+    # The servers on a host share its cores; by TensorFlow's default each would use all of them.
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=max(MIN_INTER_OP_THREADS, num_cores),
         intra_op_parallelism_threads=max(1, num_cores // max(1, num_here - 1)),

@@ -1,9 +1,9 @@
-"""The step of one replica under tf.distribute, with the same results as a rank of Horovod.
+"""The training step of a replica under tf.distribute, with the same results as a rank under Horovod.
 
 Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has
-clipped its own gradients and checked its own for an overflow. Here gradients are summed when the
-optimizer's step begins, and Keras's sum is turned off. Keras divides losses by the number of
-replicas, so the sum of their gradients is the mean.
+clipped its own gradients and checked them for an overflow. Here gradients are summed when the
+optimizer's step begins, and Keras's own sum is turned off. Keras divides losses by the number of
+replicas, so the sum of their gradients is the mean gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from hvtrain.step.joint_loss import (
 )
 from hvtrain.strategies.base import Strategy
 
-# Variables, by name, that are neither weights nor slots: see plain_variables.
+# Names of variables that are neither weights nor slots: see plain_variables.
 _PLAIN = (
     "seed_generator_state",
     "learning_rate_factor",
@@ -43,13 +43,16 @@ _PLAIN = (
 
 @dataclass(eq=False)
 class ReplicaReducer(Reducer):
-    """Sums gradients over the replicas in one all-reduce of tf.distribute. Called by each replica.
+    """Sums gradients over the replicas, in one all-reduce of tf.distribute. Every replica calls it.
 
     Args:
         strategy: name of the strategy, for messages.
         num_replicas: number of replicas in all processes together.
-        topology: topology of this process. With several processes each has one replica, and they check
-            that they reduce the same gradients.
+        topology: topology of this process. If there are several processes, each has one replica, and
+            they check that they reduce the same gradients.
+
+    Raises:
+        ConfigError: in a call, for gradients that overwrite their variables, as with float8.
     """
 
     strategy: str = ""
@@ -79,7 +82,7 @@ class ReplicaReducer(Reducer):
             compare_structure(self.name, settings, reduced, variables, self.process_set)
 
         replica = tf.distribute.get_replica_context()
-        # The first replica of this process counts and sets marks.
+        # Only the first replica of this process counts reductions and sets marks.
         is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.topology.rank
         present = [index for index, gradient in enumerate(reduced) if gradient is not None]
         sent = [reduced[index] for index in present]
@@ -94,7 +97,7 @@ class ReplicaReducer(Reducer):
 
         if is_own:
             done += tf.nest.flatten(sums, expand_composites=True)
-            # Incremented only once the results are there, so that it counts reductions that ran.
+            # Incremented only once the results have arrived, so that it counts reductions that ran.
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
             if self.marks and ready is not None:
@@ -105,7 +108,7 @@ class ReplicaReducer(Reducer):
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """Returns a scalar's mean over all replicas, as float32; the scalar itself where no replica runs."""
+    """Returns a scalar's mean over all replicas, as float32; outside of replicas, the scalar itself."""
     number = tf.cast(number, tf.float32)
     if not tf.distribute.has_strategy():
         return number
@@ -119,16 +122,18 @@ def replica_loss(
 ) -> keras.losses.Loss:
     """Returns a copy of the loss whose gradients, summed over all replicas, are those of the joint batch.
 
-    Keras divides means by the number of replicas, but neither sums nor a loss that its class
-    returns as one number.
+    Keras divides a loss by the number of replicas if it takes the mean, but not with reduction="sum", nor
+    if the loss's class returns a single number. The copy divides these too.
 
     Args:
-        mean: returns the mean of a float32 scalar over all replicas.
+        loss: any keras.losses.Loss.
+        num_replicas: number of replicas in all processes together.
+        mean: a function that returns the mean of a float32 scalar over all replicas.
     """
     base = type(loss)
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
-        # One number becomes a batch of one, so that Keras takes its mean and divides it.
+        # A single number becomes a batch of one, so that Keras takes its mean and divides it.
         losses = tf.convert_to_tensor(base.call(self, y_true, y_pred))
         return losses[None] if losses.shape.rank == 0 else losses
 
@@ -144,9 +149,9 @@ def replica_loss(
 
 
 def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
-    """Creates variables that need no copy per replica as plain ones; for tf.variable_creator_scope.
+    """Creates plain variables where replicas need no copies of their own; for tf.variable_creator_scope.
 
-    The replicas of this process change them in turn. These are:
+    The replicas of this process then change the same variable in turn. Plain are:
     - the state of metrics: tf.distribute would sum its copies when they are read, which over
       several processes is a collective, and hangs if only one of them reads;
     - the seeds of dropout, whose copies would drop the same units on all replicas;
@@ -159,14 +164,14 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
 
 
 class ReplicaStrategy(Strategy):
-    """Trains replicas of tf.distribute, one or several in this process. A mixin without `start`."""
+    """Mixin that trains replicas of tf.distribute, one or several in this process. It has no `start`."""
 
     name: str
     # TensorFlow's strategy. Set by start.
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
     takes_lengths = False
-    # Horovod reduces no gradient here.
+    # Restarting Horovod would change nothing, since it reduces no gradients here.
     can_restart = False
     create_variable = staticmethod(plain_variables)
     mean = staticmethod(mean_over_replicas)
@@ -177,11 +182,10 @@ class ReplicaStrategy(Strategy):
             yield
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
-        """Makes the optimizer step on the replicas' summed gradients (in place).
+        """Makes the optimizer, in place, step on the replicas' summed gradients.
 
-        The optimizer may be inside a LossScaleOptimizer, or combine several optimizers.
-
-        Raises ConfigError if its step would reduce within a branch of the graph.
+        It may be a LossScaleOptimizer, or combine several optimizers. Raises ConfigError if it accumulates
+        gradients.
         """
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         # Keras accumulates in a branch of the graph, where tf.distribute cannot update weights.
@@ -206,10 +210,9 @@ class ReplicaStrategy(Strategy):
         return replica_loss(loss, self.num_computing, self.mean)
 
     def prepare(self, model: keras.Model) -> None:
-        """Lets Keras evaluate and predict with the model in this process alone; checks its step.
+        """Checks the model's step, and lets Keras evaluate and predict in this process alone.
 
-        Raises ConfigError if Keras does not divide the model's loss by the replicas, or if XLA is
-        to compile the model.
+        Raises ConfigError if the model overrides train_step or compute_loss, or if XLA should compile it.
         """
         overridden = overridden_steps(type(model))
         if overridden:
@@ -219,12 +222,12 @@ class ReplicaStrategy(Strategy):
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
         self.exclude({"train.jit_compile": model.jit_compile})
-        # Keras took it from the scope, and would run evaluate and predict in all replicas.
+        # Keras took the strategy from the scope, and would run evaluate and predict in all replicas.
         model._distribute_strategy = None
 
 
 def step_of(model: keras.Model) -> Callable[[Any], Any]:
-    """Returns the model's train step, for tf.distribute to run in each replica."""
+    """Returns the model's train step as a function that tf.distribute can run in each replica."""
 
     @tf.autograph.experimental.do_not_convert
     def step(batch: Any) -> Any:
@@ -237,7 +240,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
 
 @contextmanager
 def initializing_devices(strategy: str) -> Iterator[None]:
-    """Turns TensorFlow's error for devices that are initialized already into a RankError."""
+    """Turns TensorFlow's error, if its devices are initialized already, into a RankError."""
     try:
         yield
     except RuntimeError as error:

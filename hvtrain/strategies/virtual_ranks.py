@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks: a step has a fixed number of parts."""
+"""A strategy with the same results, to the bit, on any number of ranks: a step has a fixed number of parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +26,9 @@ MAX_DRAWS = 1 << 12
 class VirtualRanksStrategy(HorovodStrategy):
     """Horovod with results that do not depend on the number of ranks, to the last bit.
 
-    A step has one part for each virtual rank: a batch of train.batch_size with its own seeds. Each
-    rank computes its parts one after the other. Gradients and changes of moving statistics are
-    added in the order of the parts. So a run can continue on another number of ranks, from any step.
+    A step has one part for each virtual rank: a batch of train.batch_size examples, with its own seeds.
+    Each rank computes its parts one after the other. Gradients, and changes of moving statistics, are
+    added in the order of the parts. So a run can continue from any step on another number of ranks.
 
     Args:
         virtual_ranks: Number of virtual ranks, a multiple of the number of ranks.
@@ -62,7 +62,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         return topology
 
     def before_devices(self) -> None:
-        # Matrix products are divided among threads, so the number of threads shows in the last bits.
+        # TensorFlow divides matrix products among threads, so the last bits depend on their number.
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
@@ -101,7 +101,7 @@ class VirtualRanksStrategy(HorovodStrategy):
             for variable in model.non_trainable_weights
             if tf.as_dtype(variable.dtype).is_floating
         ]
-        # Ranks begin with different seeds.
+        # Ranks begin with different seeds; all take rank 0's.
         for seed, value in zip(seeds, self.comm.broadcast([seed.numpy() for seed in seeds])):
             seed.assign(value)
         first_part = self.topology.rank * self.num_replicas
@@ -142,7 +142,10 @@ class VirtualRanksStrategy(HorovodStrategy):
 
 
 def _totals(parts: list[list[Any]], number: int) -> list[Any]:
-    """Sums the first `number` gradients of each part; only whether the sums are finite matters."""
+    """Sums the first `number` tensors of each part, its gradients, to pass to the optimizer.
+
+    OrderedReducer replaces the sums by the means of all parts; the sums only show whether all are finite.
+    """
     totals = []
     for values in zip(*(part[:number] for part in parts)):
         total = None

@@ -23,8 +23,8 @@ from hvtrain.strategies.loop import replaced
 class Computed(NamedTuple):
     """The results of the model's train step on a batch, each with its variable.
 
-    counts: what to add to the state of each metric. statistics: new values of weights that no
-    gradient touches, such as moving averages. result: what the step returns.
+    counts: numbers to add to the state of the metrics. statistics: new values of weights that no
+    gradient trains, such as moving averages. result: the return value of the step.
     """
 
     gradients: list[tuple[keras.Variable, Any]]
@@ -34,13 +34,13 @@ class Computed(NamedTuple):
 
 
 def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: bool) -> Computed:
-    """Calls the model's train step in a graph, and returns what it would have changed.
+    """Calls the model's train step in a graph, and returns the changes that it would have made.
 
     Args:
         model: a compiled model; its variables stay as they are.
-        batch: a batch as the train step takes it.
-        number: int64, differs between steps and between workers; random numbers depend on it.
-        check_finite: the computation fails with NOT_FINITE unless all gradients are finite.
+        batch: a batch, as the train step takes it.
+        number: an int64 scalar that differs between steps and between workers; it seeds random numbers.
+        check_finite: True if the computation must fail with NOT_FINITE unless all gradients are finite.
 
     Raises:
         ConfigError: the train step does not step once with the model's optimizer.
@@ -48,7 +48,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     metrics = model.metrics_variables
     known = {id(variable) for variable in (*model.weights, *metrics)}
     seeds = [variable for variable in model.variables if id(variable) not in known]
-    # Metrics begin at zero, so their new state is what this batch adds to them.
+    # Metrics begin at zero, so that their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
     start += [(seed, _moved(seed, number)) for seed in seeds]
 
@@ -58,7 +58,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
-    # The step's own assignments go into the scope; its optimizer hands over the gradients instead of stepping.
+    # The scope catches what the step assigns, and `take` gets the gradients in place of the optimizer.
     with (
         replaced(model.optimizer, "apply", take),
         keras.StatelessScope(state_mapping=start) as scope,
@@ -91,14 +91,14 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """Returns a random generator's state for this step: the model's own, plus the number."""
+    """Returns a random generator's state for this step: the model's state plus `number`."""
     step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
 
 
 def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Packs the numbers that a step returns into one tensor."""
-    # Each tensor would need a fetch of its own from the worker.
+    """Packs the values that a step returns into one float32 vector, sorted by name."""
+    # In one tensor, because each would need its own fetch from the worker.
     numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
     return tf.stack(numbers or [0.0])
 
@@ -108,14 +108,19 @@ def reader(
     marks: StepMarks,
     sizes: Sequence[int],
 ) -> tuple[Callable[[], list[Any]], Any]:
-    """Returns two things: a function that returns the parts of the next batch, and the parts' specs.
+    """Returns a function that reads the next batch and splits it into parts, and the parts' specs.
 
-    Parts have the given sizes. The function also marks that a step begins.
+    The function also marks the beginning of a step.
+
+    Args:
+        batches: an iterator over batches.
+        marks: counts and times the steps.
+        sizes: number of examples in each part.
     """
 
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
-        # For the coordinator the previous step is over once it reads the next batch.
+        # To the coordinator, the previous step ends when it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
@@ -128,7 +133,7 @@ def reader(
 
 
 class Workers:
-    """Calls of functions on workers, one at a time on each.
+    """Runs functions on the workers, one at a time on each.
 
     Args:
         ranks: the workers' ranks, for messages.
@@ -153,18 +158,21 @@ class Workers:
         function: Callable[..., tf.Tensor],
         *arguments: Any,
     ) -> None:
-        """Begins a call for a step of the run, on a free worker."""
+        """Begins a call on a free worker, for a step of the run."""
 
         def run() -> Any:
             with tf.device(f"/job:worker/replica:0/task:{worker}"):
                 output = function(*arguments)
-            return output.numpy()  # Waits for the worker; an error of its step is raised here.
+            return output.numpy()  # Waits for the worker, and raises the error if its step failed.
 
-        # A thread for each worker, since TensorFlow's call of a remote function blocks its thread.
+        # In a thread for each worker, since a call of a remote function blocks its thread.
         self._calls[self._pool.submit(run)] = worker, step
 
     def finished(self) -> list[tuple[int, int, Any]]:
-        """Waits until a call has finished; returns worker, step and result of all that have."""
+        """Waits until a call has finished; returns worker, step and result of every finished call.
+
+        Raises TrainingError if a worker's gradient is not finite.
+        """
         done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
         return [self._result(call) for call in done]
 
@@ -191,10 +199,10 @@ class Workers:
 
 
 class ServerState:
-    """Variables on the parameter servers for all that a step reads or changes.
+    """Variables on the parameter servers for everything that a step reads or changes.
 
-    TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and
-    `pull` copy between the two, so that callbacks, checkpoints and evaluation deal with an ordinary model.
+    TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and `pull`
+    copy between the two, so that callbacks, checkpoints and evaluation deal with an ordinary model.
 
     Args:
         model: a built and compiled model, with all metrics built.
@@ -203,7 +211,7 @@ class ServerState:
 
     def __init__(self, model: keras.Model, replicas: tf.distribute.ParameterServerStrategy) -> None:
         self.model = model
-        # Metrics and counters come first, since most pulls are of these alone.
+        # Metrics and counters come first, since most pulls copy only these.
         small = [*model.metrics_variables, model.optimizer._iterations]
         factor = rate_factor(model)
         if factor is not None:
@@ -223,7 +231,7 @@ class ServerState:
             ]
         # The values that the servers hold, as far as this process knows.
         self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
-        # Traced once for each count.
+        # Traced once for each count: small variables only, or all.
         self._read = tf.function(
             lambda count: [tf.identity(variable) for variable in self.remote[:count]],
             autograph=False,
@@ -237,10 +245,10 @@ class ServerState:
             self._known[index] = value.numpy()
 
     def push(self) -> None:
-        """Copies to the servers what changed in the model since the last pull."""
+        """Copies to the servers those variables of the model that changed since the last copy."""
         for index, variable in enumerate(self.variables):
             value = variable.numpy()
-            # Bytes, because NaN differs from itself.
+            # Compared as bytes, because NaN differs from itself.
             if value.tobytes() != self._known[index].tobytes():
                 self.remote[index].assign(value)
                 self._known[index] = np.array(value)
@@ -253,7 +261,7 @@ class ServerState:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
 
-            # Keras finds a variable's slots by a key made from its value, which is another object now.
+            # Keras finds a variable's slots by a key made from its value, which is a different object now.
             indices = {
                 optimizer._var_key(variable): index
                 for index, variable in enumerate(optimizer._trainable_variables)
@@ -263,8 +271,8 @@ class ServerState:
                 replaced(optimizer, "update_step", on_its_server(optimizer.update_step))
             )
 
-            # Keras reads the counter and writes it back, and increments of other workers in between
-            # would be lost.
+            # Keras would read the counter and write it back, and lose increments by other workers in
+            # between.
             counter = optimizer._iterations
             stack.enter_context(
                 replaced(counter, "assign_add", lambda by: counter.value.assign_add(by))
