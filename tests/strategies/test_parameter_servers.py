@@ -17,7 +17,7 @@ from hvtrain.launch.cluster_files import texts
 from hvtrain.launch.job import Job
 from hvtrain.launch.kubernetes import JobSet
 from lab import Lab, needs_lab
-from launching import WORKERS, finish, kill, run, start, with_usual
+from launching import finish, kill, many_runs, run, start
 from tiers import with_nightly, with_release
 
 pytestmark = pytest.mark.distributed
@@ -71,18 +71,7 @@ def runs(request, tmp_path_factory):
     nightly_too = NIGHTLY_RUNS if with_nightly(request) else {}
     release_too = RELEASE_RUNS if with_release(request) else {}
     settings = {**RUNS, **nightly_too, **release_too}
-    (folder / "runs.json").write_text(
-        json.dumps({name: with_usual(own) for name, own in settings.items()})
-    )
-    command = [
-        "python",
-        str(WORKERS / "server_runs.py"),
-        str(folder / "runs.json"),
-        str(folder / "found.json"),
-    ]
-    code, output = run("mpi", 4, *command, cwd=folder, timeout=900)
-    assert code == 0, output
-    return folder, json.loads((folder / "found.json").read_text())
+    return folder, many_runs("mpi", 4, settings, folder, timeout=900, worker="server_runs.py")[0]
 
 
 def arrays(folder, step):

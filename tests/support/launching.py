@@ -206,8 +206,9 @@ def many_runs(
     folder: Path,
     through: Sequence[str] = (),
     timeout: float = 560,
+    worker: str = "runs.py",
     **extra: str,
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[Any, str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
     (folder / "runs.json").write_text(
         json.dumps({name: with_usual(settings) for name, settings in runs.items()})
@@ -215,7 +216,7 @@ def many_runs(
     command = [
         *through,
         "python",
-        str(WORKERS / "runs.py"),
+        str(WORKERS / worker),
         str(folder / "runs.json"),
         str(folder / "found.json"),
     ]
