@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import time_is_up
 
 # TensorFlow's threads write the tracebacks of functions that tests let fail after pytest has stopped to capture.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -26,6 +27,8 @@ STDERR = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "write the seconds of each file to tests/durations.txt, longest first"
     parser.addoption("--record-durations", action="store_true", help=text)
+    text = "seconds since the epoch; nightly tests that would start later are skipped"
+    parser.addoption("--nightly-until", type=float, metavar="TIME", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,6 +93,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A machine that is slow for an hour costs some nightly tests, and not the whole run."""
+    if item.get_closest_marker("nightly") and time_is_up(item.config):
+        pytest.skip("no time left for nightly tests (--nightly-until)")
 
 
 @pytest.fixture(autouse=True, scope="module")

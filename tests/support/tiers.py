@@ -1,5 +1,6 @@
 """What is nightly: choices beside those that a test makes by default, and runs that only nightly tests read."""
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +16,14 @@ def mostly_nightly(names: Iterable[str], *by_default: str) -> list[Any]:
 
 
 def with_nightly(request: pytest.FixtureRequest) -> bool:
-    """True if a nightly test of the fixture's module is selected."""
-    return _selected(request, "nightly")
+    """True if a nightly test of the fixture's module is selected, and there is time for it."""
+    return _selected(request, "nightly") and not time_is_up(request.config)
+
+
+def time_is_up(config: pytest.Config) -> bool:
+    """True if no nightly test may start any more: see --nightly-until."""
+    until = config.getoption("--nightly-until")
+    return until is not None and time.time() > until
 
 
 def with_release(request: pytest.FixtureRequest) -> bool:
