@@ -81,8 +81,9 @@ class Remote:
             with self.filesystem.open_input_stream(self.path) as source:
                 return source.read()
 
+        text = self.attempt(read)
         with suppress(ValueError):
-            content = json.loads(self.attempt(read))
+            content = json.loads(text)
             if isinstance(content, dict):
                 return content
         raise DataError(f"{self.address} is damaged; remove it, or choose another address")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.core.checkpoint_notes import newest_step
-from hvtrain.errors import ConfigError, StorageError
+from hvtrain.errors import ConfigError, DataError, StorageError
 from hvtrain.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
 from hvtrain.storage.remote import Object, Remote, locate
 from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic
@@ -43,7 +43,7 @@ class RunStore:
         """Claims the run, and downloads its newest state if it is not here (chief only). Raises UserError."""
 
     def send(self) -> None:
-        """Uploads what has changed (chief only). Raises StorageError, or DataError if the store cannot be read."""
+        """Uploads what has changed (chief only). Raises StorageError."""
 
 
 def address_of(folder: Path) -> str:
@@ -144,7 +144,11 @@ class _ObjectStore(RunStore):
         remove(temporary)
 
     def send(self) -> None:
-        owner = self._remote.child(OWNER).read_json()
+        try:
+            owner = self._remote.child(OWNER).read_json()
+        except DataError as error:
+            # A store that does not answer is to its callers a store that cannot be written.
+            raise StorageError(str(error)) from None
         if owner.get("start") != self._start:
             raise StorageError(
                 f"{self._remote.address} is written by a later start on {owner.get('host')}, {owner.get('since')}; "

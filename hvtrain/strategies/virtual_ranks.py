@@ -47,7 +47,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if type(virtual_ranks) is not int or virtual_ranks < 1:
             raise ConfigError(
-                f"strategy.virtual_ranks={virtual_ranks} is no whole number from 1 on"
+                f"strategy.virtual_ranks={virtual_ranks} is not a whole number of at least 1"
             )
         self.virtual_ranks = virtual_ranks
 
@@ -55,7 +55,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         topology = super().start()
         if self.virtual_ranks % topology.size:
             raise ConfigError(
-                f"strategy.virtual_ranks={self.virtual_ranks} is no multiple of the {topology.size} ranks that "
+                f"strategy.virtual_ranks={self.virtual_ranks} is not a multiple of the {topology.size} ranks that "
                 "compute as many parts each; choose one, such as 12 for 1, 2, 3, 4 and 6 ranks"
             )
         self.num_replicas = self.virtual_ranks // topology.size

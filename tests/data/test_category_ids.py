@@ -128,7 +128,7 @@ def test_clicks_have_a_known_best_auc():
 
 def test_drawings_that_cannot_be_made_are_refused():
     with pytest.raises(
-        ConfigError, match=r"dataset.num_items=30 is no multiple of num_clusters=4; give one"
+        ConfigError, match=r"dataset.num_items=30 is not a multiple of num_clusters=4; give one"
     ):
         purchases(num_items=30, num_clusters=4)
     with pytest.raises(

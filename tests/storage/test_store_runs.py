@@ -100,6 +100,13 @@ def test_a_state_is_sent_whole_or_not_at_all(begun, store, monkeypatch, tmp_path
     assert count > 10 and seen == after
 
 
+def test_a_store_that_does_not_answer_is_one_that_cannot_be_written(begun, store):
+    store.fault = lambda request: 403
+    with pytest.raises(StorageError, match="cannot be accessed"):
+        begun.send()
+    store.fault = lambda request: None
+
+
 def test_another_host_gets_the_newest_state_and_removes_what_is_gone(
     begun, store, monkeypatch, tmp_path
 ):

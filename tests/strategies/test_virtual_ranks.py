@@ -31,7 +31,7 @@ ON_TWO = {
 }
 CUT = 40  # In the second epoch.
 REFUSED = {
-    "five": "strategy.virtual_ranks=5 is no multiple of the 2 ranks",
+    "five": "strategy.virtual_ranks=5 is not a multiple of the 2 ranks",
     "padded": "needs batches of one size in all steps",
     "accumulated": "strategy=virtual_ranks and train.accumulate exclude each other",
 }

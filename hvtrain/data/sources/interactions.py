@@ -104,7 +104,7 @@ def purchases(
     check_least("dataset.seed", seed, 0)
     if num_items % num_clusters:
         raise ConfigError(
-            f"dataset.num_items={num_items} is no multiple of num_clusters={num_clusters}; give one"
+            f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; give one"
         )
     random = np.random.default_rng(seed)
     number = num_train + num_test
