@@ -192,16 +192,14 @@ def _counts(text: str) -> list[int]:
 def _works(text: str) -> list[str]:
     works = text.split(",")
     if not set(works) <= WORKS.keys():
-        raise argparse.ArgumentTypeError(f"{text} came where some of {','.join(WORKS)} were needed")
+        raise argparse.ArgumentTypeError(f"{text} is not a list of some of {','.join(WORKS)}")
     return works
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:
     sides = [tuple(map(at_least(1), size.split("x"))) for size in text.split(",")]
     if any(len(pair) != 2 for pair in sides):
-        raise argparse.ArgumentTypeError(
-            f"{text} came where sizes such as 224x224,300x400 were needed"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not a list of sizes such as 224x224,300x400")
     return [(height, width) for height, width in sides]
 
 

@@ -13,6 +13,10 @@ RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a rest
 INTERRUPTED = 130  # what shells report after Ctrl-C
 THIS_RANK = -1
 MOST_CHARACTERS = 1000
+NOT_FINITE_ADVICE = (
+    "the last checkpoint predates this step; lower optimizer.learning_rate, clip gradients "
+    "(+optimizer.global_clipnorm=1), or inspect the data of this step"
+)
 
 
 class UserError(Exception):

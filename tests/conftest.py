@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tiers import time_is_up
 
 # TensorFlow's threads write the tracebacks of functions that tests let fail after pytest has stopped to capture.
@@ -22,6 +23,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 DURATIONS = Path(__file__).parent / "durations.txt"
 ROOT = Path(__file__).parents[1]
 STDERR = pytest.StashKey[int]()
+SECONDS_TO_TEAR_DOWN = 300
+SECONDS_TO_FINISH = 120
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,6 +96,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Gives what a test or its file leaves behind less time than a test, with the same end."""
+    faulthandler.dump_traceback_later(
+        SECONDS_TO_TEAR_DOWN, file=item.config.stash[STDERR], exit=True
+    )
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Ends a process that hangs when all tests have ended: a run without its summary would say nothing."""
+    file = session.config.stash[STDERR]
+    faulthandler.dump_traceback_later(SECONDS_TO_FINISH, file=file, exit=True)
+    try:
+        return (yield)
+    finally:
+        if hasattr(session.config, "workerinput"):
+            faulthandler.cancel_dump_traceback_later()  # It now waits for the other worker.
 
 
 @pytest.hookimpl(tryfirst=True)

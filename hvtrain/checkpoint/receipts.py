@@ -132,7 +132,7 @@ class ReceiptWriter(Writer):
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
             # An earlier start had reached this step, but the run resumed from before it.
-            receipt["repeated"] = "same bits" if self._lost[step] == digests else "other bits"
+            receipt["repeated"] = "same bits" if self._lost[step] == digests else "different bits"
         append_text(path, _text([receipt]))
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))

@@ -108,12 +108,12 @@ def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
             f"host {host} has neither {sys.executable} nor a python3; put hvtrain there"
         )
     if done.returncode == SSH_FAILED:
-        raise RankError(ssh.trouble(host, done.stderr))
+        raise RankError(ssh.explain_failure(host, done.stderr))
 
     # A login shell may have printed a greeting before the answer.
     facts = answer(done.stdout)
     if facts is None:
-        last_line = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
+        last_line = done.stderr.strip().rpartition("\n")[2] or "no error message"
         raise RankError(
             f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V"
         )

@@ -219,7 +219,11 @@ def judge_ports(
         reasons = [reason for pair, reason in missing.items() if host in pair]
         others = dict.fromkeys([*callers, *listeners])
         addresses = ",".join(endpoints[other].address for other in others)
-        fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {addresses} -j ACCEPT"
+        chain, direction = ("INPUT", "-s") if callers else ("OUTPUT", "-d")
+        fix = (
+            f"on {host}: open TCP ports 1024-65535 to these: "
+            f"iptables -I {chain} -p tcp {direction} {addresses} -j ACCEPT"
+        )
         rows.append(fail("ports", host, f"{'; '.join(findings)} ({reasons[0]})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
 

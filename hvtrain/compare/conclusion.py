@@ -17,7 +17,7 @@ NO_CONFIDENCE = 0.5
 # The strategy whose ring all-reduce `hvtrain plan` models.
 PLANNED = "horovod"
 # More ranks pay off if they are faster than one by more than this factor.
-PAYS = 1.05
+MIN_WORTHWHILE_SPEEDUP = 1.05
 
 # Examples/s by contestant and round.
 Speeds = Mapping[str, Mapping[int, float]]
@@ -68,6 +68,7 @@ def on_speed(speeds: Speeds) -> list[str]:
     for name in others:
         speed_ratio = against(speeds[name], speeds[first])
         if speed_ratio is None:
+            unknown.append(f"{name} (no round in common)")
             continue
         group = equal
         if speed_ratio.coverage <= NO_CONFIDENCE:
@@ -111,14 +112,14 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         elif speed_ratio.low > 1:
             efficiency = speed_ratio.median / num_ranks
             lines.append(
-                f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}."
+                f"{name} pays off here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}."
             )
         else:
-            lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
+            lines.append(f"{name} does not pay off on {num_ranks} ranks here: {times}.")
 
     if unknown:
         lines.append(
-            f"Too few rounds to say whether {num_ranks} ranks pay: {', '.join(unknown)} as fast as one process."
+            f"Too few rounds to say whether {num_ranks} ranks pay off: {', '.join(unknown)} as fast as one process."
         )
     return lines
 
@@ -153,19 +154,21 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
 
 
 def on_examples(examples: Mapping[str, int]) -> list[str]:
-    """Warns if the whole runs trained on different numbers of examples.
+    """Warns if the full runs trained on different numbers of examples.
 
     A difference of 10% is tolerated: incomplete batches are dropped, and batch sizes differ between strategies.
 
-    >>> on_examples({"single": 1000, "horovod": 990}), on_examples({"single": 1000, "horovod": 2000})
-    ([], ['Not the same training: not the same number of examples (single 1,000, horovod 2,000); give train.epochs.'])
+    >>> on_examples({"single": 1000, "horovod": 990})
+    []
+    >>> on_examples({"single": 1000, "horovod": 2000})[0]
+    'Not comparable: the runs trained on different numbers of examples (single 1,000, horovod 2,000); set train.epochs.'
     """
     if not examples or max(examples.values()) <= 1.1 * min(examples.values()):
         return []
     # Strategies count train.steps differently; an epoch is the same for all.
     counts = ", ".join(f"{name} {count:,}" for name, count in examples.items())
     return [
-        f"Not the same training: not the same number of examples ({counts}); give train.epochs."
+        f"Not comparable: the runs trained on different numbers of examples ({counts}); set train.epochs."
     ]
 
 
@@ -204,8 +207,10 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
+        lines = done.stderr.strip().splitlines() or ["no error message"]
+        return [
+            f"No forecast for more ranks: hvtrain plan failed ({lines[-1].removeprefix('hvtrain: ')})."
+        ]
 
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
     again = command_line("plan", arguments)
@@ -220,11 +225,15 @@ def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
 
     >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
     >>> pays_from([*costs, {"num_ranks": 4, "efficiency": 0.4}])
-    'Planned for more ranks: horovod pays from 4 ranks on, and 4 ranks are 1.6 times as fast as one.'
+    'Planned for more ranks: horovod pays off from 4 ranks; 4 ranks are 1.6 times as fast as one.'
     """
     speedups = {cost["num_ranks"]: cost["num_ranks"] * cost["efficiency"] for cost in costs}
     most = max(speedups)
-    paying = [number for number, speedup in speedups.items() if number > 1 and speedup > PAYS]
-    verdict = f"pays from {min(paying)} ranks on, and" if paying else "does not pay:"
+    paying = [
+        number
+        for number, speedup in speedups.items()
+        if number > 1 and speedup > MIN_WORTHWHILE_SPEEDUP
+    ]
+    verdict = f"pays off from {min(paying)} ranks;" if paying else "does not pay off:"
 
     return f"Planned for more ranks: {PLANNED} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."

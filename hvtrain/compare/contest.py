@@ -93,7 +93,7 @@ def contestants(
     if len(names) < 2:
         given = f"strategy={choice}" if own else "no strategy=A,B"
         raise ConfigError(
-            f"{given} came where at least two strategies were needed; for example: strategy=single,horovod"
+            f"{given}: at least two strategies are needed; for example: strategy=single,horovod"
         )
 
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -105,7 +105,7 @@ def contestants(
     folder = next((text for text in common if text.startswith("run.")), None)
     if folder:
         raise ConfigError(
-            f"{folder} came, and each strategy has a run folder of its own; choose --output DIR instead"
+            f"{folder} was given, but each strategy has its own run folder; choose --output DIR instead"
         )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.

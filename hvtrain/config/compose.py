@@ -16,6 +16,9 @@ from hvtrain.system import console, secrets
 from hvtrain.system.command import Parser
 from hvtrain.system.files import read_file
 
+# A run has a choice of each.
+REQUIRED_GROUPS = ("model", "dataset", "task")
+
 
 def composed(overrides: list[str] | None = None) -> RunConfig:
     """Composes a run and returns its validated settings. Raises the errors of compose() and from_dict()."""
@@ -82,9 +85,9 @@ def quoted(overrides: list[str]) -> list[str]:
 
 
 def resolved(tree: Any) -> dict[str, Any]:
-    """Returns a composed run as plain values, with all references resolved except ${run.dir}.
+    """Returns a composed run as plain values, with all references resolved except those to ${run.dir}.
 
-    Those are resolved once the run folder is known; see instantiate.build.
+    They are resolved once the run folder is known; see instantiate.build.
     """
     from omegaconf import OmegaConf
 
@@ -153,12 +156,12 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
     for folder in own_folders(arguments):
         if not folder.is_dir():
             raise ConfigError(
-                f"--config-dir {folder} is not a folder; give the one that has yours, such as own/model"
+                f"--config-dir {folder} is not a folder; give the one that holds your groups, such as model/"
             )
         path = folder / "config.yaml"
         if not path.exists() and (folder / "checkpoints").is_dir():
             raise ConfigError(
-                f"--config-dir {folder} is the folder of a run without its config.yaml; give another folder"
+                f"--config-dir {folder} is a run folder without its config.yaml; restore that, or give another folder"
             )
         if not path.exists() or path.samefile(CONFIGS / "config.yaml"):
             continue
@@ -167,7 +170,7 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
         except Exception as error:
             raise ConfigError(f"{path} cannot be read ({error}); fix it first") from error
         if isinstance(settings, dict) and all(
-            "_target_" in (settings.get(group) or ()) for group in GROUPS[:3]
+            "_target_" in (settings.get(group) or ()) for group in REQUIRED_GROUPS
         ):
             return folder.absolute()
         raise ConfigError(

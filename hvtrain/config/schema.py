@@ -257,7 +257,7 @@ class RunConfig:
                 setattr(options, name, [patterns])
         if options.weights_except and not options.weights:
             raise ConfigError(
-                "model.weights_except came without model.weights; name the source of the other weights there"
+                "model.weights_except was given without model.weights; name the source of the other weights there"
             )
         return options
 

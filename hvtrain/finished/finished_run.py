@@ -118,24 +118,26 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     comm = strategy.comm
     config = finished.config
     step = comm.on_chief(lambda: checkpoint_step(finished))
-    files, kept = comm.on_chief(lambda: (fitted.read(finished.folder), kinds.read(finished.folder)))
+    fitted_files, training_kinds = comm.on_chief(
+        lambda: (fitted.read(finished.folder), kinds.read(finished.folder))
+    )
     # A split of the run's own data is compared with the manifest below, so its kinds need no check.
     if finished.has_own_data and uses_split:
-        kept = {}
+        training_kinds = {}
 
     def open_like_in_training() -> Source:
         source = open_source(config)
-        if files:
-            fitted.apply(source, files)
-        if kept:
+        if fitted_files:
+            fitted.apply(source, fitted_files)
+        if training_kinds:
             # Checked before a model is built: the checkpoint would not fit a model for other inputs.
-            kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
+            kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
     seed_everything(config, strategy.topology.rank)
     source = comm.all_or_raise(open_like_in_training)
     # Before the model is built: with another number of classes the weights would not fit.
-    comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
+    comm.all_or_raise(lambda: fitted.check_classes(source, fitted_files, config.guard.data))
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
@@ -147,7 +149,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
             return load_weights(config, model, path)
         except CheckpointError as error:
             # A likely cause: some layers have weights whose shape depends on the image size.
-            raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
+            raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
 
     manifest = comm.on_chief(set_weights)
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
@@ -156,15 +158,15 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     # Another data set is expected to differ; the run's own is not.
     if not finished.has_own_data:
         if strategy.topology.is_chief:
-            fitted.warn_of_unused(source, files)
+            fitted.warn_of_unused(source, fitted_files)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again, so
     # unchanged data matter for input= too.
-    elif uses_split or not files:
+    elif uses_split or not fitted_files:
         comm.all_or_raise(
             lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data)
         )
 
-    return FinishedRun(config, strategy, source, task, model, path.name, kept)
+    return FinishedRun(config, strategy, source, task, model, path.name, training_kinds)
 
 
 def checkpoint_step(finished: FinishedConfig) -> int:

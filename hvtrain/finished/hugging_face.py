@@ -1,4 +1,4 @@
-"""Writes the Hugging Face Hub's model card (README.md with a YAML header), and uploads an exported model.
+"""Writes a model card for the Hugging Face Hub (README.md with a YAML header), and uploads an exported model.
 
 Keras itself loads the exported folder, from disk or from the Hub as hf://USER/NAME.
 """
@@ -17,7 +17,7 @@ from hvtrain.errors import ConfigError, in_one_line
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 NO_SIZE = 64
-"""The size that the usage example takes for an unknown dimension."""
+"""The size that the usage example uses for an unknown dimension."""
 # Our tasks' names on the Hub; that of classification is for images only.
 TASKS = {
     "classification": "image-classification",
@@ -30,9 +30,9 @@ CARD = """\
 
 # {{ name }}
 
-A model
-{%- if result.num_parameters %} of {{ "{:,}".format(result.num_parameters) }} parameters{% endif %}
- for {{ task }}, trained on {{ facts.dataset }} by hvtrain, as of {{ facts.checkpoint }}.
+A model for {{ task }}
+{%- if result.num_parameters %} with {{ "{:,}".format(result.num_parameters) }} parameters{% endif %}
+, trained on {{ facts.dataset }} with hvtrain (checkpoint {{ facts.checkpoint }}).
 
 {% if metrics %}
 | metric | value |
@@ -41,7 +41,7 @@ A model
 | {{ key }} | {{ "%.4g" | format(value) }} |
 {% endfor %}
 {% else %}
-It was not tested.
+This checkpoint was not evaluated on test data.
 {% endif %}
 
 ## Use
@@ -56,7 +56,7 @@ outputs = model(inputs)
 ```
 
 Inputs: {{ values }}. Outputs: {{ facts.output["values"] }}.
-{%- if facts.class_names %} Classes, in their order: {{ facts.class_names | join(", ") }}.{% endif %}
+{%- if facts.class_names %} Classes, in output order: {{ facts.class_names | join(", ") }}.{% endif %}
 
 """
 
@@ -152,7 +152,7 @@ def open_hub(repo: str) -> Any:
         ) from error
     except Exception as error:  # Network and login errors are of many types.
         raise ConfigError(
-            f"repo={repo} cannot be used: {in_one_line(error)}; log in with: hf auth login"
+            f"repo={repo} cannot be used: {in_one_line(error)}; if it needs a login: hf auth login"
         ) from error
     return api
 
@@ -162,8 +162,10 @@ def upload(api: Any, folder: Path, repo: str) -> None:
     name = repo.removeprefix("hf://")
     try:
         api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model of hvtrain")
-    except Exception as error:  # As above.
+        api.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Upload a model trained with hvtrain"
+        )
+    except Exception as error:  # Network and login errors are of many types.
         raise ConfigError(
             f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}"
         ) from error

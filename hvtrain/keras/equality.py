@@ -173,7 +173,7 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     return (
         f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
         f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
-        "training stops, and the last checkpoint is from before; look for what changes weights on one rank alone"
+        "training stops, and the last checkpoint predates it; look for what changes weights on one rank alone"
     )
 
 

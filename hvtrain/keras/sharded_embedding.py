@@ -155,7 +155,7 @@ def wrong_ids(error: Exception) -> str | None:
     )
     return (
         match
-        and f"{match[1]}, and ids from {match[2]} to {match[3]} came; give it more rows, or check the data"
+        and f"{match[1]}, but got ids from {match[2]} to {match[3]}; give it more rows, or check the data"
     )
 
 

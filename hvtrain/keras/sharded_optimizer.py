@@ -73,8 +73,8 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
         )
     if optimizer.built:
         raise ValueError(
-            f"shard=True needs an optimizer that is not built yet, and this {kind.__name__} has whole slots; make a "
-            "new one of its config, and pass the slots to scatter_slots"
+            f"shard=True needs an optimizer that is not built yet, and this {kind.__name__} has whole slots; create "
+            "a new one from its config, and restore the slots with scatter_slots"
         )
     # Bypasses Keras's __setattr__, as make_distributed does.
     object.__setattr__(optimizer, "_hvtrain_reducer", reducer)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hvtrain.core.topology import Roles
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.job import with_own_python
@@ -54,8 +54,8 @@ def start(
     try:
         own_address = address_towards(host)
         print(
-            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {coordinator}, "
-            f"{seconds:g} s at most",
+            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting up to {seconds:g} s for all "
+            f"processes at {coordinator}",
             file=sys.stderr,
             flush=True,
         )
@@ -63,7 +63,11 @@ def start(
             (address, port), rank, names, (socket.gethostname(), own_address), seconds
         )
 
-        interface = interface or str(host_facts.interface_of(own_address))
+        interface = interface or host_facts.interface_of(own_address)
+        if interface is None:
+            raise RankError(
+                f"no interface of this host has the address {own_address}; name one with --network-interface"
+            )
         # The user's own settings override these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,
@@ -127,7 +131,7 @@ def _parse(coordinator: str) -> tuple[str, str, int]:
         return host, socket.gethostbyname(host), int(port)
     except (OSError, UnicodeError):
         raise ConfigError(
-            f"--coordinator {coordinator}: {Ssh().trouble(host, 'Could not resolve')}"
+            f"--coordinator {coordinator}: {Ssh().explain_failure(host, 'Could not resolve')}"
         ) from None
 
 
@@ -143,8 +147,10 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
                 f"{address} is not an address of {socket.gethostname()}; "
                 f"start {names[0]} there, or give its own host"
             )
+        elif error.errno == errno.EADDRINUSE:
+            cause = f"port {port} is in use; stop what uses it, or choose another port for all processes"
         else:
-            cause = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
+            cause = f"cannot listen on port {port}: {error.strerror}"
         raise ConfigError(f"--coordinator {host}:{port}: {cause}") from error
 
     # Debian's /etc/hosts gives a host's own name the address 127.0.1.1.

@@ -25,9 +25,9 @@ def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[
     folders: the user's config folders, whose templates override hvtrain's.
     """
     if job.hosts and cluster.no_hosts:
-        raise ConfigError(f"cluster={cluster.kind} came with -H; {cluster.no_hosts}")
+        raise ConfigError(f"cluster={cluster.kind} does not take -H; {cluster.no_hosts}")
     if job.is_elastic and cluster.no_elastic:
-        raise ConfigError(f"cluster={cluster.kind} came with --min-np; {cluster.no_elastic}")
+        raise ConfigError(f"cluster={cluster.kind} does not take --min-np; {cluster.no_elastic}")
 
     values = {"job": job, "cluster": cluster, **cluster.values(job)}
     return {name: _render(name, folders, values) for name in cluster.files}

@@ -51,7 +51,7 @@ class Slurm(ClusterKind):
     account: str | None = setting(None, "account that is charged")
     qos: str | None = setting(None, "quality of service")
     name: str = setting("hvtrain", "name of the job in squeue")
-    output: str = setting("hvtrain-%j.out", "file of everything printed; %j is the job's number")
+    output: str = setting("hvtrain-%j.out", "file for the job's output; %j is the job's number")
     workdir: str | None = setting(None, "folder of the ranks on all hosts; null: sbatch's own")
     setup: str | None = setting(None, "shell line for the first host: source .venv/bin/activate")
     signal_seconds: int = setting(120, "seconds before the limit to save and requeue", low=1)
@@ -77,7 +77,7 @@ class Slurm(ClusterKind):
         if slurm_seconds(self.time) <= last_signal:
             raise ConfigError(
                 f"cluster.time={self.time} leaves no time to train: the run is told to save up to {last_signal} s "
-                f"before it; raise it, or lower cluster.signal_seconds={self.signal_seconds}"
+                f"before the limit; raise cluster.time, or lower cluster.signal_seconds={self.signal_seconds}"
             )
         self.check_texts(
             r"[\w./%+@:,=~-]+",
@@ -107,7 +107,7 @@ class Slurm(ClusterKind):
             "needs_run_folder": trains and not run_folder,
             "run_folder": folder_in_shell,
             "resumes": is_run
-            and not any(argument.startswith("resume=") for argument in job.command),
+            and not any(re.match(r"\+{0,2}resume=", argument) for argument in job.command),
             "restart_code": RESTART_HELPS,
         }
 
@@ -175,7 +175,9 @@ class Docker(ClusterKind):
         None, "folder on each host with id_ed25519 and authorized_keys; needed for several hosts"
     )
     data: str | None = setting(None, "folder on each host with the data, mounted at /data")
-    runs: str | None = setting(None, "first host's folder for results, of user 10001; null: lost")
+    runs: str | None = setting(
+        None, "first host's folder for results, owned by user 10001; null: results are lost"
+    )
     ssh_port: int = setting(2222, "port of the workers' sshd, free on each host", low=1024)
 
     def values(self, job: Job) -> dict[str, Any]:
@@ -226,13 +228,15 @@ class Spark(ClusterKind):
     memory_per_rank: str = setting("8g", "memory of a rank, a limit under YARN: 8g, 512m")
     executor_memory: str = setting("1g", "memory of an executor's Java part, without our data")
     gpus_per_rank: int = setting(0, "GPUs of a rank: 0 or 1", low=0)
-    gpu_discovery_script: str | None = setting(None, "path on all hosts; lists a host's GPUs")
+    gpu_discovery_script: str | None = setting(
+        None, "script, at this path on all hosts, that lists a host's GPUs"
+    )
     python: str | None = setting(None, "the interpreter on all hosts; null: the path of this one")
 
     def values(self, job: Job) -> dict[str, Any]:
         if job.command[1:3] != ("-m", "hvtrain") or not trains_by(job.command):
             raise ConfigError(
-                f"cluster=spark can only run python -m hvtrain, and {' '.join(job.command[:3])} came; "
+                f"cluster=spark can only run python -m hvtrain, not {' '.join(job.command[:3])}; "
                 "give settings of a run after --"
             )
         self.check_texts(
@@ -264,7 +268,7 @@ class Spark(ClusterKind):
         ranks_per_executor, remainder = divmod(job.num_processes, executors)
         if remainder:
             raise ConfigError(
-                f"cluster.executors={executors} does not divide {job.num_processes} ranks; all executors take as many"
+                f"cluster.executors={executors} does not divide {job.num_processes} ranks; each executor takes as many"
             )
         # Ranks run outside the executor's Java heap, so their memory counts as memory overhead.
         overhead = int(self.memory_per_rank[:-1]) * ranks_per_executor

@@ -156,7 +156,7 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
         return [*others, f"notify={value}"]
     if cluster:
         raise ConfigError(
-            f"cluster={cluster.kind} came with notify=, whose addresses would stand in its files; "
+            f"cluster={cluster.kind} cannot be combined with notify=, whose addresses would stand in its files; "
             f"set {secrets.NOTIFY_VARIABLE} where the job runs instead"
         )
     os.environ[secrets.NOTIFY_VARIABLE] = value

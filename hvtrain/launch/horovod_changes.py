@@ -229,4 +229,4 @@ class _Plain(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} came where plain values were needed")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")

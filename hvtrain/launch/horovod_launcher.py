@@ -104,7 +104,7 @@ def _prepare() -> argparse.Namespace:
     args = _parse_args()
     given(sys.argv[: len(sys.argv) - len(args.command or ())])
     if args.num_proc is not None and args.num_proc < 1:
-        raise ConfigError(f"-np {args.num_proc} came where a whole number of at least 1 was needed")
+        raise ConfigError(f"-np {args.num_proc} is not a whole number of at least 1")
     if args.hostfile and not args.hosts:
         args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 

@@ -92,7 +92,7 @@ def given(words: Iterable[str]) -> set[str]:
     counts = Counter(word.partition("=")[0] for word in words if word.startswith("-"))
     for name, times in counts.items():
         if times > 1 and name != "--env":
-            raise ConfigError(f"{name} came {times} times; give it once")
+            raise ConfigError(f"{name} was given {times} times; give it once")
     return {*counts}
 
 

@@ -146,18 +146,18 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
             ("--coordinator", "HOST:PORT, the same for all processes"),
         ):
             if name not in names:
-                raise ConfigError(f"--job-name came without {name}; give {meaning}")
+                raise ConfigError(f"--job-name was given without {name}; give {meaning}")
         # Options for starting several ranks or writing files do not apply to a single process.
         by = "--job-name, which starts one process here"
         _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
         if cluster:
-            raise ConfigError(f"cluster={cluster.kind} came with {by}; leave it out")
+            raise ConfigError(f"cluster={cluster.kind} cannot be combined with {by}; leave it out")
         return
 
     for name in ("--task-index", "--coordinator"):
         if name in names:
             raise ConfigError(
-                f"{name} came without --job-name; give the job of this process too, or leave it out"
+                f"{name} was given without --job-name; give the job of this process too, or leave it out"
             )
     # The roles are assigned when the processes start, and no process can join later.
     if roles.reason:
@@ -180,4 +180,4 @@ def _refuse(names: set[str], refused: Iterable[str], by: str) -> None:
     """Raises ConfigError for the first of the refused options that was given."""
     for name in refused:
         if name in names:
-            raise ConfigError(f"{name} came with {by}; leave it out")
+            raise ConfigError(f"{name} cannot be combined with {by}; leave it out")

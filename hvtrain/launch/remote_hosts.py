@@ -4,7 +4,6 @@ ssh never prompts, and its failures are explained in one line. A function called
 only Python there: the source of its modules is sent along.
 """
 
-import getpass
 import json
 import re
 import shlex
@@ -45,7 +44,7 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
 # Open files that a login must allow, or MPI waits forever; systems allow 1,024 or more.
-FEWEST_FILES = 128
+MIN_OPEN_FILES = 128
 ON_HOST = (host_facts, on_host)
 _FILE = "hosts.json"
 # Hosts called at the same time. Each call is an ssh process on this host.
@@ -102,11 +101,11 @@ class Ssh:
         """Runs a command on the host. Raises subprocess.TimeoutExpired."""
         return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
 
-    def trouble(self, host: str, output: str) -> str:
+    def explain_failure(self, host: str, output: str) -> str:
         """Says in one line why ssh failed, judging by its stderr, and what to do."""
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         # ssh gives its reason last, after any banner or warning.
-        last = ["it said nothing", *lines][-1]
+        last = ["no error message", *lines][-1]
         reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
 
@@ -117,15 +116,15 @@ class Ssh:
             )
         if "Permission denied" in output:
             return (
-                f"host {host} does not let {getpass.getuser()} in without a password: {reason}; "
+                f"host {host} does not let you in without a password: {reason}; "
                 f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
                 "(no key yet: ssh-keygen -t ed25519), or name the key with -i"
             )
         if "HOST IDENTIFICATION HAS CHANGED" in output or "Host key verification failed" in output:
             name = f"[{host}]:{self.port}" if self.port else host
-            return f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R {name}"
+            return f"host {host} presents a different host key than before; if it was reinstalled: ssh-keygen -R {name}"
         if "refused" in output:
-            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or name its port: -p"
+            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or give -p its port"
         if "timed out" in output or "No route" in output or "unreachable" in output:
             return f"host {host} cannot be reached ({reason}); is it up, and on this network?"
         return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
@@ -265,7 +264,7 @@ def is_local(host: str) -> bool:
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
-        raise RankError(Ssh().trouble(host, "Could not resolve")) from None
+        raise RankError(Ssh().explain_failure(host, "Could not resolve")) from None
 
     # A socket can be bound only to an address of this host.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -322,8 +321,12 @@ def common_interface(hosts: Sequence[str]) -> str:
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     # Only the user knows which of several networks is meant.
-    if len(names) != 1 or None in names:
-        listed = ", ".join(sorted(str(name) for name in names))
+    if None in names:
+        raise RankError(
+            "no interface of this host leads to some of the hosts; name one with --network-interfaces NAME"
+        )
+    if len(names) != 1:
+        listed = ", ".join(sorted(map(str, names)))
         raise RankError(
             f"different interfaces ({listed}) lead to the hosts; "
             "give the one that joins them all with --network-interfaces NAME"
@@ -363,7 +366,7 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         done = ssh.run(host, ["sh", "-c", _LOOK, sys.executable, str(Path.cwd()), LOADER], text)
     except subprocess.TimeoutExpired:
         raise RankError(
-            f"host {host} let us in by ssh but did not answer within a minute; look at its load"
+            f"host {host} accepted ssh but did not answer within a minute; check its load"
         ) from None
     except FileNotFoundError:
         raise RankError("ssh is not installed here; install openssh-client") from None
@@ -374,12 +377,12 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     elif done.returncode == _NO_FOLDER:
         fault = f"has no folder {Path.cwd()}, in which its ranks would start; make it there, or start from a common one"
     elif done.returncode:
-        raise RankError(ssh.trouble(host, done.stderr))
+        raise RankError(ssh.explain_failure(host, done.stderr))
     elif facts is None:
-        fault = "let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
+        fault = "accepted ssh but did not run the command; check that its shell start-up files (~/.bashrc) do not exit"
     elif facts["interface"] is None:
         fault = "has no IPv4 route to this host; Horovod needs one"
-    elif 0 <= facts["files"] < FEWEST_FILES:  # -1 means no limit.
+    elif 0 <= facts["files"] < MIN_OPEN_FILES:  # -1 means no limit.
         fault = (
             f"lets a login open {facts['files']} files, too few for MPI, which would wait forever; "
             "raise `ulimit -n` there, in its shell's start files or /etc/security/limits.conf"

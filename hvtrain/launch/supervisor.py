@@ -266,7 +266,7 @@ class Launch:
         elif not count:
             name = signal.Signals(number).name
             sys.stderr.write(
-                f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n"
+                f"hvtrain: {name} arrived, but no rank was found to pass it to; send it to a rank's host\n"
             )
             if number != signal.SIGUSR1:
                 self._pass_on(number)

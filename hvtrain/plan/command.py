@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -97,7 +98,7 @@ def main() -> int:
             print("\n".join(report.advice_lines(run, method_costs, work, encoded)))
     else:
         print(
-            f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here"
+            f"{'step':<15}unknown; give one rank's step time with --step-seconds S, or measure it here with --measure"
         )
 
     content = report.as_json(run, options, rules, costs, method_costs, machine)
@@ -124,7 +125,7 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     """
     overrides = list(options.overrides)
     if options.examples is not None:
-        overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
+        overrides = [text for text in overrides if not re.match(r"\+{0,2}dataset[=.]", text)]
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
@@ -147,7 +148,7 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
     """
     settings = [
         # The run's folder and trackers must not be touched, and a strategy's settings do not apply here.
-        *(text for text in overrides if not text.startswith(("run.dir=", "strategy", "tracker"))),
+        *(text for text in overrides if not re.match(r"\+{0,2}(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod takes all of the steps, with nothing in between.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
@@ -175,8 +176,8 @@ def _parser() -> Parser:
         "python -m hvtrain plan",
         usage="%(prog)s -np N [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="""\
-Says before anything is started what a run on N ranks will be: global batch, learning rate, steps, memory, checkpoints
-and the line that starts it; and, from one rank's step time and the links, how long a step takes on 1 to N ranks.
+Forecasts a run on N ranks before anything is started: global batch, learning rate, steps, memory, checkpoints and the
+command that starts it. Given one rank's step time and the link speeds, it also forecasts the step time on 1 to N ranks.
 Nothing is trained or reduced.""",
         epilog=f"""\
 {RUN_SETTINGS}
@@ -190,12 +191,11 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 """,
     )
     option = parser.add_argument
-    option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
-    add_number(parser, "--ranks-per-host", at_least(1), "ranks of a host", 4)
-    add_number(
-        parser, "--examples", at_least(1), "training examples of a data set that is not here"
-    )
-    classes = "its classes, if the settings do not say so; default: 1000"
+    option("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
+    add_number(parser, "--ranks-per-host", at_least(1), "ranks on each host", 4)
+    examples = "number of training examples, for a data set that is not on this machine"
+    add_number(parser, "--examples", at_least(1), examples)
+    classes = "number of its classes, if no setting gives it; default: 1000"
     add_number(parser, "--classes", at_least(1), classes, metavar="C")
     option(
         "--output",
@@ -204,28 +204,30 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
     )
 
     group = parser.add_argument_group(
-        "time of a step of one rank, of the batch that is set; else no step is predicted"
+        "step time of one rank (without it, no step times are forecast)"
     )
     step = group.add_mutually_exclusive_group()
-    add_number(step, "--step-seconds", positive, "given", metavar="S")
+    add_number(
+        step, "--step-seconds", positive, "in seconds, for the batch size that is set", metavar="S"
+    )
     step.add_argument(
         "--measure",
         action="store_true",
-        help="measured here, by a short training in its own process",
+        help="measure it here, with a short training in a separate process",
     )
 
     group = parser.add_argument_group("the machine")
-    add_number(group, "--link-gbits", positive, "nominal speed between hosts", 25.0, "G")
-    latency = 1e6 * NETWORK_SECONDS
     add_number(
-        group, "--latency-us", not_negative, "of one step of a ring between hosts", latency, "T"
+        group, "--link-gbits", positive, "nominal bandwidth between hosts, Gbit/s", 25.0, "G"
     )
-    about = "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75"
+    about = "latency of one ring step between hosts, in microseconds"
+    add_number(group, "--latency-us", not_negative, about, 1e6 * NETWORK_SECONDS, "T")
+    about = "bandwidth between ranks on a host, GB/s in one direction; PCIe 3.0 x16 has 15.75"
     add_number(group, "--inside-gbytes", positive, about, 15.75, "G")
-    latency = 1e6 * PCIE_SECONDS
-    add_number(
-        group, "--inside-latency-us", not_negative, "PCIe has 10.8, NVLink about 6.5", latency, "T"
+    about = (
+        "latency of one ring step inside a host, in microseconds; PCIe has 10.8, NVLink about 6.5"
     )
+    add_number(group, "--inside-latency-us", not_negative, about, 1e6 * PCIE_SECONDS, "T")
     about = "share of the nominal speeds that an allreduce gets"
     add_number(group, "--link-share", positive, about, LINK_SHARE, "X")
     group.add_argument(
@@ -233,23 +235,26 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
         action="append",
         default=[],
         metavar="FILE",
-        help="allreduce.json of hvtrain allreduce, for the figures of the link inside a host, or of that between "
-        "hosts if it has more ranks than a host; repeatable, for several numbers of ranks",
+        help="allreduce.json from hvtrain allreduce, which replaces the link figures: those inside a host, or those "
+        "between hosts if it was measured on more ranks than one host has; repeatable",
     )
 
     group = parser.add_argument_group("how ranks reduce")
     group.add_argument(
         "--advise",
         action="store_true",
-        help="compare what can be set against a slow network; measures compression here, for half a minute or so",
+        help="compare the settings that help on a slow network; measures compression here, for about half a minute",
     )
-    about = "examples, as a run with profile.noise_scale_every=16 tells it: what the ranks' batches are worth"
+    about = (
+        "gradient noise scale in examples, as reported by a run with profile.noise_scale_every=16; adds how much the "
+        "larger global batch speeds up learning"
+    )
     add_number(group, "--noise-scale", positive, about, metavar="B")
     group.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, "best"),
         help="best: the best of the others; default: the better of ring and tree, as in NCCL",
     )
-    about = "deviation of the ranks' step times from their mean"
+    about = "standard deviation of the ranks' step times, as a fraction of their mean"
     add_number(group, "--straggler", not_negative, about, Rules.deviation, "X")
     return parser

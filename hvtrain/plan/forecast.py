@@ -60,8 +60,8 @@ class Forecast:
         if not self.bucket_bytes:
             return [[*range(len(self.gradients))]]
         buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
-        # A message is complete with its last gradient. One of small gradients from all layers waits for the
-        # first layer's.
+        # A message is complete with its last gradient. So a bucket that mixes small
+        # gradients of all layers is ready only when the first layer's gradient is.
         return sorted(buckets, key=lambda bucket: bucket[-1])
 
     @property
@@ -106,12 +106,12 @@ def forecast(
     virtual_ranks = config.strategy.get("virtual_ranks")
     if virtual_ranks:
         raise ConfigError(
-            "hvtrain plan does not know strategy=virtual_ranks, whose steps are those of strategy=horovod on as many "
-            f"ranks; leave it out, and give -np {virtual_ranks}"
+            "hvtrain plan does not support strategy=virtual_ranks; plan the equivalent run of strategy=horovod with "
+            f"-np {virtual_ranks}"
         )
     if "num_ps" in config.strategy:
         raise ConfigError(
-            "hvtrain plan knows steps of ranks that all-reduce, and strategy=parameter_server has none; choose "
+            "hvtrain plan models all-reduce, which strategy=parameter_server does not use; choose "
             "strategy=horovod, or measure with hvtrain compare"
         )
     # Seeded as in the run, since building a model draws random numbers.

@@ -67,7 +67,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(
-            f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}"
+            f"{path} defines no settings; each line is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}"
         )
     settings: dict[str, Any] = {str(key): line for key, line in tree.items()}
     for name, line in settings.items():
@@ -81,7 +81,7 @@ def _space_file(name: str, overrides: list[str]) -> Path:
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(
-                f"sweep={name} does not exist; name a YAML file, or one of the folder sweep"
+                f"sweep={name} does not exist; give a YAML file, or the name of a file in conf/sweep"
             )
         return Path(name)
 
@@ -99,7 +99,7 @@ def _space_file(name: str, overrides: list[str]) -> Path:
 def _check_line(location: str, line: Any) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict):
-        raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
+        raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
     # Without this check, a misspelt key would silently have no effect.
     unknown = next((key for key in line if key not in _KEYS), None)
     if unknown:
@@ -115,7 +115,7 @@ def _check_line(location: str, line: Any) -> None:
         # A mapping would be a group of settings, which cannot be given on a command line.
         if not _is_plain(choice):
             raise ConfigError(
-                f"{location}: {choice} is not a value, or a list of values; choose among these"
+                f"{location}: {choice} is neither a value nor a list of values; list only those under choices"
             )
 
 
@@ -193,7 +193,7 @@ class Goal:
             if self.metric not in names:
                 raise ConfigError(
                     f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
-                    "data set validation data, or choose --metric among these, with another --output"
+                    "data set validation data, or choose one of these with --metric, and another --output"
                 )
 
         values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
@@ -214,7 +214,7 @@ class Goal:
         of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
             raise ConfigError(
-                f"{self.metric} looked like one whose {self.direction} is best, and the task says {of_task}; add "
+                f"judging by its name, {self.metric} is best at its {self.direction}, but the task says {of_task}; add "
                 f"--direction {of_task}, and another --output"
             )
 

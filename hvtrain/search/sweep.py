@@ -100,7 +100,7 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
     own, overrides = take_values(arguments, "sweep", "trials", "run.dir")
     if "run.dir" in own:
         raise ConfigError(
-            f"run.dir={own['run.dir']} came, and each trial has a run folder of its own; choose --output DIR instead"
+            f"run.dir={own['run.dir']} was given, but each trial has its own run folder; choose --output DIR instead"
         )
     if not own.get("sweep"):
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
@@ -117,7 +117,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(
-                f"{argument} came, and {space.path} searches that setting; leave it out of one of them"
+                f"{argument} was given, but {space.path} searches that setting; leave it out of one of them"
             )
 
     return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]

@@ -77,7 +77,7 @@ class FarFile:
             if len(data) < num_bytes:
                 # The object may have been replaced: open it again.
                 self._handle = None
-                raise OSError(errno.EIO, f"{len(data):,} of {num_bytes:,} bytes came")
+                raise OSError(errno.EIO, f"{len(data):,} of {num_bytes:,} bytes arrived")
             return data
 
         return self.remote.attempt(read, StorageError)

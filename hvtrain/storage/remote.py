@@ -126,7 +126,7 @@ class Remote:
                 shutil.copyfileobj(source, file, PIECE_BYTES)
                 size = file.tell()
             if size != num_bytes:
-                raise OSError(errno.EIO, f"{size:,} of {num_bytes:,} bytes came")
+                raise OSError(errno.EIO, f"{size:,} of {num_bytes:,} bytes arrived")
 
         self.attempt(copy)
 

@@ -29,7 +29,7 @@ OWNER = "hvtrain-owner.json"
 IDENTITY_FILE = ".object-store-run"
 """File in the local working folder: the run that its files belong to, and the run's address."""
 # Not uploaded, since they concern this host only: logs, and names that begin with a dot.
-_LEFT = re.compile(r"logs|launch|(.*/)?\.")
+_NOT_UPLOADED = re.compile(r"(logs|launch)(/|$)|(.*/)?\.")
 
 
 class RunStore:
@@ -104,9 +104,10 @@ class _ObjectStore(RunStore):
                 if not path.name.startswith(".lock"):
                     remove(path)
         run = owner.get("run") or secrets.token_hex(8)
-        if owner:
+        # A restart within this process finds its own start.
+        if owner and owner.get("start") != self._start:
             log.info(
-                "storage        %s was begun on %s, %s; if that process still runs, it ends at its next checkpoint",
+                "storage        %s was last started on %s at %s; if that still runs, it stops at its next checkpoint",
                 self._remote.address,
                 owner.get("host"),
                 owner.get("since"),
@@ -116,11 +117,11 @@ class _ObjectStore(RunStore):
             OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since}
         )
         write_atomic(identity, f"{run} {self.address}")
-        log.info("storage        %s is worked on in %s", self._remote.address, self.folder)
+        log.info("storage        %s uses the local folder %s", self._remote.address, self.folder)
 
-        self._bring(listed)
+        self._download_newest(listed)
 
-    def _bring(self, objects: list[Object]) -> None:
+    def _download_newest(self, objects: list[Object]) -> None:
         """Downloads the run's objects if the newest checkpoint in the store is not here."""
         folder_of = {item.name: Path(item.name).parent.as_posix() for item in objects}
         checkpoints = {
@@ -147,17 +148,17 @@ class _ObjectStore(RunStore):
         try:
             owner = self._remote.child(OWNER).read_json()
         except DataError as error:
-            # A store that does not answer is to its callers a store that cannot be written.
+            # To callers of send(), a store that cannot be read is one that cannot be written.
             raise StorageError(str(error)) from None
         if owner.get("start") != self._start:
             raise StorageError(
-                f"{self._remote.address} is written by a later start on {owner.get('host')}, {owner.get('since')}; "
-                "wait for its end"
+                f"{self._remote.address} was taken over by a later start on {owner.get('host')} at "
+                f"{owner.get('since')}; wait for that one to finish"
             )
         states = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
-            if is_own_file(path) and not _LEFT.match(name):
+            if is_own_file(path) and not _NOT_UPLOADED.match(name):
                 stat = path.stat()
                 states[name] = stat.st_size, stat.st_mtime_ns
         for name, state in states.items():

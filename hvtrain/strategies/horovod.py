@@ -111,10 +111,11 @@ class HorovodStrategy(Strategy):
             raise ConfigError(
                 f"strategy.compression={compression} is not one of {', '.join(COMPRESSIONS)}"
             )
-        if rank < 1 or whole_steps < 0:
+        if rank < 1:
+            raise ConfigError(f"strategy.rank={rank} is out of range; it must be at least 1")
+        if whole_steps < 0:
             raise ConfigError(
-                f"strategy.rank={rank} and strategy.whole_steps={whole_steps} are out of range; they must be at least "
-                "1 and 0"
+                f"strategy.whole_steps={whole_steps} is out of range; it must be at least 0"
             )
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
             raise ConfigError(
@@ -240,14 +241,14 @@ class HorovodStrategy(Strategy):
 
     def description(self) -> str:
         if hvd.size() == 1:
-            return "Horovod, alone"
+            return "Horovod, one rank"
         text = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
         if self.compression is not hvd.Compression.none:
             text += f", gradients as {self.compression_name}"
         if self._keeps_errors:
             text += ", errors kept"
         if self.shard_optimizer:
-            text += ", sharded optimizer: a step also gathers the weights, half the bytes of whole gradients"
+            text += ", sharded optimizer (each step also all-gathers the weights: half the traffic of an all-reduce)"
         return text
 
 
@@ -303,7 +304,7 @@ class ElasticStrategy(HorovodStrategy):
         topology = super().start()
         if topology.size > 1 and not hvd.is_elastic():
             raise ConfigError(
-                "strategy=elastic needs an elastic job and this one is not; start it with "
+                "strategy=elastic needs an elastic job, and this is not one; start it with "
                 "horovodrun --gloo --min-np N --host-discovery-script FILE, or leave "
                 "strategy=elastic out"
             )

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.schedule import rate_factor
-from hvtrain.errors import ConfigError, TrainingError
+from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import replaced
@@ -147,7 +147,7 @@ class Workers:
 
     @property
     def free(self) -> list[int]:
-        """Workers without a call."""
+        """Workers with no call in progress."""
         busy = {worker for worker, _ in self._calls.values()}
         return [worker for worker in range(self.number) if worker not in busy]
 
@@ -185,9 +185,7 @@ class Workers:
                 raise
             raise TrainingError(
                 f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
-                f"{self._ranks[worker]}); nothing of it reached the weights; the last checkpoint "
-                "is from before; lower optimizer.learning_rate, clip gradients "
-                "(+optimizer.global_clipnorm=1), or look at that data"
+                f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
             ) from error
 
     def join(self) -> list[tuple[int, int, Any]]:

@@ -158,9 +158,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(
-                f"{text} came where a whole number of at least {low} was needed"
-            )
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {low}")
         return int(text)
 
     return parse
@@ -173,7 +171,7 @@ def not_negative(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} came where a number of 0 or more was needed")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
     return number
 
 
@@ -181,7 +179,7 @@ def positive(text: str) -> float:
     """Parses a finite number above 0, for an option."""
     number = not_negative(text)
     if number == 0:
-        raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
 
 

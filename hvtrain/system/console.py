@@ -258,7 +258,7 @@ def read_verdict(line: str) -> Verdict | None:
 def end_before_training(number: int, *_: object) -> None:
     """Handles a signal that comes before there is anything to save: ends the process, with a message on rank 0."""
     rank = launched_rank()
-    text = f"{signal.Signals(number).name} came {UNSAVED}"
+    text = f"{signal.Signals(number).name} arrived {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
     if rank == 0:
         lines += f"hvtrain: {text}\n"

@@ -37,11 +37,11 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     inputs, targets, *weights = source.element_spec
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
         raise ConfigError(
-            f"augment={', '.join(config.augment)} changes images, and {source.name} gives none; leave it out, or "
+            f"augment={', '.join(config.augment)} works on images, and {source.name} has none; leave augment out, or "
             "choose another data set"
         )
     with tf.device("CPU:0"):
-        names = _without_crop(config, source)
+        names = _take_random_crop(config, source)
     if not names:
         return
     in_step = config.data.augment_on == "device"
@@ -84,8 +84,8 @@ def describe_augmentation(config: RunConfig, source: Source) -> str:
     return f"{', '.join(names)} (on the {device})"
 
 
-def _without_crop(config: RunConfig, source: Source) -> list[str]:
-    """Returns the names of the layers except a random crop, which the source takes while it decodes.
+def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
+    """Moves a leading random crop from the layers to source.sizing; returns the names of the other layers.
 
     Raises ConfigError if the source cannot crop, or another layer comes first.
     """
@@ -95,8 +95,8 @@ def _without_crop(config: RunConfig, source: Source) -> list[str]:
         return names
     if names.index(crops[-1]):
         raise ConfigError(
-            f"augment=[{','.join(names)}]: {crops[-1]} is taken while images are decoded, before all layers; name it "
-            "first, and once"
+            f"augment=[{','.join(names)}]: {crops[-1]} runs while images are decoded, before any layer; list it "
+            "first, and only once"
         )
     if source.no_random_crop:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _check_range(
         known = (
             f"gives images from {limits[0]:g} to {limits[1]:g}"
             if limits
-            else "does not say its own"
+            else "does not give the range of its images"
         )
         raise ConfigError(
             f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "

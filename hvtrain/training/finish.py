@@ -113,7 +113,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     if record.first_step == record.num_steps == steps_before:
         log.info("test: %s", in_words(record.metrics))
         log.info(
-            f"this run was finished already and has been tested again; its results in {folder} stay as they are"
+            f"this run had already finished and has been tested again; its results in {folder} stay as they are"
         )
         return record
 
@@ -230,7 +230,9 @@ def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
         path = run.folder / "checkpoints" / store.folder_name(best["step"])
         load_weights(run.config, model, path)
     except UserError as error:
-        log.warning(f"{BEST_FILE} is not written, for the best checkpoint cannot be read: {error}")
+        log.warning(
+            f"{BEST_FILE} is not written, because the best checkpoint cannot be read: {error}"
+        )
         return False
     return True
 

@@ -78,7 +78,7 @@ class Watchdog:
 
     @property
     def spokesman(self) -> int:
-        """The lowest rank that is left."""
+        """The rank that reports first: 0, or 1 if the connection to rank 0 is lost."""
         return 0
 
     def stop(self) -> None:
@@ -231,9 +231,11 @@ class Member(Watchdog):
 
     def _send(self, kind: Kind, **values: Any) -> None:
         # If this fails, the next read finds out why.
+        # The watchdog's thread may let go of the connection at any moment.
+        connection = self._connection
         with self._lock, suppress(OSError):
-            if self._connection:
-                self._connection.sendall(connections.encode({"kind": kind, **values}))
+            if connection:
+                connection.sendall(connections.encode({"kind": kind, **values}))
 
     def _propose(self, reason: StopReason) -> None:
         self._send(Kind.STOP, reason=vars(reason))

@@ -194,7 +194,7 @@ def test_bad_input_is_one_line(tmp_path):
     for arguments, text in (
         (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
-        (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["steps", "--rounds", "0"], "0 is not a whole number of at least 1"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
         (
             ["steps", "--output", "/proc/x"],
@@ -204,10 +204,10 @@ def test_bad_input_is_one_line(tmp_path):
             ["steps", "--output", "/etc/hosts"],
             "--output /etc/hosts is not a folder; choose another name",
         ),
-        (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
+        (["input", "--sizes", "224"], "224 is not a list of sizes such as 224x224,300x400"),
         (
             ["input", "--works", "crop"],
-            "crop came where some of resize,antialias,random-crop,central-crop were needed",
+            "crop is not a list of some of resize,antialias,random-crop,central-crop",
         ),
         (
             ["scaling", "-np", "3,4"],

@@ -269,7 +269,7 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys, browser):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["--limit", "0"], "0 is not a whole number of at least 1"),
         (
             ["--output", "nowhere/page.html"],
             "--output nowhere/page.html: there is no folder nowhere",

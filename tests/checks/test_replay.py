@@ -206,7 +206,7 @@ def test_steps_that_are_trained_again_are_noted_and_the_newer_receipts_count(fol
     assert [line["first_step"] for line in lines if "facts" in line] == [0, 9]
     notes = {name: re.findall('"repeated": "(.*?)"', (folder / name / RECEIPTS_FILE).read_text())
              for name in ("run", "resumed", "faster")}  # fmt: skip
-    assert notes == {"run": [], "resumed": 3 * ["same bits"], "faster": 3 * ["other bits"]}
+    assert notes == {"run": [], "resumed": 3 * ["same bits"], "faster": 3 * ["different bits"]}
     assert list(read_receipts(folder / "faster")) == SAVES
 
 

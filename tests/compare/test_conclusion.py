@@ -76,11 +76,11 @@ def test_a_clear_difference_is_stated_with_its_confidence() -> None:
         "confidence) as fast as horovod.",
     ]
     pays, does_not = on_scaling(speeds, 2)
-    assert pays.startswith("horovod pays here on 2 ranks: 1.34 times") and pays.endswith(
+    assert pays.startswith("horovod pays off here on 2 ranks: 1.34 times") and pays.endswith(
         "an efficiency of 67%."
     )
     assert does_not.startswith(
-        "mirrored does not pay on 2 ranks here: 0.89 times (0.89 to 0.89 with 97%"
+        "mirrored does not pay off on 2 ranks here: 0.89 times (0.89 to 0.89 with 97%"
     )
 
 
@@ -105,7 +105,7 @@ def test_few_rounds_are_no_confidence(rounds: int) -> None:
     )
     speeds = {"single": few, "horovod": times(2.0, few)}
     assert on_scaling({**speeds, "mirrored": times(3.0, few)}, 2) == [
-        "Too few rounds to say whether 2 ranks pay: horovod 2.00 times, mirrored 3.00 times as fast as one process."
+        "Too few rounds to say whether 2 ranks pay off: horovod 2.00 times, mirrored 3.00 times as fast as one process."
     ]
     assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith(
         "Too few rounds to say: single"
@@ -154,7 +154,7 @@ def test_the_summary_joins_rounds_and_whole_runs() -> None:
     assert [point["examples"] for point in horovod["curve"]] == [640, 1280, 1920]
     assert mirrored["error"] and mirrored["examples_per_second"] == pytest.approx(0.89 * 103.5)
     assert "mirrored failed: the whole run: no GPU <here>" in comparison["conclusion"]
-    assert any("not the same number of examples" in line for line in comparison["conclusion"]), (
+    assert any("on different numbers of examples" in line for line in comparison["conclusion"]), (
         "1280 against 1920"
     )
 
@@ -293,13 +293,13 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no strategy=A,B came where at least two strategies were needed"),
-        (["strategy=single"], "strategy=single came where at least two"),
+        ([], "no strategy=A,B: at least two strategies are needed"),
+        (["strategy=single"], "strategy=single: at least two"),
         (["strategy=single,horovd"], "did you mean strategy=horovod?"),
         (["strategy=single,horovod,single"], "names single twice"),
         (
             ["strategy=single,horovod", "run.dir=x"],
-            "run.dir=x came, and each strategy has a run folder of its own",
+            "run.dir=x was given, but each strategy has its own run folder",
         ),
         (["strategy=single,horovod", "model=cnnn"], "model=cnnn is not one of application, cnn"),
         (["strategy=single,horovod@compresion=fp16"], "did you mean 'strategy.compression'?"),

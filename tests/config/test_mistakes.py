@@ -101,7 +101,7 @@ FORM = {
     "--nonsense": "unknown option --nonsense; see python -m hvtrain --help",
     "-np 2": "unknown option -np; the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ...",
     "--cfg all": "argument --cfg/-c: invalid choice: 'all' (choose from ...",
-    "--config-dir nowhere": "--config-dir nowhere is not a folder; give the one that has yours, such as own/model",
+    "--config-dir nowhere": "--config-dir nowhere is not a folder; give the one that holds your groups, such as model/",
     "--multirun seed=1,2": "--multirun asks for several runs in one process; use one command for each run instead",
     "train.epochs: 3": "'train.epochs:' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
     "train.epochs = 3": "'train.epochs' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
@@ -139,9 +139,9 @@ VALUES = {
     f"model={LONG}": "model=xxxx...; --help describes them",
 }
 COMMANDS = {
-    "launch -np 0 -- model=mlp": "argument -np: 0 came where a whole number of at least 1 was needed; see ...",
-    "launch -np two -- model=mlp": "argument -np: two came where a whole number of at least 1 was needed; see ...",
-    "launch -np 2 -np 4 -- model=mlp": "-np came 2 times; give it once",
+    "launch -np 0 -- model=mlp": "argument -np: 0 is not a whole number of at least 1; see ...",
+    "launch -np two -- model=mlp": "argument -np: two is not a whole number of at least 1; see ...",
+    "launch -np 2 -np 4 -- model=mlp": "-np was given 2 times; give it once",
     "launch -np 2": "the settings of the run are missing; write them after --, for example: -- model=cnn",
     "launch --np 2 -- model=mlp": "...",
     "launch -np 2 -- trian.epochs=2": "unknown setting 'trian.epochs'; did you mean 'train.epochs'?",

@@ -94,7 +94,7 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
         ("model.weights=[a]", "model.weights=['a'] is not a string or null"),
         (
             "model.weights_except=a*",
-            "model.weights_except came without model.weights; name the source of the other weights there",
+            "model.weights_except was given without model.weights; name the source of the other weights there",
         ),
         ("train.ema=1", "train.ema=1.0 is out of range; it must be between 0 and 1, such as 0.999"),
         ("train.ema=0", "train.ema=0.0 is out of range; it must be between 0 and 1, such as 0.999"),

@@ -405,7 +405,7 @@ LAYER = "+augment.x={_target_: keras.layers."
         ),
         (
             ["augment=[random_flip,random_resized_crop]"],
-            r"augment=\[random_flip,random_resized_crop\]: random_resized_crop is taken .* before all layers; name",
+            r"augment=\[random_flip,random_resized_crop\]: random_resized_crop runs .* before any layer; list",
         ),
     ],
 )
@@ -457,7 +457,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
     ):
         opened(weighted, Classification(), "augment=mix_up")
     with pytest.raises(
-        ConfigError, match="augment=mix_up changes images, and rows gives none; leave it out"
+        ConfigError, match="augment=mix_up works on images, and rows has none; leave augment out"
     ):
         opened(
             from_arrays(np.zeros((6, 4)), count, name="rows"), Classification(), "augment=mix_up"
@@ -465,7 +465,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
     floats = from_arrays(images.astype(np.float32), count, images=False, name="floats")
     with pytest.raises(
         ConfigError,
-        match=r"\(RandAugment\) is for values from 0 to 255, and floats does not say its own",
+        match=r"\(RandAugment\) is for values from 0 to 255, and floats does not give the range of its images",
     ):
         opened(floats, Classification(), "augment=rand_augment")
     assert opened(

@@ -107,7 +107,7 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
     ("arguments", "message"),
     [
         ([], "prompt=TEXT is missing"),
-        (["prompt=The", "--tokens", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["prompt=The", "--tokens", "0"], "0 is not a whole number of at least 1"),
         (
             ["prompt=The", "dataset=digits", "model.width=8"],
             "digits is of another kind than the run was trained on: ",

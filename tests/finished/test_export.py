@@ -158,7 +158,7 @@ def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(
         and facts["pipeline_tag"] == "image-classification"
     )
     assert {metric["name"]: metric["value"] for metric in measured["metrics"]} == result["metrics"]
-    assert "Classes, in their order: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9." in text
+    assert "Classes, in output order: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9." in text
     variables: dict = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], variables)
     assert variables["outputs"].shape == (1, 10) and variables["inputs"].shape == (1, 8, 8)
@@ -216,7 +216,7 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
     assert (
         'inputs = {"age": tf.zeros([1, 1], "float32"), "town": tf.zeros([1, 1], "string")}' in card
     )
-    assert "It was not tested." in card and "pipeline_tag" not in card
+    assert "This checkpoint was not evaluated on test data." in card and "pipeline_tag" not in card
     several = {**table, "input": [table["input"], {"shape": [None, 3], "dtype": "int32"}]}
     card = hugging_face.model_card(several, result, "regression", False, "people")
     assert (

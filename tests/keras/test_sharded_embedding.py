@@ -129,7 +129,7 @@ def test_an_error_about_ids_becomes_one_line():
     layer = ShardedEmbedding(5, 2, name="t")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         tf.function(layer)(tf.constant([3, 7]))
-    line = "table t has rows 0 to 4, and ids from 3 to 7 came; give it more rows, or check the data"
+    line = "table t has rows 0 to 4, but got ids from 3 to 7; give it more rows, or check the data"
     assert wrong_ids(caught.value) == line
 
 

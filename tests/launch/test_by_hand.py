@@ -154,7 +154,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 address here; add it to"),
         ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
         ("192.0.2.1:FREE", 0, 1, ConfigError, "192.0.2.1 is not an address of .*; start worker 0 there, or give"),
-        ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; end what uses it, or choose another port, the"),
+        ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; stop what uses it, or choose another port for"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to \S+ in time \(0.2 s\); start"),
         ("localhost:FREE", 1, 0.2, LostRankError, "cannot reach worker 0: nothing answered at .* for 0.2 s"),
         ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
@@ -197,10 +197,10 @@ def another_service(reply):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--job-name worker --coordinator s1:2222", "--job-name came without --task-index; give its number"),
-        ("--job-name worker --task-index 0", "--job-name came without --coordinator; give HOST:PORT"),
-        ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts came with --job-name"),
-        ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi came with --job-name, which starts one"),
+        ("--job-name worker --coordinator s1:2222", "--job-name was given without --task-index; give its number"),
+        ("--job-name worker --task-index 0", "--job-name was given without --coordinator; give HOST:PORT"),
+        ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts cannot be combined"),
+        ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi cannot be combined with --job-name"),
         ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; it has worker"),
     ],
 )  # fmt: skip
@@ -235,7 +235,7 @@ def test_two_processes_sum_and_end_well(tmp_path):
     output, other = launching.finish(first), launching.finish(second)
     assert (first.returncode, second.returncode) == (0, 0), output + other
     assert "rank 0 sum 1 local 0" in output and "rank 1 sum 1 local 1" in other
-    assert "worker 1 is rank 1 of 2; waiting for all at" in other
+    assert "worker 1 is rank 1 of 2; waiting up to" in other
 
 
 @pytest.mark.nightly

@@ -196,7 +196,7 @@ def test_no_key_and_no_value_that_was_not_asked_for():
         (HOSTS, {"keys": "keys"}, "cluster.keys=keys is not a folder"),
         (HOSTS, {"keys": "/k", "data": "/a:b"}, "cluster.data=/a:b is not a folder"),
         (Job(WORDS, 9, parse_hosts("s1:2")), {}, "-np 9 needs as many slots"),
-        (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np"),
+        (Job(WORDS, 2, min_ranks=1), {}, "does not take --min-np"),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(job, settings, message):

@@ -31,12 +31,12 @@ from hvtrain.launch.remote_hosts import HostNetwork, Ssh
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-np 0 true", "^-np 0 came where a whole number of at least 1 was needed$"),
+        ("-np 0 true", "^-np 0 is not a whole number of at least 1$"),
         (
             "-np two true",
             "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$",
         ),
-        ("-np 2 -np 3 true -np -np", "^-np came 2 times; give it once$"),
+        ("-np 2 -np 3 true -np -np", "^-np was given 2 times; give it once$"),
     ],
 )
 def test_horovodruns_own_options_are_refused_in_one_line(monkeypatch, arguments, message):
@@ -285,7 +285,7 @@ SAID = {
     "root@s9: Permission denied (publickey).": "does not let",
     "connect to host s9 port 22: Connection timed out": r"host s9 cannot be reached \(Connection timed out\)",
     "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.": "ssh-keygen -R s9",
-    "": "ssh to host s9 failed: it said nothing; try: ssh s9 true",
+    "": "ssh to host s9 failed: no error message; try: ssh s9 true",
 }
 
 

@@ -296,7 +296,7 @@ def test_kubectl_gets_the_file(kind):
     [
         (JOB, {}, r"is not set; .*cluster\.image="),
         (JOB, {"image": "i", "ranks_per_worker": 3}, r"8 ranks do not divide .*=3"),
-        (Job(WORDS, 2, parse_hosts("s1,s2")), {"image": "i"}, "came with -H"),
+        (Job(WORDS, 2, parse_hosts("s1,s2")), {"image": "i"}, "does not take -H"),
         (JOB, {"image": "i", "name": "My_run"}, "cluster.name=My_run is not a name"),
         (JOB, {"image": "i", "name": "a" * 41}, "up to 40"),
         (

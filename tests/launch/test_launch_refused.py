@@ -77,7 +77,7 @@ def test_hosts_that_are_not_to_be_reached(tmp_path, how):
         on(lab, "s2", "touch /run/no-sshd; kill $(cat /run/sshd.pid)")
         assert "nothing answers ssh on host s2, port 22" in refused(lab, tmp_path, how)
         (lab.of("s3") / ".ssh" / "authorized_keys").unlink()
-        assert "host s3 does not let root in without a password" in refused(
+        assert "host s3 does not let you in without a password" in refused(
             lab, tmp_path, how, "s1:1,s3:1"
         )
         lab("stop", "s2")

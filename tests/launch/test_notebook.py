@@ -74,7 +74,7 @@ def test_a_notebook_on_two_ranks(tmp_path):
     needed = (
         "write %%ranks 2, or %%ranks 4",
         "SyntaxError",
-        "argument -np: 0 came where a whole number of at least 1",
+        "argument -np: 0 is not a whole number of at least 1",
     )
     assert all(part in text for part, text in zip(needed, refused)), refused
 

@@ -229,7 +229,7 @@ def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (
             ["--np", "two"],
-            "argument --np/-np: two came where a whole number of at least 1 was needed; "
+            "argument --np/-np: two is not a whole number of at least 1; "
             "see python -m hvtrain spark --help",
         ),
     ]:
@@ -337,8 +337,8 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
             {},
             "can only run python -m hvtrain, and python train.py came",
         ),
-        (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np; its ranks are fixed"),
-        (Job(WORDS, 2, parse_hosts("s1:2")), {}, "came with -H; Spark chooses the hosts"),
+        (Job(WORDS, 2, min_ranks=1), {}, "does not take --min-np; its ranks are fixed"),
+        (Job(WORDS, 2, parse_hosts("s1:2")), {}, "does not take -H; Spark chooses the hosts"),
         (
             Job(WORDS, 2),
             {"master": "s1:7077"},

@@ -241,9 +241,9 @@ def test_measured_here():
     ("arguments", "message"),
     [
         ([], "the following arguments are required: -np; see python -m hvtrain plan --help"),
-        (["-np", "0"], "0 came where a whole number of at least 1 was needed"),
-        (["-np", "2", "--link-gbits", "-3"], "-3 came where a number of 0 or more was needed"),
-        (["-np", "2", "--step-seconds", "0"], "0 came where a number above 0 was needed"),
+        (["-np", "0"], "0 is not a whole number of at least 1"),
+        (["-np", "2", "--link-gbits", "-3"], "-3 is not a number of 0 or more"),
+        (["-np", "2", "--step-seconds", "0"], "0 is not a number above 0"),
         (
             ["-np", "2", "--step-seconds", "1", "--measure"],
             "not allowed with argument --step-seconds",
@@ -255,7 +255,10 @@ def test_measured_here():
         ),
         (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
         (["-np", "2", "--advise"], "give -np 2 or more, and --step-seconds S or --measure"),
-        (["-np", "2", "strategy=parameter_server"], "strategy=parameter_server has none; choose"),
+        (
+            ["-np", "2", "strategy=parameter_server"],
+            "strategy=parameter_server does not use; choose",
+        ),
         (
             ["-np", "2", "--calibrate", "none.json"],
             "--calibrate none.json cannot be read: No such file",

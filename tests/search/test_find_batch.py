@@ -161,9 +161,9 @@ def test_ranks_that_take_no_steps_of_their_own_are_refused():
         ),
         (
             ["--largest", "0"],
-            "argument --largest: 0 came where a whole number of at least 1 was needed",
+            "argument --largest: 0 is not a whole number of at least 1",
         ),
-        (["--memory", "0"], "argument --memory: 0 came where a number above 0 was needed"),
+        (["--memory", "0"], "argument --memory: 0 is not a number above 0"),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
     ],
 )

@@ -81,7 +81,7 @@ def test_a_test_that_ends_at_once_has_a_picture(losses, tmp_path):
         ),
         (
             ["--steps", "5"],
-            "argument --steps: 5 came where a whole number of at least 10 was needed",
+            "argument --steps: 5 is not a whole number of at least 10",
         ),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
         (["--foo"], "unknown option --foo"),

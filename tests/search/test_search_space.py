@@ -26,9 +26,9 @@ def space(folder: Path, text: str):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names no setting"),
+        ("", "defines no settings"),
         ("seed: [1", "cannot be read"),
-        ("seed: 3", "seed is 3, which is not what to search; write {low: 1, high: 9}"),
+        ("seed: 3", "seed is 3, which does not define a search; write {low: 1, high: 9}"),
         ("seed: {low: 1, hihg: 2}", "seed: unknown key 'hihg'; did you mean 'high'?"),
         ("seed: {low: 1}", "seed is {'low': 1}; write {low: 1, high: 9}"),
         ("seed: {low: 2, high: 1}", "low 2 is not below high 1; widen the range"),
@@ -42,7 +42,7 @@ def space(folder: Path, text: str):
         ),
         ("seed: {choices: []}", "seed is {'choices': []}; write"),
         ("seed: {choices: [1], log: true}", "seed is {'choices': [1], 'log': True}; write"),
-        ("seed: {choices: [{a: 1}]}", "{'a': 1} is not a value, or a list of values"),
+        ("seed: {choices: [{a: 1}]}", "{'a': 1} is neither a value nor a list of values"),
     ],
 )
 def test_a_space_that_is_none_is_refused_in_one_line(text, message, tmp_path):
@@ -99,9 +99,9 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
         (["sweep=optimizer", "trials=0"], "trials=0 is not a whole number of at least 1"),
         (
             ["sweep=optimizer", "run.dir=a"],
-            "run.dir=a came, and each trial has a run folder of its own",
+            "run.dir=a was given, but each trial has its own run folder",
         ),
-        (["sweep=optimizer", "train.batch_size=8"], "train.batch_size=8 came, and"),
+        (["sweep=optimizer", "train.batch_size=8"], "train.batch_size=8 was given, but"),
         (["sweep=own.yaml", DATA], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (["sweep=wide.yaml", DATA], "train.batch_size=0 is out of range; it must be at least 1"),
         (["sweep=optimizer", "modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
@@ -111,7 +111,7 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
         ),
         (["sweep=optimizer", DATA, "--output", "used"], "is not empty and holds no sweep"),
         (["sweep=optimizer", DATA, "--output", "broken"], "cannot be used as the file of a sweep"),
-        (["sweep=optimizer", "-np", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["sweep=optimizer", "-np", "0"], "0 is not a whole number of at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -196,7 +196,8 @@ def test_the_task_knows_better_which_values_are_good():
     Goal("val_closeness", "max", is_explicit=True).check([start])
     Goal("val_loss", "max").check([start])
     with pytest.raises(
-        ConfigError, match="val_closeness looked like one whose max is best, and the task says min"
+        ConfigError,
+        match="judging by its name, val_closeness is best at its max, but the task says min",
     ):
         Goal("val_closeness", "max").check([start])
 

@@ -124,7 +124,7 @@ def test_another_host_gets_the_newest_state_and_removes_what_is_gone(
     write(begun.folder, 4)
     with pytest.raises(
         StorageError,
-        match=rf"^{begun.address} is written by a later start on .*; wait for its end$",
+        match=rf"^{begun.address} was taken over by a later start on .* at .*; wait for that one to finish$",
     ):
         begun.send()
     write(other.folder, 4)

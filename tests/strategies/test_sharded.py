@@ -74,7 +74,7 @@ def test_a_checkpoint_holds_whole_slots_that_a_run_with_or_without_sharding_goes
 
 def test_the_summary_and_the_proof_say_what_is_sent(runs):
     folder, _, output = runs
-    line = "sharded optimizer: a step also gathers the weights, half the bytes of whole gradients"
+    line = "sharded optimizer (each step also all-gathers the weights: half the traffic of an all-reduce)"
     assert line in " ".join(output.split())
     results = [
         json.loads((folder / name / "result.json").read_text()) for name in ("plain", "to_sharded")

@@ -71,9 +71,7 @@ def test_a_strategy_that_reduces_nothing_is_stopped(two_ranks):
 
 @pytest.mark.nightly
 def test_a_job_that_is_not_elastic_is_refused(two_ranks):
-    why = (
-        "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo"
-    )
+    why = "strategy=elastic needs an elastic job, and this is not one; start it with horovodrun --gloo"
     assert all(why in error for error in errors(two_ranks, "elastic"))
 
 
@@ -177,7 +175,11 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
-        (signal.SIGTERM, 75, "hvtrain: SIGTERM came before training began, so nothing was saved\n"),
+        (
+            signal.SIGTERM,
+            75,
+            "hvtrain: SIGTERM arrived before training began, so nothing was saved\n",
+        ),
         (signal.SIGINT, 130, "hvtrain: interrupted; nothing new was saved\n"),
     ],
 )

@@ -123,7 +123,8 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
             compose(["--config-dir", str(tmp_path / "alone")])
     (tmp_path / "run/config.yaml").unlink()
     with pytest.raises(
-        ConfigError, match=r"is the folder of a run without its config\.yaml; give another folder"
+        ConfigError,
+        match=r"is a run folder without its config\.yaml; restore that, or give another folder",
     ):
         compose(["--config-dir", str(tmp_path / "run")])
 

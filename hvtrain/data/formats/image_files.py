@@ -35,8 +35,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 # The first bytes of files that often pass for images by name, with what they are.
-NO_IMAGES = {
-    b"<svg": "SVG, which has to be converted",
+NOT_IMAGES = {
+    b"<svg": "SVG, which must be converted",
     b"<": "a web page",
     b"%PDF": "a PDF",
     b"version https://git-lfs": "a Git LFS pointer; `git lfs pull` gets the image itself",
@@ -96,12 +96,12 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     if deep and max(deep.values()) < LEAST_DEEP_VALUE:
         location, largest = max(deep.items(), key=lambda item: item[1])
         raise DataError(
-            f"{location} has 16 bits a channel and no value above {largest:,}, which would be read as "
-            f"{largest >> 8} of 255; write the images with 8 bits (values x 255 / their largest possible one)"
+            f"{location} has 16 bits a channel and no value above {largest:,}, which would become "
+            f"{largest >> 8} of 255; rescale the images to 8 bits (value x 255 / largest possible value)"
         )
 
     kinds = " and ".join(name for name, _ in formats.most_common())
-    scope = f"{sum(formats.values())} looked at"
+    scope = f"{sum(formats.values())} sampled"
     phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing.phrase()}"]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
@@ -133,9 +133,9 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
         tf.errors.InvalidArgumentError: The image cannot be decoded.
     """
     content = np.asarray(data).item()[:-1]
-    kind = next((NO_IMAGES[mark] for mark in NO_IMAGES if content.startswith(mark)), "damaged")
+    kind = next((NOT_IMAGES[mark] for mark in NOT_IMAGES if content.startswith(mark)), "damaged")
     if content[4:8] == b"ftyp":
-        kind = "HEIC or a film, which has to be converted"
+        kind = "HEIC or a video, which must be converted"
     problem = f"Image cannot be decoded: it is {kind}"
     try:
         with Image.open(io.BytesIO(content)) as image:

@@ -51,7 +51,7 @@ FITS = ("crop", "pad", "stretch")
 # Crops drawn for each image, of which the first that fits is used; as in torchvision.
 ATTEMPTS = 10
 # libjpeg can decode a JPEG at a reduced size, with its sides divided by one of these numbers.
-JPEG_FRACTIONS = (1, 2, 4, 8)
+JPEG_DIVISORS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class RandomResizedCrop:
             low, high = limits
             if not 0 < low <= high <= most:
                 raise ConfigError(
-                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest] "
-                    "above 0, of area at most 1"
+                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest], "
+                    "both above 0 and, for area, at most 1"
                 )
 
     def draw(self, number: Any, seed: tf.Tensor) -> tf.Tensor:
@@ -150,12 +150,12 @@ class Sizing:
         check_choice("dataset.fit", self.fit, FITS)
         if not 0 < self.crop_fraction <= 1:
             raise ConfigError(
-                f"dataset.crop_fraction={self.crop_fraction} is out of range; give a part of the sides, such as 0.875"
+                f"dataset.crop_fraction={self.crop_fraction} is out of range; give a fraction of 1, such as 0.875"
             )
 
     @property
     def border(self) -> tuple[int, int]:
-        """Pixels that crop_fraction cuts off: at top and bottom, each, and at left and right, each."""
+        """Rows cut off at the top and at the bottom each, and columns at the left and at the right each."""
         height, width = (
             round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2]
         )
@@ -339,8 +339,8 @@ def _decode_random(
         # Decodes at the smallest size that is still large enough, with the crop rounded to its pixels. Area
         # and antialias average pixels anyway; bilinear does not, so it decodes at full size like validation.
         reduction = tf.minimum(window[2] // height, window[3] // width)
-        index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
-        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
+        index = tf.reduce_sum(tf.cast(reduction >= JPEG_DIVISORS[1:], tf.int32))
+        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_DIVISORS])
 
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)

@@ -14,12 +14,18 @@ from hvtrain.checkpoint import model_state, store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
 from hvtrain.core.schedule import rate_factor
-from hvtrain.errors import INTERRUPTED, RESTART_HELPS, CheckpointError, TrainingError
+from hvtrain.errors import (
+    INTERRUPTED,
+    NOT_FINITE_ADVICE,
+    RESTART_HELPS,
+    CheckpointError,
+    TrainingError,
+)
 from hvtrain.keras.gradients import are_finite
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
-from hvtrain.training.callbacks.guard import ADVICE, NAMES_LAYER
+from hvtrain.training.callbacks.guard import NAMES_LAYER
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 from hvtrain.training.resume import gather_arrays
 
@@ -354,7 +360,7 @@ class Checkpointing(_Saving):
             return None
         return TrainingError(
             f"weights are not finite after step {self.position.step:,}, so no checkpoint of it is written; "
-            f"{ADVICE}{NAMES_LAYER}"
+            f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
         )
 
 

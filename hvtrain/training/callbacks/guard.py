@@ -13,18 +13,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.errors import DataError, TrainingError
+from hvtrain.errors import NOT_FINITE_ADVICE, DataError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import ranks_at_fault
+from hvtrain.keras.process import is_lost_rank_error
 from hvtrain.keras.sharded_embedding import wrong_ids
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-ADVICE = (
-    "the last checkpoint is from before; lower optimizer.learning_rate, clip gradients "
-    "(+optimizer.global_clipnorm=1), or look at that data"
-)
 NAMES_LAYER = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
@@ -62,7 +59,7 @@ class Guard(RunCallback):
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         raise TrainingError(
             f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; "
-            f"{ADVICE}{NAMES_LAYER}"
+            f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
         )
 
 
@@ -75,7 +72,7 @@ def explain_errors(
 
     Args:
         context: The run's context.
-        search: Describes the first value of a step that is not finite; collective. None: there is no search.
+        search: Collective function that describes a step's first non-finite value; None: do not search.
 
     Raises:
         TrainingError: A gradient is not finite.
@@ -99,10 +96,10 @@ def explain_errors(
                 hint = ""
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
-                f"nothing of it reached the weights; {ADVICE}{hint}"
+                f"nothing of it reached the weights; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
-        if "orovod" in str(error):
+        if is_lost_rank_error(error):
             # Horovod's errors are OpErrors too, and searching all files for damage would be pointless.
             raise
         cause = wrong_ids(error) or context.run.source.explain(error)
@@ -169,7 +166,7 @@ class OneBatch(RunCallback):
             return  # Stopped by a signal or a time limit.
         if self.position.start_step:
             log.info(
-                "whether one batch was memorized is not judged, since the run resumed; start it in a new run.dir"
+                "cannot tell whether the batch was memorized, since this run was resumed; start again in a new run.dir"
             )
             return
 
@@ -186,7 +183,7 @@ class OneBatch(RunCallback):
             return
         raise TrainingError(
             f"{batch} was not memorized in {self.position.step:,} steps: {changes}; look for a fault "
-            "in the last layer, the loss, the targets, frozen layers or the learning rate, or give more train.steps"
+            "in the last layer, the loss, the targets, frozen layers or the learning rate, or raise train.steps"
         )
 
     def _evaluate(self) -> dict[str, float]:

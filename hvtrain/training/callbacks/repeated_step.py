@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.errors import ConfigError, TrainingError, in_one_line
+from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
 from hvtrain.strategies.loop import replaced
-from hvtrain.training.callbacks.guard import ADVICE, named
+from hvtrain.training.callbacks.guard import named
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LayerSearch(RunCallback):
             step = self.position.step
             origin = self.find_origin(step)
             raise TrainingError(
-                f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}"
+                f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {NOT_FINITE_ADVICE}"
             )
 
     def find_origin(self, step: int) -> str:
