@@ -291,5 +291,5 @@ SAID = {
 
 @pytest.mark.parametrize("text", SAID)
 def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
-    trouble = Ssh().trouble("s9", text)
-    assert re.search(SAID[text], trouble) and "\n" not in trouble
+    explanation = Ssh().explain_failure("s9", text)
+    assert re.search(SAID[text], explanation) and "\n" not in explanation
