@@ -187,11 +187,11 @@ class DigestTaking(Checkpointing):
         self.repetition = repetition
         self.save_freq = math.gcd(repetition.begin, *repetition.saves)
         if repetition.each_step:
-            self.save_freq = math.lcm(self.position.plan.accumulate, self.run.strategy.sync_every)
+            self.save_freq = math.lcm(self.plan.accumulate, self.run.strategy.sync_every)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
-        step = self.position.step
+        step = self.step
         if (
             self.repetition.each_step
             and step not in self.repetition.saves
@@ -203,7 +203,7 @@ class DigestTaking(Checkpointing):
 
     def _minutes_due(self) -> bool:
         # The run may have saved here because of the clock or a signal.
-        return self.position.step in self.repetition.saves
+        return self.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
         # As the run did before each checkpoint: this changes weights that no gradient touches.
@@ -211,9 +211,9 @@ class DigestTaking(Checkpointing):
         self._take()
 
     def _take(self) -> None:
-        step = self.position.step
+        step = self.step
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
-        if self.comm.topology.is_chief:
+        if self.is_chief:
             arrays = model_state.snapshot(self.model, [], None, parts)
             self.repetition.digests[step] = digests_of(arrays)
             if step == self.repetition.measured:

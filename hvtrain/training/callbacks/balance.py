@@ -82,7 +82,7 @@ class Balance(RunCallback):
         if old_seconds < LEAST_GAIN * new_seconds or saved_seconds < cost:
             return
 
-        if self.run.topology.is_chief:
+        if self.is_chief:
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",

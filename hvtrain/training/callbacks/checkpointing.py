@@ -40,7 +40,7 @@ class Interruption(RunCallback):
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
         # Only by the chief's clock: other ranks' clocks would request the stop a step earlier or later.
-        if self._limit and self.run.topology.is_chief:
+        if self._limit and self.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
@@ -202,7 +202,7 @@ class _Saving(RunCallback):
             parts: The whole values of sharded variables, by key.
             meta: More facts for the checkpoint's meta.
         """
-        step = self.position.step
+        step = self.step
         epoch, step_in_epoch = self.plan.position(step)
         return store.Checkpoint(
             path=Path(store.folder_name(step)),
@@ -285,15 +285,15 @@ class Checkpointing(_Saving):
             # An elastic job continues from memory, and a run that was stopped does not continue here.
             in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)
-            if goes_on and not self.report.stopped_by and whole_step != self.position.step:
+            if goes_on and not self.report.stopped_by and whole_step != self.step:
                 # The next attempt would resume from an older checkpoint and come here again, endlessly.
                 raise CheckpointError(
-                    f"the rest of the run needs the checkpoint of step {self.position.step}, which was not written; "
+                    f"the rest of the run needs the checkpoint of step {self.step}, which was not written; "
                     "make room, then start again with the same run.dir"
                 )
 
     def _validated_now(self) -> bool:
-        return self.validation.latest_step == self.position.step
+        return self.validation.latest_step == self.step
 
     def _minutes_due(self) -> bool:
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
@@ -314,7 +314,7 @@ class Checkpointing(_Saving):
         # Moving statistics follow each rank's own batches; the checkpoint gets their means.
         self.weights.average_untrained()
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
-        self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
+        self.weights(f"before the checkpoint of step {self.step:,}", everything=True)
 
         # One exchange for the state of all ranks and for errors: weights that must not be saved, and a
         # failure of the chief's previous write.
@@ -330,12 +330,12 @@ class Checkpointing(_Saving):
 
         states = [state for state, *_ in gathered]
         if model_state.keeps_memory(self.model):
-            memory = model_state.rank_memory(self.model, self.comm.topology.is_chief)
+            memory = model_state.rank_memory(self.model, self.is_chief)
             memories = gather_arrays(memory, self.comm)
             states = [{**state, **arrays} for state, arrays in zip(states, memories)]
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
-        if self.comm.topology.is_chief:
+        if self.is_chief:
             # An interrupted run can be resumed; one that a callback has stopped is complete.
             goes_on = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not goes_on
@@ -353,7 +353,7 @@ class Checkpointing(_Saving):
         if not self.run.config.guard.finite or are_finite(weights):
             return None
         return TrainingError(
-            f"weights are not finite after step {self.position.step:,}, so no checkpoint of it is written; "
+            f"weights are not finite after step {self.step:,}, so no checkpoint of it is written; "
             f"{ADVICE}{NAMES_LAYER}"
         )
 
@@ -381,6 +381,6 @@ class MemoryCommit(_Saving):
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
         # With the step in meta, which the writer adds to a checkpoint on disk.
-        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
+        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.step)
         if not self.position.is_last:
             self.strategy.membership.check()

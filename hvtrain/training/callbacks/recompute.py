@@ -89,7 +89,7 @@ class Recompute(RunCallback):
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
-            self._step = self.position.step + 1
+            self._step = self.step + 1
             self._before = self._values()
             self._is_due.assign(True)
 

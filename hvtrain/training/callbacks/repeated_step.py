@@ -66,7 +66,7 @@ class LayerSearch(RunCallback):
         is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         if ranks:
-            step = self.position.step
+            step = self.step
             origin = self.find_origin(step)
             raise TrainingError(
                 f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}"

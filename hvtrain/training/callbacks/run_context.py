@@ -185,3 +185,12 @@ class RunCallback(keras.callbacks.Callback):
     def plan(self) -> StepPlan:
         """The plan of the run's steps."""
         return self.position.plan
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the run has done."""
+        return self.position.step
+
+    @property
+    def is_chief(self) -> bool:
+        return self.run.topology.is_chief

@@ -78,7 +78,7 @@ class Tracking(RunCallback):
         def end(name: str, tracker: Tracker) -> None:
             if values:
                 tracker.scalars(
-                    self.position.step,
+                    self.step,
                     {plain_name(key): value for key, value in values.items()},
                 )
             tracker.finish(state, files or [])
