@@ -52,11 +52,11 @@ from hvtrain.training.finish import (
     write_results,
     write_review,
 )
-from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
+from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume
 from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
 from hvtrain.training.run_folder import note_start, open_run_folder
 from hvtrain.training.saved_model import MODEL_FILE
-from hvtrain.training.setup import Ingredients, build_model, plan_run
+from hvtrain.training.setup import build_model, open_data, open_task_and_layers, plan_run
 
 log = logging.getLogger(__name__)
 
@@ -195,16 +195,13 @@ def open_inputs(
     if saved and not any(name.startswith("dataset.") for name in changed):
         fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
-    ingredients = comm.all_or_raise(
-        lambda: Ingredients(config, strategy.topology.rank, fitted_files)
-    )
-    source = ingredients.source
+    source = comm.all_or_raise(lambda: open_data(config, strategy.topology.rank, fitted_files))
     plan, topology = plan_run(config, source, strategy, before or None)
-    # After the plan, which refuses too few examples: combine might blame something else, such as missing classes.
-    comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
+    # After the plan, which refuses too few examples: the task might blame something else, such as missing classes.
+    is_resized = plan.is_resized or strategy.cuts_batches
+    task = comm.all_or_raise(lambda: open_task_and_layers(config, source, is_resized))
     manifest = check_same_data(comm, source, config.guard.data)
-    changes = with_change(before, saved.step if saved else 0, changed)
-    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes, before.get("goodput"))
+    meta = checkpoint_meta(config, plan, manifest, state.run_id, saved, changed)
     if saved:
         comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
     described = comm.all_or_raise(lambda: describe_data(source))
@@ -213,7 +210,7 @@ def open_inputs(
         strategy,
         topology,
         source,
-        ingredients.task,
+        task,
         plan,
         folder,
         meta,

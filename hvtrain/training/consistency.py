@@ -160,12 +160,8 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
     comm = run.strategy.comm
     source = run.source
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
-    error = _check_kinds(run, first[0], is_resumed) if comm.topology.is_chief else None
-
-    faults, errors = zip(*comm.gather((run.task.fault(first[1], source), error)))
-    if errors[0]:
-        raise errors[0]
-    for rank, fault in enumerate(faults):
+    comm.on_chief(lambda: _check_kinds(run, first[0], is_resumed))
+    for rank, fault in enumerate(comm.gather(run.task.fault(first[1], source))):
         if fault:
             example, problem = fault
             raise DataError(
@@ -185,21 +181,17 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
             )
 
 
-def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
-    """Records the kinds of a batch's inputs, or returns an error if they have changed (chief only)."""
+def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
+    """Records the kinds of a batch's inputs, or raises DataError if they have changed (chief only)."""
     source = run.source
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))
         inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), finished)
     kept = kinds.read(run.folder) if is_resumed else {}
-    if not kept:
-        kinds.keep(run.folder, inputs, run.described)
-        return None
-    try:
+    if kept:
         kinds.check(source.name, kept, kinds.kinds_of(inputs), run.config.guard.data)
-    except DataError as error:
-        return error
-    return None
+    else:
+        kinds.keep(run.folder, inputs, run.described)
 
 
 def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:

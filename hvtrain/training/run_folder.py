@@ -181,7 +181,29 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
         for start in earlier:
             if start.get("git"):
                 start["git"]["diff"] = ""  # The newest start's is enough.
-        starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
+        here = Path.cwd()
+        facts = {
+            "began": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": command(sys.argv, hosts),
+            "folder": str(here),
+            "num_ranks": run.plan.size,
+            "num_replicas": run.strategy.num_computing,
+            "hosts": dict(Counter(hosts)),
+            "first_step": step,
+            "num_steps": run.plan.num_steps,
+            "steps_per_epoch": run.plan.steps_per_epoch,
+            "best": run.best,
+            "sign": run.task.sign(run.best),
+            "described": described,
+            "versions": run.meta["versions"],
+            "system": {
+                "system": platform.platform(),
+                "processor": processor(),
+                "cores": os.cpu_count(),
+            },
+            "git": checkout(here),
+        }
+        starts = [*earlier[1 - MOST_STARTS :], facts]
         ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
         # The modification time of the file tells when the last step ended (see note_step). If this start ends
@@ -190,36 +212,6 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             note_step(run.folder, ended)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
-
-
-def _facts(
-    run: "Run",
-    hosts: Sequence[str],
-    described: dict[str, str],
-    step: int,
-) -> dict[str, Any]:
-    here = Path.cwd()
-    return {
-        "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command(sys.argv, hosts),
-        "folder": str(here),
-        "num_ranks": run.plan.size,
-        "num_replicas": run.strategy.num_computing,
-        "hosts": dict(Counter(hosts)),
-        "first_step": step,
-        "num_steps": run.plan.num_steps,
-        "steps_per_epoch": run.plan.steps_per_epoch,
-        "best": run.best,
-        "sign": run.task.sign(run.best),
-        "described": described,
-        "versions": run.meta["versions"],
-        "system": {
-            "system": platform.platform(),
-            "processor": processor(),
-            "cores": os.cpu_count(),
-        },
-        "git": checkout(here),
-    }
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:

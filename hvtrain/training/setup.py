@@ -47,10 +47,10 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
-class Ingredients:
-    """Opens the data set and builds the task that a run's settings name; combine adds the layers of augment.
-
-    Model and optimizer are built later, by build_model, since they need the run's plan.
+def open_data(
+    config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
+) -> Source:
+    """Opens the data set of a run on this rank. Its task, model and optimizer follow: they need the run's plan.
 
     Args:
         config: The run's settings.
@@ -58,42 +58,16 @@ class Ingredients:
         fitted_files: Files, by name, with what earlier starts fitted to the training data, if any.
 
     Raises:
-        ConfigError: Settings, data set and task do not fit each other.
+        ConfigError: Settings and data set do not fit each other.
         DataError: The data set cannot be opened.
     """
-
-    def __init__(
-        self, config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
-    ) -> None:
-        seed_everything(config, rank)
-        self.source = open_source(config)
-        self.task: Task = build(config, "task", Task)
-        if fitted_files:
-            fitted.apply(self.source, fitted_files)
-        # With a GPU, batches are copied to it as they are stored, and the step normalizes them.
-        self.source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
-
-    def combine(self, config: RunConfig, is_resized: bool = False) -> None:
-        """Checks that the task fits the data set, and adds the layers of augment to its streams.
-
-        Args:
-            config: The run's settings.
-            is_resized: The run continues with another number of ranks. Layers on the device then move
-                to the input pipeline, whose batches are still those of the earlier ranks.
-
-        Raises:
-            ConfigError: Settings, data set and task do not fit each other.
-        """
-        self.task.prepare(self.source)
-        if config.data.bucket_by_length and self.source.lengths("train") is None:
-            raise ConfigError(
-                f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
-                f"{self.source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
-            )
-        if config.augment:
-            open_augmentation(config, self.source, self.task)
-        if is_resized and self.source.augmentation:
-            self.source.augmentation.in_step = False
+    seed_everything(config, rank)
+    source = open_source(config)
+    if fitted_files:
+        fitted.apply(source, fitted_files)
+    # With a GPU, batches are copied to it as they are stored, and the step normalizes them.
+    source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
+    return source
 
 
 def open_source(config: RunConfig) -> Source:
@@ -109,6 +83,31 @@ def open_task(config: RunConfig, source: Source) -> Task:
     """Builds the task, and checks that it fits the source."""
     task: Task = build(config, "task", Task)
     task.prepare(source)
+    return task
+
+
+def open_task_and_layers(config: RunConfig, source: Source, is_resized: bool) -> Task:
+    """Builds the task, and adds the layers of augment to the streams of its data set.
+
+    Args:
+        config: The run's settings.
+        source: The data set.
+        is_resized: The run continues with another number of ranks. Layers on the device then move
+            to the input pipeline, whose batches are still those of the earlier ranks.
+
+    Raises:
+        ConfigError: Settings, data set and task do not fit each other.
+    """
+    task = open_task(config, source)
+    if config.data.bucket_by_length and source.lengths("train") is None:
+        raise ConfigError(
+            f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
+            f"{source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
+        )
+    if config.augment:
+        open_augmentation(config, source, task)
+    if is_resized and source.augmentation:
+        source.augmentation.in_step = False
     return task
 
 
