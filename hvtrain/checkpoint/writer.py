@@ -284,15 +284,24 @@ class Writer:
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
         """Waits for the previous write, then starts this one. The arrays must not change afterwards."""
         self.outcome()
-        self._begin(self._work_and_copy, step, arrays, meta)
+        self._begin(self._work, step, arrays, meta)
 
     def copy(self) -> None:
         """Starts sending another host the checkpoints that it lacks; call it before the first submit."""
-        self._begin(self._send)
+        self._begin()
 
-    def _begin(self, work: Callable[..., None], *args: Any) -> None:
+    def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
+        """Does the work in the background, then sends another host the checkpoints that it lacks."""
+
+        def run() -> None:
+            try:
+                work(*args)
+                self._copy()
+            except BaseException as error:
+                self._note(error)
+
         # A daemon thread: a failing process waits for the disk in __exit__, but not forever.
-        self._thread = threading.Thread(target=work, args=args, name="checkpoints", daemon=True)
+        self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
         self._thread.start()
 
     def outcome(self) -> UserError | None:
@@ -325,33 +334,17 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work_and_copy(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        self._work(step, arrays, meta)
-        if self.whole_step == step:
-            self._send()
-
-    def _send(self) -> None:
-        try:
-            self._copy()
-        except BaseException as error:
-            self._note(error)
-
     def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        try:
-            write(self._folder, step, arrays, meta)
-            value = meta["metrics"].get(self._best, math.nan)
-            # After the write, so that the record of the best names a complete checkpoint.
-            if math.isfinite(value) and self._is_best(value):
-                mark_best(self._folder, step, self._best, value)
-            config = self._config
-            prune(
-                self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours
-            )
-            self._unsaved = ""
-            self.whole_step = step
-            self.whole_at = time.time()
-        except BaseException as error:
-            self._note(error)
+        write(self._folder, step, arrays, meta)
+        value = meta["metrics"].get(self._best, math.nan)
+        # After the write, so that the record of the best names a complete checkpoint.
+        if math.isfinite(value) and self._is_best(value):
+            mark_best(self._folder, step, self._best, value)
+        config = self._config
+        prune(self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+        self._unsaved = ""
+        self.whole_step = step
+        self.whole_at = time.time()
 
     def _note(self, error: BaseException) -> None:
         """Keeps the error if it stops training; otherwise logs a warning."""

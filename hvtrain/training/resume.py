@@ -223,19 +223,17 @@ def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
     """
     topology = comm.topology
     ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
-    return [received for received in ranks if received is not None] if topology.is_chief else []
+    return [received for received in ranks if received is not None]
 
 
 def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
     """Sends each rank its arrays from the chief's list, and returns them (every rank)."""
     topology = comm.topology
-    own: Arrays = {}
-    for rank in range(topology.size):
-        arrays = arrays_by_rank[rank] if topology.is_chief else None
-        received = send_arrays(arrays, 0, comm, rank == topology.rank)
-        if rank == topology.rank:
-            own = received or {}
-    return own
+    sent = arrays_by_rank if topology.is_chief else [{}] * topology.size
+    received = [
+        send_arrays(arrays, 0, comm, rank == topology.rank) for rank, arrays in enumerate(sent)
+    ]
+    return received[topology.rank] or {}
 
 
 def send_arrays(

@@ -149,22 +149,21 @@ def _report_until(run: Run, position: Position) -> RunReport:
 
     Later rows belong to steps that were lost and are trained again.
     """
-    comm = run.strategy.comm
-    records = comm.on_chief(lambda: read_history(run.folder))
+    folder = run.folder
+    records, seconds, ended = run.strategy.comm.on_chief(
+        lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
+    )
     # By epoch: an earlier plan of the run may have counted steps differently.
     records = [record for record in records if record.epoch <= position.epoch]
     written = {record.epoch for record in records}
     lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
     if lost:
         log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
-    seconds = comm.on_chief(lambda: read_rank_seconds(run.folder))
     began = time.time() - (time.monotonic() - run.state.began)
     return RunReport(
         records,
         {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-        goodput=Goodput.resumed(
-            run.meta.get("goodput"), began, comm.on_chief(lambda: last_step_at(run.folder))
-        ),
+        goodput=Goodput.resumed(run.meta.get("goodput"), began, ended),
     )
 
 
