@@ -1,11 +1,10 @@
-"""The training loop: Keras's train step and callbacks, with several steps in one call of the graph.
+"""The parts of the training loop (Strategy.fit): Keras's train step, with several steps in one call of the graph.
 
 Keras's own fit can also run several steps per call, but always the same number, so its calls run past the
 ends of epochs, checkpoints and other intervals. And each of its calls has an overhead greater than the time
 of a small step.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.callbacks import Callback, CallbackList, LambdaCallback
+from keras.callbacks import Callback, LambdaCallback
 
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
@@ -89,70 +87,6 @@ class CallSteps:
             steps = CALL_SECONDS / max(median(self._timed[FIRST_TIMED_STEP:]), 1e-6)
             self._steps = self._broadcast(int(min(max(steps, 1), MAX_CALL_STEPS)))
             self._timed = None
-
-
-def train(
-    model: keras.Model,
-    begin_steps: Callable[[], Steps],
-    plan: StepPlan,
-    start_step: int,
-    callbacks: list[Callback],
-    call_steps: CallSteps,
-    settle: Callable[[], None],
-) -> None:
-    """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
-
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
-
-    Args:
-        model: compiled, with an optimizer that a strategy distributed.
-        begin_steps: returns the function that runs steps; called after the callbacks' on_train_begin.
-        plan: the plan of the run.
-        start_step: the step of the run at which to begin.
-        callbacks: all callbacks, in the order in which they are called.
-        call_steps: chooses the number of steps in each call of the graph.
-        settle: completes pending changes of the model at the end of an epoch.
-    """
-    callback_list = CallbackList(
-        callbacks,
-        add_history=True,
-        model=model,
-        verbose=0,
-        epochs=plan.num_epochs,
-        steps=plan.steps_per_epoch,
-    )
-    model.stop_training = False
-    callback_list.on_train_begin()
-
-    steps = begin_steps()
-    step = start_step
-    logs: dict[str, Any] = {}
-    while step < plan.num_steps and not model.stop_training:
-        epoch, in_epoch = plan.position(step)
-        begin = step - in_epoch
-        end = min(begin + plan.steps_per_epoch, plan.num_steps)
-        model.reset_metrics()
-        callback_list.on_epoch_begin(epoch)
-
-        while step < end and not model.stop_training:
-            number = call_steps.next(step, end)
-            callback_list.on_train_batch_begin(step - begin)
-            started = time.perf_counter()
-            logs = steps(number)
-            call_steps.record(time.perf_counter() - started)
-            step += number
-            callback_list.on_train_batch_end(step - begin - 1, logs)
-
-        # Also if a callback has cut the epoch short.
-        settle()
-        # As in Keras's fit: the metrics if a step returns exactly these, otherwise the last step's result.
-        metrics = model.get_metrics_result()
-        logs = dict(metrics if set(metrics) == set(logs) else logs)
-        callback_list.on_epoch_end(epoch, logs)
-
-    # Only at the end, since it overwrites the weights with their moving average, if there is one.
-    model.optimizer.finalize_variable_values(model.trainable_variables)
-    callback_list.on_train_end(logs)
 
 
 def evaluate_shard(
