@@ -295,17 +295,17 @@ def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) ->
     return assigned
 
 
-def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
-    """Sets weights, optimizer slots, iterations and learning rate to those of root_rank (every rank).
+def broadcast_model(model: keras.Model) -> None:
+    """Sets weights, optimizer slots, iterations and learning rate to those of rank 0 (every rank).
 
     Builds the optimizer first, so that its slots exist. Each rank keeps its own rows of sharded tables,
     and its own dropout seeds: with the same masks on all ranks, training would be less random than in
     one process on the joint batch.
     """
     optimizer = built_optimizer(model)
-    broadcast_variables(model.weights, root_rank)
+    broadcast_variables(model.weights, 0)
     if optimizer is not None:
-        broadcast_variables(optimizer.variables, root_rank)
+        broadcast_variables(optimizer.variables, 0)
         if hasattr(optimizer, "_hvtrain"):
             optimizer._hvtrain.weights_were_set()
     distribute_whole([*model.weights, *(optimizer.variables if optimizer else ())])

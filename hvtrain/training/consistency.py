@@ -15,7 +15,7 @@ from hvtrain.data import kinds
 from hvtrain.data.description import array_digest, listed
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, DataError, RankError
+from hvtrain.errors import ConfigError, DataError, RankError, UserError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
 from hvtrain.system.resources import cores_of_each
@@ -31,6 +31,13 @@ _PACKAGES = (
     "scikit-learn",
     "sentencepiece",
 )
+
+# What may differ between ranks: the error and what to do. Settings first: if they name different packages, different
+# code is only a consequence.
+_DIFFERENCES: dict[str, tuple[type[UserError], str]] = {
+    "settings": (ConfigError, "start all ranks with the same command"),
+    "programs": (RankError, "install the same versions and copy the same code to both hosts"),
+}
 
 # Settings that cannot change a single bit of the weights.
 _NOT_IN_BITS = re.compile(
@@ -50,25 +57,15 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
     # Digests suffice if all agree; without them, each of a thousand ranks would receive ten megabytes.
     if len(set(comm.gather(digest_of(own)))) == 1:
         return
-    ranks = comm.gather((*own.values(), comm.topology.host))
-    settings, programs, host = ranks[0]
-
-    # Settings first: if they name different packages, different code is only a consequence.
-    for rank, (other_settings, _, _) in enumerate(ranks):
-        difference = difference_of(settings, other_settings)
-        if difference:
-            raise ConfigError(
-                f"ranks 0 and {rank} were started with different settings: {difference}; "
-                "start all ranks with the same command"
-            )
-
-    for rank, (_, other_programs, other_host) in enumerate(ranks):
-        difference = difference_of(programs, other_programs)
-        if difference:
-            raise RankError(
-                f"rank 0 on {host} and rank {rank} on {other_host} run different programs: {difference}; "
-                "install the same versions and copy the same code to both hosts"
-            )
+    ranks = comm.gather((own, comm.topology.host))
+    first, first_host = ranks[0]
+    for kind, (error, advice) in _DIFFERENCES.items():
+        for rank, (other, host) in enumerate(ranks):
+            difference = difference_of(first[kind], other[kind])
+            if difference:
+                raise error(
+                    f"rank 0 on {first_host} and rank {rank} on {host} run different {kind}: {difference}; {advice}"
+                )
 
 
 def software(config: RunConfig) -> dict[str, str]:

@@ -257,14 +257,14 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     names: list[str] = []
     used: set[str] = set()
 
-    def selects(pattern: str, layer: keras.layers.Layer) -> bool:
-        if pattern.isdigit():
-            return layer.input_dim >= int(pattern)
-        return fnmatchcase(layer.name, pattern)
-
     def is_chosen(layer: keras.layers.Layer) -> bool:
         names.append(f"{layer.name} ({layer.input_dim} rows)")
-        matching = {pattern for pattern in patterns if selects(pattern, layer)}
+        matching = {
+            pattern
+            for pattern in patterns
+            if fnmatchcase(layer.name, pattern)
+            or (pattern.isdigit() and layer.input_dim >= int(pattern))
+        }
         used.update(matching)
         return bool(matching)
 

@@ -232,7 +232,8 @@ def test_the_loss_of_the_receiver_is_a_warning(hosts, caplog):
 )
 def test_where_there_is_no_other_disk_a_line_says_so(other, problem, tmp_path, monkeypatch, caplog):
     """The run goes on: a restart on the hosts that are left has the same settings."""
-    comm = Comm(Topology(0, 1, host="s1"))
+    comm = Comm()
+    comm.topology = Topology(0, 1, host="s1")
     gathered = iter([["s1", other], [False, False]])
     monkeypatch.setattr(comm, "gather", lambda value: next(gathered))
     run = SimpleNamespace(

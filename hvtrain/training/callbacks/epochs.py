@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
-from hvtrain.core.step_plan import StepPlan, share_of_progress
+from hvtrain.core.step_plan import share_of_progress
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
@@ -260,17 +260,14 @@ class GradientNoise(RunCallback):
 
     def on_train_end(self, logs: Any) -> None:
         if self.latest:
-            log.info("%s", noise_in_words(self.latest, self.plan))
-
-
-def noise_in_words(scale: float, plan: StepPlan) -> str:
-    """Describes the noise scale, and what it means for the run's number of ranks."""
-    joint_batch = plan.global_batch * plan.accumulate
-    share = share_of_progress(scale, joint_batch / plan.size, joint_batch)
-    return (
-        f"gradient noise scale: {scale:,.0f} examples; an example in the joint batch of {joint_batch:,} makes "
-        f"{share:.0%} of the progress of one in a rank's batch"
-    )
+            plan = self.plan
+            joint_batch = plan.global_batch * plan.accumulate
+            share = share_of_progress(self.latest, joint_batch / plan.size, joint_batch)
+            # What it means for the run's number of ranks.
+            log.info(
+                f"gradient noise scale: {self.latest:,.0f} examples; an example in the joint batch of {joint_batch:,} "
+                f"makes {share:.0%} of the progress of one in a rank's batch"
+            )
 
 
 class Recording(RunCallback):

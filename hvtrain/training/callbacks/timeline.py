@@ -86,8 +86,13 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.step - self._begin):
                 log.info("%s", line)
-            for viewer, path in traces_by_viewer(self.folder).items():
-                log.info("%s, for %s", path, viewer)
+            viewers = {
+                REDUCTIONS: "ui.perfetto.dev or chrome://tracing",
+                "*.xplane.pb": f"tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)",
+            }
+            for pattern, viewer in viewers.items():
+                for path in list(self.folder.rglob(pattern))[:1]:
+                    log.info("%s, for %s", path, viewer)
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
@@ -108,18 +113,6 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
             for name, seconds in (*horovod.items(), *tensorflow)
         ),
     ]
-
-
-def traces_by_viewer(folder: Path) -> dict[str, Path]:
-    """Returns the paths of the traces that were written, by the viewer that shows them."""
-    traces = {
-        "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
-        f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(
-            folder.rglob("*.xplane.pb"),
-            None,
-        ),
-    }
-    return {viewer: path for viewer, path in traces.items() if path and path.exists()}
 
 
 def reductions(path: Path) -> dict[str, float]:
