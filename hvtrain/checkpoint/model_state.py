@@ -178,7 +178,7 @@ def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None,
         own: name and variable in this run; (None, None): missing.
     """
 
-    def describe(name: str | None, array: Any) -> str:
+    def describe(name, array):
         return f"{name} of shape {tuple(array.shape)}" if name else "nothing"
 
     if describe(*saved) != describe(*own):

@@ -293,7 +293,7 @@ class Writer:
     def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
         """Does the work in the background, then sends another host the checkpoints that it lacks."""
 
-        def run() -> None:
+        def run():
             try:
                 work(*args)
                 self._copy()

@@ -176,7 +176,7 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
     if not path.is_dir():
         return {".": path.stat().st_size}
 
-    def fail(error: OSError) -> None:
+    def fail(error):
         raise error
 
     sizes = {}
@@ -222,7 +222,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     """
     resolved = dict.fromkeys(names)
 
-    def resolve(name: str) -> None:
+    def resolve(name):
         with contextlib.suppress(OSError):
             resolved[name] = socket.gethostbyname(name)
 
@@ -270,12 +270,12 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
     clocks: dict[str, tuple[float, float]] = {}
     server = socket.create_server(("", request["port"]), backlog=len(others) + 8)
 
-    def listen() -> None:
+    def listen():
         while True:
             caller, _ = server.accept()
             _in_background(answer_call, caller)
 
-    def answer_call(caller: socket.socket) -> None:
+    def answer_call(caller):
         with (
             contextlib.suppress(OSError),
             caller,
@@ -289,7 +289,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
                 stream.flush()
                 heard.add(name)
 
-    def connect(name: str) -> None:
+    def connect(name):
         while name in missing:
             try:
                 with socket.create_connection(tuple(others[name]), CONNECT_SECONDS) as call:

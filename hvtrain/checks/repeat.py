@@ -80,7 +80,7 @@ def repeat(
         stays: keep the ranks running, for another repetition.
     """
 
-    def attempt(silent: RunConfig, strategy: Strategy, state: RunState) -> int:
+    def attempt(silent, strategy, state):
         runner.join_ranks(silent, strategy)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)

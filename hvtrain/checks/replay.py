@@ -53,11 +53,11 @@ def replay() -> int:
 
     receipts = {}
 
-    def choose(_: int) -> "Repetition":
+    def choose(_):
         receipts.update(read_receipts(finished.folder))
         return choose_stretch(finished.folder, list(receipts), bounds)
 
-    def conclude(repetition: "Repetition") -> int:
+    def conclude(repetition):
         tolerance = None if finished.config.train.deterministic else options.tolerance
         code, lines = judge(receipts, repetition, tolerance)
         print("\n".join(lines))

@@ -7,7 +7,7 @@ the shapes and types of variables, between the ranks of one job.
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -106,7 +106,7 @@ def _compared(collective: Callable[..., Any], any_length: bool = False) -> Calla
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
-    def compare_and_call(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def compare_and_call(tensors, *args, **kwargs):
         tensors = [
             value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
             for value in tensors

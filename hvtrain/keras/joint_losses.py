@@ -113,10 +113,10 @@ def joint_batch(rows: Any) -> Any:
     options = {"ignore_name_scope": True}
 
     @tf.custom_gradient
-    def gather(own: tf.Tensor) -> Any:
+    def gather(own):
         lengths = hvd.allgather(tf.shape(own)[:1], name=f"{name}_lengths", **options)
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        def gradient(upstream):
             summed = hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient", **options)
             return tf.split(summed, lengths, num=hvd.size())[hvd.rank()]
 

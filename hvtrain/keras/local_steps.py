@@ -174,7 +174,7 @@ class LocalHook(Hook):
         if not self.outer:
             return
 
-        def take() -> None:
+        def take():
             for anchor, variable in zip(self.anchors, variables):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
@@ -243,11 +243,11 @@ class LocalSteps(Distributed):
         ]
         positions = [i for i, gradient in enumerate(dense) if gradient is not None]
 
-        def over_all() -> list[Any]:
+        def over_all():
             reduced = super(LocalSteps, self)._reduce(dense, variables)
             return [reduced[i] for i in positions]
 
-        def within_hosts() -> list[Any]:
+        def within_hosts():
             reduced = within(dense, variables)
             return [tf.identity(reduced[i]) for i in positions]
 

@@ -113,7 +113,7 @@ def batched(spec: Any) -> Any:
 def blank_batch(batch_spec: Any, num_examples: int) -> Any:
     """Returns a batch of zeros; dimensions of unknown size get size 1."""
 
-    def blank(part: tf.TensorSpec) -> tf.Tensor:
+    def blank(part):
         return tf.zeros([num_examples, *(extent or 1 for extent in part.shape[1:])], part.dtype)
 
     return tf.nest.map_structure(blank, batch_spec)
@@ -167,7 +167,7 @@ def make_steps(
         lambda output: tf.zeros([extent or 0 for extent in output.shape], output.dtype), outputs
     )
 
-    def step(iterator: Any, previous: Any) -> Any:
+    def step(iterator, previous):
         # Marks the end of the previous step. A mark within that step would make the host wait for the GPU,
         # and the GPU would run out of work.
         began = marks.ended(previous)
@@ -181,7 +181,7 @@ def make_steps(
 
     # AutoGraph would only cost time: the loop, which alone depends on values, is explicit.
     @tf.function(autograph=False)
-    def several(iterator: Any, number: tf.Tensor) -> Any:
+    def several(iterator, number):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
@@ -205,7 +205,7 @@ def make_steps(
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
-    def steps(number: int) -> dict[str, Any]:
+    def steps(number):
         result = blank
         for _ in range(number):
             result = call(batches, result)
@@ -224,7 +224,7 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     optimizer = model.optimizer
 
     @tf.function(jit_compile=True, reduce_retracing=True)
-    def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
+    def result_and_gradients(data):
         captured: list[Any] = []
         with replaced(
             optimizer, "apply", lambda gradients, variables=None: captured.extend(gradients)
@@ -232,7 +232,7 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
             result = model.train_step(data)
         return result, captured
 
-    def train_step(data: Any) -> Any:
+    def train_step(data):
         result, gradients = result_and_gradients(data)
         optimizer.apply(gradients, model.trainable_weights)
         return result

@@ -54,7 +54,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
     steps: list[tuple[list[Any], list[Any]]] = []
 
-    def take(gradients: Any, variables: Any = None) -> None:
+    def take(gradients, variables=None):
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
@@ -119,7 +119,7 @@ def reader(
     """
 
     @tf.function(autograph=False)
-    def take(iterator: Any) -> Any:
+    def take(iterator):
         # To the coordinator, the previous step ends when it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
@@ -160,7 +160,7 @@ class Workers:
     ) -> None:
         """Begins a call on a free worker, for a step of the run."""
 
-        def run() -> Any:
+        def run():
             with tf.device(f"/job:worker/replica:0/task:{worker}"):
                 output = function(*arguments)
             return output.numpy()  # Waits for the worker, and raises the error if its step failed.
@@ -283,7 +283,7 @@ class ServerState:
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an update_step that runs on the server that holds the variable and its slots."""
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         with tf.device(variable.device):
             return update_step(gradient, variable, learning_rate)
 

@@ -177,7 +177,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
-    def step_seconds(number: int) -> float:
+    def step_seconds(number):
         steps(1)  # The first step after a restart is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(number)

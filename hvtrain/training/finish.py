@@ -120,7 +120,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
 
     record = replace(record, best=_test_best(run, model, record))
 
-    def write() -> RunRecord:
+    def write():
         export(model, run.source, run.task, run.topology, folder)
         complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
         write_result(folder, complete)

@@ -49,7 +49,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     size = comm.topology.size
     memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
 
-    def restore() -> tuple[Start, list[Arrays], bool]:
+    def restore():
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * size, False
         checkpoint = saved.checkpoint

@@ -203,7 +203,7 @@ def training_batches(
     """Returns this rank's endless stream of the plan's batches, beginning at a step of the run."""
     first_step = step - plan.shift
 
-    def share_stream(rank: int) -> tf.data.Dataset:
+    def share_stream(rank):
         share = plan.shares[rank]
         request = StreamRequest(
             replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights),
@@ -240,7 +240,7 @@ def with_rank_weights(
     """
     steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
-    def add(step: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
+    def add(step, batch):
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
         return batch, tf.cast(plan.weight(rank, step_in_epoch), tf.float32)
 

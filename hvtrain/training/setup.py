@@ -257,7 +257,7 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     names: list[str] = []
     used: set[str] = set()
 
-    def is_chosen(layer: keras.layers.Layer) -> bool:
+    def is_chosen(layer):
         names.append(f"{layer.name} ({layer.input_dim} rows)")
         matching = {
             pattern
@@ -344,7 +344,7 @@ class LearningRate:
         get_config = optimizer.get_config
         schedules = keras.optimizers.schedules
 
-        def config_with_constant_rate() -> dict[str, Any]:
+        def config_with_constant_rate():
             constant = schedules.ExponentialDecay(float(self()), decay_steps=1, decay_rate=1.0)
             return {**get_config(), "learning_rate": schedules.serialize(constant)}
 

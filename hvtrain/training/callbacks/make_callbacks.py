@@ -4,7 +4,6 @@ import math
 import re
 import warnings
 from importlib.util import find_spec
-from typing import Any
 
 import keras
 from keras.callbacks import Callback, LambdaCallback
@@ -150,7 +149,7 @@ def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
     """
     end_epoch = callback.on_epoch_end
 
-    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(epoch, logs=None):
         if not (context.position.in_epoch and context.report.stopped_by):
             end_epoch(epoch, logs)
 

@@ -117,10 +117,10 @@ class Recompute(RunCallback):
         optimizer = self.model.optimizer
         apply = optimizer.apply
 
-        def recording_apply(gradients: Sequence[Any], variables: Any = None) -> Any:
+        def recording_apply(gradients, variables=None):
             gradients = list(gradients)
 
-            def record() -> tf.Tensor:
+            def record():
                 return tf.numpy_function(
                     self._keep, [digest_of(gradients), *tf.nest.flatten(data)], tf.bool
                 )
