@@ -12,7 +12,7 @@ import keras
 
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import ModelOptions, RunConfig
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
 from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
@@ -22,7 +22,6 @@ from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
-from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.text import duration
@@ -125,7 +124,7 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
     """
     run, saved = open_run(config, strategy, state)
     model = make_model(run)
-    start = restore(model, saved, strategy.comm, run.config.model_options)
+    start = restore(run, model, saved)
     del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
     context = RunContext.begin(run, model, start.step)
     with Tracking(context) as tracking:
@@ -228,22 +227,14 @@ def make_model(run: Run) -> keras.Model:
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
     if run.config.comm.tune and run.topology.size > 1:
-        bucket_mib = run.config.strategy.get("bucket_mib")
-        comm_tuning.tune(
-            strategy,
-            run.folder,
-            bucket_mib,
-            # The plan's first step: plan.shift is not 0 if the run began with another plan.
-            lambda: run.batches_from(run.plan.shift),
-            new_model,
-        )
+        comm_tuning.tune(run, new_model)
     return strategy.comm.all_or_raise(new_model)
 
 
-def restore(
-    model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions
-) -> Start:
+def restore(run: Run, model: keras.Model, saved: ResumePoint | None) -> Start:
     """Sets all ranks' weights to the checkpoint's, or else to the initial ones; returns where to start (every rank)."""
+    comm = run.strategy.comm
+    options = run.config.model_options
     weights = options.weights
     if saved is None and weights:
         comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
@@ -288,11 +279,10 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         if config.checkpoint.copies and run.topology.is_chief:
             writer.copy()
         if config.guard.batches:
-            batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
-            check_first_batches(run, batches, start.step > 0)
+            check_first_batches(run, start.step)
         if context.position.in_epoch:
             build_metrics(model, batched(run.source.element_spec))
-        steps = call_steps(config, strategy, callbacks)
+        steps = call_steps(run, callbacks)
         strategy.check_plan(run.plan)
         # Only now, so that a run that is refused before this leaves no folder.
         if run.topology.is_chief:

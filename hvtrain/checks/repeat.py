@@ -153,7 +153,7 @@ def _train(
     run = runner.open_inputs(config, strategy, state, saved)
     repetition.facts = facts_of(replace(run, config=asked))
     model = runner.make_model(run)
-    start = runner.restore(model, saved, comm, config.model_options)
+    start = runner.restore(run, model, saved)
     context = RunContext.begin(run, model, start.step)
 
     interruption = Interruption(context)
@@ -169,7 +169,7 @@ def _train(
     ]
     with explain_errors(context):
         runner.build_metrics(model, runner.batched(run.source.element_spec))
-        steps = call_steps(config, strategy, callbacks)
+        steps = call_steps(run, callbacks)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return context.report.exit_code
 

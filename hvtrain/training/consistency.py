@@ -140,15 +140,14 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     return manifest
 
 
-def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) -> None:
+def check_first_batches(run: Run, start_step: int) -> None:
     """Checks the first batch of each rank (every rank).
 
     Rank 0 records the kinds of its inputs in the run folder; in a resumed run it compares them with the record.
 
     Args:
         run: The run.
-        batches: This rank's stream from this start's first step on, see Run.stream_from.
-        is_resumed: The run continues from a checkpoint.
+        start_step: The step of the run at which this start begins.
 
     Raises:
         DataError: On all ranks: a target is wrong, the inputs differ in kind from the recorded ones, or two
@@ -156,8 +155,9 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
     """
     comm = run.strategy.comm
     source = run.source
+    batches = comm.all_or_raise(lambda: run.stream_from(start_step))
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
-    comm.on_chief(lambda: _check_kinds(run, first[0], is_resumed))
+    comm.on_chief(lambda: _check_kinds(run, first[0], is_resumed=start_step > 0))
     for rank, fault in enumerate(comm.gather(run.task.fault(first[1], source))):
         if fault:
             example, problem = fault
