@@ -168,9 +168,7 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     state.store = comm.all_or_raise(
         lambda: state.store if state.folder else open_store(config.run.dir)
     )
-    folder = comm.on_chief(
-        lambda: open_run_folder(config, state.lock, state.folder, parent, state.store)
-    )
+    folder = comm.on_chief(lambda: open_run_folder(config, state, parent))
     state.folder = folder
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note
@@ -261,7 +259,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     )
 
     context.weights("at the start", everything=True)
-    writer.begin(run.folder, start.step, lambda: facts_of(run))
+    writer.begin(start.step, lambda: facts_of(run))
     lines = describe(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()

@@ -108,9 +108,8 @@ class ReceiptWriter(Writer):
     A failure to write a receipt only logs a warning.
     """
 
-    def begin(self, folder: Path, first_step: int, make_facts: Callable[[], Facts]) -> None:
-        """Sets the run folder, the first step, and a function that returns the facts."""
-        self.folder = folder
+    def begin(self, first_step: int, make_facts: Callable[[], Facts]) -> None:
+        """Sets the first step, and a function that returns the facts."""
         self.first_step = first_step
         self.make_facts = make_facts
         self._start = ""
@@ -124,9 +123,10 @@ class ReceiptWriter(Writer):
             log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
 
     def _add(self, step: int, digests: Digests) -> None:
-        path = self.folder / RECEIPTS_FILE
+        folder = self._folder.parent
+        path = folder / RECEIPTS_FILE
         if not self._start:
-            self._begin_file(path)
+            self._begin_file(folder, path)
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
             # An earlier start had reached this step, but the run resumed from before it.
@@ -135,11 +135,11 @@ class ReceiptWriter(Writer):
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))
 
-    def _begin_file(self, path: Path) -> None:
+    def _begin_file(self, folder: Path, path: Path) -> None:
         """Adds the line of this start, drops an incomplete last line, and notes the receipts of lost steps."""
         lines: Lines = []
         if path.exists():
-            earlier = read_receipts(self.folder).items()
+            earlier = read_receipts(folder).items()
             self._lost = {
                 step: receipt.digests for step, receipt in earlier if step > self.first_step
             }
