@@ -318,7 +318,8 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     is_outermost = all(other is not optimizer for other in active)
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer
-    if is_outermost and outer is not None and not is_accumulation:
+    begins_step = is_outermost and not is_accumulation
+    if begins_step and outer is not None:
         raise ValueError(
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
@@ -329,11 +330,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     callers = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )
-    if (
-        is_outermost
-        and not is_accumulation
-        and any(name.endswith("loss_scale_optimizer.py") for name in callers)
-    ):
+    if begins_step and any(name.endswith("loss_scale_optimizer.py") for name in callers):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"

@@ -360,12 +360,18 @@ class Reducer:
                 gradients[i] = value
         if self.noise and groups:
             self.noise.update(own_norms, joint_norms, factor, self.count)
-        if self.flag and not flag:
-            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
-            done.append(self.flag.update(value))
+        if not flag:
+            done += self._reduce_flag()
         if self.compressed:
             done += self.compressed.end_step()
         return done
+
+    def _reduce_flag(self) -> list[Any]:
+        """Reduces the flag, if there is one, in a message of its own; returns the operation that updates it."""
+        if not self.flag:
+            return []
+        (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
+        return [self.flag.update(value)]
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype

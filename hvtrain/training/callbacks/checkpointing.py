@@ -4,6 +4,7 @@ import math
 import signal
 import socket
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,22 @@ class Interruption(RunCallback):
         If there are several reasons, Ctrl-C takes precedence, then other signals, then the clock. There
         is no reason if a user's callback has stopped the training.
         """
-        own_reasons: dict[int, str] = {}  # By exit code.
+        # Each with its exit code, after a number by which they are sorted.
+        own_reasons: list[tuple[int, int, str]] = []
         if signal.SIGINT in self._signals:
-            own_reasons[INTERRUPTED] = "Ctrl-C"
+            own_reasons.append((0, INTERRUPTED, "Ctrl-C"))
         elif self._signals:
             name = signal.Signals(self._signals[0]).name
             host = socket.gethostname()
-            own_reasons[RESTART_HELPS] = f"{name} to rank {self.comm.topology.rank} on {host}"
+            reason = f"{name} to rank {self.comm.topology.rank} on {host}"
+            own_reasons.append((1, RESTART_HELPS, reason))
         if self._is_late:
-            own_reasons[0] = f"train.max_time={self._limit}"
+            own_reasons.append((2, 0, f"train.max_time={self._limit}"))
 
-        all_reasons = self.comm.gather(own_reasons)
-        for exit_code in (INTERRUPTED, RESTART_HELPS, 0):
-            reasons = [reasons[exit_code] for reasons in all_reasons if exit_code in reasons]
-            if reasons:
-                self.report.exit_code = exit_code
-                self.report.stopped_by = reasons[0]
-                return
+        reasons = [reason for reasons in self.comm.gather(own_reasons) for reason in reasons]
+        if reasons:
+            # Of several, that of the lowest rank.
+            _, self.report.exit_code, self.report.stopped_by = min(reasons, key=itemgetter(0))
 
     @property
     def _is_late(self) -> bool:
@@ -151,12 +151,8 @@ class CallbackState(keras.callbacks.Callback):
         """Returns the numbers of each callback, by its name."""
         numbers = {}
         for name, callback in self._callbacks.items():
-            values = {key: vars(callback).get(key) for key in store.NUMBERS}
-            numbers[name] = {
-                key: number
-                for key, value in values.items()
-                if (number := _number(value)) is not None
-            }
+            read = {key: _number(vars(callback).get(key)) for key in store.NUMBERS}
+            numbers[name] = {key: number for key, number in read.items() if number is not None}
         return numbers
 
     def arrays(self) -> store.Arrays:

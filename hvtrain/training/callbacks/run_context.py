@@ -137,34 +137,27 @@ class RunContext:
             run.config.guard.every > 0,
             lambda: run.strategy.watchdog.phase(EXCHANGE),
         )
-        report = _report_until(run, position)
-        report.flops_per_example = flops_per_example(model)
+        folder = run.folder
+        records, seconds, ended = run.strategy.comm.on_chief(
+            lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
+        )
+        # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since an
+        # earlier plan of the run may have counted steps differently.
+        records = [record for record in records if record.epoch <= position.epoch]
+        written = {record.epoch for record in records}
+        lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
+        if lost:
+            log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
+        began = time.time() - (time.monotonic() - run.state.began)
         peak = peak_flops(run.config.train.precision)
-        report.peak_flops = peak and peak * run.strategy.num_computing
+        report = RunReport(
+            records,
+            {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
+            goodput=Goodput.resumed(run.meta.get("goodput"), began, ended),
+            flops_per_example=flops_per_example(model),
+            peak_flops=peak and peak * run.strategy.num_computing,
+        )
         return cls(run, model, position, weights, report)
-
-
-def _report_until(run: Run, position: Position) -> RunReport:
-    """Returns a report with the rows of the epochs before the start (every rank).
-
-    Later rows belong to steps that were lost and are trained again.
-    """
-    folder = run.folder
-    records, seconds, ended = run.strategy.comm.on_chief(
-        lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
-    )
-    # By epoch: an earlier plan of the run may have counted steps differently.
-    records = [record for record in records if record.epoch <= position.epoch]
-    written = {record.epoch for record in records}
-    lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
-    if lost:
-        log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
-    began = time.time() - (time.monotonic() - run.state.began)
-    return RunReport(
-        records,
-        {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-        goodput=Goodput.resumed(run.meta.get("goodput"), began, ended),
-    )
 
 
 class RunCallback(keras.callbacks.Callback):
