@@ -71,17 +71,15 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         )
 
     gradients, variables = steps[0]
+    if check_finite:
+        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
+        with tf.control_dependencies([is_fine]):
+            gradients = [map_values(tf.identity, gradient) for gradient in gradients]
     present = [
         (variable, gradient)
         for variable, gradient in zip(variables, gradients)
         if gradient is not None
     ]
-    if check_finite:
-        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
-        with tf.control_dependencies([is_fine]):
-            present = [
-                (variable, map_values(tf.identity, gradient)) for variable, gradient in present
-            ]
     counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
     new_values = [
         (variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights

@@ -278,7 +278,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
 
     schedule = config.schedule["_target_"].split(".")[-1].lower()
 
-    lines = {
+    # A line is left out if its text is "", None, False or empty settings.
+    lines: dict[str, Any] = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
         "differs": "; ".join(strategy.differences),
@@ -289,9 +290,10 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,
         **run.described.header(),
-        "trained on": "",
-        "evaluated on": "",
-        "augmentation": "",
+        "trained on": config.data.one_batch and "the first batch in every step (data.one_batch)",
+        "evaluated on": config.train.evaluation_steps
+        and f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)",
+        "augmentation": config.augment and describe_augmentation(config, source),
         "global batch": batch,
         "learning rate": (
             f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g} "
@@ -307,14 +309,6 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         share = percent(left_out / plan.num_examples)
         text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
         lines["left out"] = f"{text} (data.uneven=trim)"
-    if config.data.one_batch:
-        lines["trained on"] = "the first batch in every step (data.one_batch)"
-    if config.train.evaluation_steps:
-        lines["evaluated on"] = (
-            f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
-        )
-    if config.augment:
-        lines["augmentation"] = describe_augmentation(config, source)
 
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"
