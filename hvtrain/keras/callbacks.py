@@ -122,8 +122,16 @@ class BroadcastGlobalVariablesCallback(Callback):
 
         A GAN, for example, has two, and may pass neither to compile.
         """
-        items = keras.tree.flatten(list(vars(self.model).values()))
-        return [item for item in items if isinstance(item, keras.optimizers.Optimizer)]
+        attributes = list(vars(self.model).values())
+        attributes += [list(value.values()) for value in attributes if isinstance(value, dict)]
+        elements = [
+            item for value in attributes if isinstance(value, list | tuple) for item in value
+        ]
+        return [
+            item
+            for item in [*attributes, *elements]
+            if isinstance(item, keras.optimizers.Optimizer)
+        ]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
