@@ -230,7 +230,7 @@ class LocalSteps(Distributed):
             "LocalSGD and DiLoCo average all weights; use DistributedOptimizer for local variables"
         )
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         local = self._hvtrain
         if local.reducer.is_alone:
             return grads
@@ -257,7 +257,7 @@ class LocalSteps(Distributed):
             dense[i] = value
         return dense
 
-    def _step(self, grads: Any, variables: Any) -> Any:
+    def _step(self, grads, variables):
         local = self._hvtrain
         if not self.built:
             self.build(variables)

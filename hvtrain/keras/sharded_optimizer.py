@@ -250,9 +250,7 @@ class Sharded:
         slot.rank_part = part
         return slot
 
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
         update = super()._backend_update_step  # type: ignore[misc]
         if not self._hvtrain_parts:
             update(grads, trainable_variables, learning_rate)

@@ -323,7 +323,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     return {name: text for name, text in lines.items() if text}
 
 
-def _shown(value: Any) -> Any:
+def _shown(value):
     return "null" if value is None else value  # As in YAML and on the command line.
 
 

@@ -111,7 +111,7 @@ class Recompute(RunCallback):
         variables = (*self.model.variables, *self.model.metrics_variables)
         return [(variable, tf.identity(variable.value)) for variable in variables]
 
-    def _recorded_step(self, data: Any) -> Any:
+    def _recorded_step(self, data):
         """Runs the model's step; if a check is due, keeps the batch and a digest of the gradient."""
         self._structure = data
         optimizer = self.model.optimizer
