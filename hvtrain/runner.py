@@ -59,8 +59,8 @@ from hvtrain.training.setup import build_model, open_data, open_task_and_layers,
 
 log = logging.getLogger(__name__)
 
+# One attempt at a run. Returns its result, or None if another attempt must continue.
 Attempt = Callable[[RunConfig, Strategy, RunState], Any]
-"""One attempt at a run. Returns its result, or None if another attempt must continue."""
 
 
 def train(config: RunConfig) -> RunRecord:
@@ -145,8 +145,9 @@ def open_run(
     # Elastic ranks continue from memory, but a rank that has just joined has nothing there.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
-    copies = config.checkpoint.copies
-    saved = find_checkpoint(folder, strategy.comm, state, config.resume, is_elastic, copies)
+    saved = find_checkpoint(
+        folder, strategy.comm, state, config.resume, is_elastic, config.checkpoint.copies
+    )
     return open_inputs(config, strategy, state, saved), saved
 
 

@@ -15,10 +15,10 @@ from hvtrain.errors import CheckpointError
 if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes seconds to import.
     import keras
 
+# Prefix of the array names that rank_memory returns.
 MEMORY = "memory/"
-"""Prefix of the array names that rank_memory returns."""
+# Prefix of such names if the arrays are equal on all ranks.
 SAME = f"{MEMORY}same/"
-"""Prefix of such names if the arrays are equal on all ranks."""
 
 
 def snapshot(

@@ -26,15 +26,15 @@ from hvtrain.system.files import append_text, is_own_file, read_file, whole_line
 
 log = logging.getLogger(__name__)
 
+# Facts by kind (data, settings, ...) and name.
 Facts = dict[str, dict[str, Any]]
-"""Facts by kind (data, settings, ...) and name."""
+# Lines of the file.
 Lines = list[dict[str, Any]]
-"""Lines of the file."""
+# Digests of arrays, by the arrays' keys in the checkpoint.
 Digests = dict[str, str]
-"""Digests of arrays, by the arrays' keys in the checkpoint."""
 
+# Size of the file above which every second receipt of the older half is dropped.
 MAX_BYTES = 8 << 20
-"""Size of the file above which every second receipt of the older half is dropped."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ NUM_VIEWED = 4
 NUM_DRAWS = 3
 
 
+# The inputs and the target of an example, as nested arrays without a batch axis.
 Row = tuple[Any, Any]
-"""The inputs and the target of an example, as nested arrays without a batch axis."""
 
 
 class Example(NamedTuple):
@@ -54,14 +54,14 @@ class Example(NamedTuple):
 class Values:
     """The values of an input or a target in the examples that were read."""
 
+    # The type and shape, in words.
     kind: str
-    """The type and shape, in words."""
     low: float = math.inf
     high: float = -math.inf
     total: float = 0.0
     num_finite: int = 0
+    # Values that are NaN or infinite.
     num_gaps: int = 0
-    """Values that are NaN or infinite."""
 
     def add(self, array: np.ndarray) -> None:
         if self.kind.startswith(NAMES):

@@ -137,7 +137,6 @@ def _train(
 
     The facts recorded are those of `asked`, the run's own settings.
     """
-    comm = strategy.comm
     begin = repetition.begin
     read = []  # Only the chief reads the checkpoint, which may be large.
 
@@ -148,7 +147,7 @@ def _train(
 
     saved = None
     if begin:
-        meta = comm.on_chief(read_checkpoint)
+        meta = strategy.comm.on_chief(read_checkpoint)
         saved = ResumePoint(store.folder_name(begin), begin, meta, read.pop() if read else None)
     run = runner.open_inputs(config, strategy, state, saved)
     repetition.facts = facts_of(replace(run, config=asked))

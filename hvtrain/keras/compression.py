@@ -27,8 +27,8 @@ class CompressedReduction:
     def __init__(self, wire: WireFormat, process_set: Any) -> None:
         self.wire = wire
         self.process_set = process_set
+        # The state by name: see `prepare`. Empty on a single rank.
         self.memory: dict[str, tf.Variable] = {}
-        """The state by name: see `prepare`. Empty on a single rank."""
         self._positions: dict[int, int] = {}
 
     def prepare(self, variables: Sequence[Any]) -> None:

@@ -20,9 +20,9 @@ from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
 
+# Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3).
 OUTER_RATE = 0.7
 OUTER_MOMENTUM = 0.9
-"""Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3)."""
 
 
 def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)

@@ -61,8 +61,8 @@ class LocalSGDStrategy(HorovodStrategy):
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
+        # The process set of this host's ranks; None without within_hosts, or if there is only one rank.
         self.host_set: Any = None
-        """The process set of this host's ranks; None without within_hosts, or if there is only one rank."""
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]

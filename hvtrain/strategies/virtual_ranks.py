@@ -19,8 +19,8 @@ from hvtrain.strategies.loop import replaced
 
 # Distance between the seeds of two parts: 2**32 over the golden ratio, as in Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
+# The most random draws of a layer in one step; with more, those of two steps would overlap.
 MAX_DRAWS = 1 << 12
-"""The most random draws of a layer in one step; with more, those of two steps would overlap."""
 
 
 class VirtualRanksStrategy(HorovodStrategy):

@@ -229,16 +229,17 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
     with _sharding(config):
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)
-    if sharded_tables(model) and config.train.ema:
-        raise ConfigError(
-            "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
-            "leave one of the two out"
-        )
-    if sharded_tables(model) and source.on_error == "skip":
-        raise ConfigError(
-            "model.shard_embeddings needs equal numbers of batches on all ranks, and data.on_error=skip may leave some "
-            "out; choose one of the two"
-        )
+    if sharded_tables(model):
+        if config.train.ema:
+            raise ConfigError(
+                "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
+                "leave one of the two out"
+            )
+        if source.on_error == "skip":
+            raise ConfigError(
+                "model.shard_embeddings needs equal numbers of batches on all ranks, and data.on_error=skip may leave "
+                "some out; choose one of the two"
+            )
     check_model(model, f"model._target_={config.model['_target_']}", source, task)
     change_parts(model, config, size)
     return model

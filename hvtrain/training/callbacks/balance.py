@@ -15,10 +15,10 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
+# Factor by which a step must become faster; a smaller gain may be noise.
 LEAST_GAIN = 1.1
-"""Factor by which a step must become faster; a smaller gain may be noise."""
+# Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory.
 MOST_BATCHES = 2
-"""Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory."""
 
 
 class Balance(RunCallback):

@@ -276,8 +276,7 @@ class Checkpointing(_Saving):
             whole_step = self.comm.on_chief(self.writer.finish)
             self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
-            plan = self.plan
-            ends_early = plan.ends_early and self.position.is_last
+            ends_early = self.plan.ends_early and self.position.is_last
             # An elastic job continues from memory, and a run that was stopped does not continue here.
             in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)

@@ -20,14 +20,14 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
+# The first checks, whose differences show how much rounding alone changes gradients.
 NUM_CALIBRATIONS = 3
-"""The first checks, whose differences show how much rounding alone changes gradients."""
+# Tolerance of these first checks.
 FIRST_TOLERANCE = 1e-2
-"""Tolerance of these first checks."""
+# Factor of later tolerances over the largest difference in the first checks.
 MARGIN = 10.0
-"""Factor of later tolerances over the largest difference in the first checks."""
+# Least tolerance, unless train.deterministic makes equal steps give equal bits.
 LEAST_TOLERANCE = 1e-5
-"""Least tolerance, unless train.deterministic makes equal steps give equal bits."""
 
 
 class Verdict(NamedTuple):

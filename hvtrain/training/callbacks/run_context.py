@@ -23,8 +23,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
 
+# Metrics by name, as Keras gives them to callbacks.
 Logs = dict[str, Any]
-"""Metrics by name, as Keras gives them to callbacks."""
 
 
 class Position(keras.callbacks.Callback):
@@ -50,7 +50,7 @@ class Position(keras.callbacks.Callback):
 
     def is_multiple_of(self, steps: int | None) -> bool:
         """True if the number of steps done is a multiple of `steps`; False if `steps` is 0 or None."""
-        return bool(steps) and self.step % (steps or 1) == 0
+        return bool(steps and self.step % steps == 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self.epoch = epoch
