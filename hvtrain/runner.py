@@ -12,7 +12,7 @@ import keras
 
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import ModelOptions, RunConfig
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
 from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
@@ -22,7 +22,6 @@ from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
-from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.text import duration
@@ -52,16 +51,16 @@ from hvtrain.training.finish import (
     write_results,
     write_review,
 )
-from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
+from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume
 from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
 from hvtrain.training.run_folder import note_start, open_run_folder
 from hvtrain.training.saved_model import MODEL_FILE
-from hvtrain.training.setup import Ingredients, build_model, plan_run
+from hvtrain.training.setup import build_model, open_data, open_task_and_layers, plan_run
 
 log = logging.getLogger(__name__)
 
+# One attempt at a run. Returns its result, or None if another attempt must continue.
 Attempt = Callable[[RunConfig, Strategy, RunState], Any]
-"""One attempt at a run. Returns its result, or None if another attempt must continue."""
 
 
 def train(config: RunConfig) -> RunRecord:
@@ -125,7 +124,7 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
     """
     run, saved = open_run(config, strategy, state)
     model = make_model(run)
-    start = restore(model, saved, strategy.comm, run.config.model_options)
+    start = restore(run, model, saved)
     del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
     context = RunContext.begin(run, model, start.step)
     with Tracking(context) as tracking:
@@ -146,8 +145,9 @@ def open_run(
     # Elastic ranks continue from memory, but a rank that has just joined has nothing there.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
-    copies = config.checkpoint.copies
-    saved = find_checkpoint(folder, strategy.comm, state, config.resume, is_elastic, copies)
+    saved = find_checkpoint(
+        folder, strategy.comm, state, config.resume, is_elastic, config.checkpoint.copies
+    )
     return open_inputs(config, strategy, state, saved), saved
 
 
@@ -169,9 +169,7 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     state.store = comm.all_or_raise(
         lambda: state.store if state.folder else open_store(config.run.dir)
     )
-    folder = comm.on_chief(
-        lambda: open_run_folder(config, state.lock, state.folder, parent, state.store)
-    )
+    folder = comm.on_chief(lambda: open_run_folder(config, state, parent))
     state.folder = folder
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note
@@ -195,16 +193,13 @@ def open_inputs(
     if saved and not any(name.startswith("dataset.") for name in changed):
         fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
-    ingredients = comm.all_or_raise(
-        lambda: Ingredients(config, strategy.topology.rank, fitted_files)
-    )
-    source = ingredients.source
+    source = comm.all_or_raise(lambda: open_data(config, strategy.topology.rank, fitted_files))
     plan, topology = plan_run(config, source, strategy, before or None)
-    # After the plan, which refuses too few examples: combine might blame something else, such as missing classes.
-    comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
+    # After the plan, which refuses too few examples: the task might blame something else, such as missing classes.
+    is_resized = plan.is_resized or strategy.cuts_batches
+    task = comm.all_or_raise(lambda: open_task_and_layers(config, source, is_resized))
     manifest = check_same_data(comm, source, config.guard.data)
-    changes = with_change(before, saved.step if saved else 0, changed)
-    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes, before.get("goodput"))
+    meta = checkpoint_meta(config, plan, manifest, state.run_id, saved, changed)
     if saved:
         comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
     described = comm.all_or_raise(lambda: describe_data(source))
@@ -213,7 +208,7 @@ def open_inputs(
         strategy,
         topology,
         source,
-        ingredients.task,
+        task,
         plan,
         folder,
         meta,
@@ -231,22 +226,14 @@ def make_model(run: Run) -> keras.Model:
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
     if run.config.comm.tune and run.topology.size > 1:
-        bucket_mib = run.config.strategy.get("bucket_mib")
-        comm_tuning.tune(
-            strategy,
-            run.folder,
-            bucket_mib,
-            # The plan's first step: plan.shift is not 0 if the run began with another plan.
-            lambda: run.batches_from(run.plan.shift),
-            new_model,
-        )
+        comm_tuning.tune(run, new_model)
     return strategy.comm.all_or_raise(new_model)
 
 
-def restore(
-    model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions
-) -> Start:
+def restore(run: Run, model: keras.Model, saved: ResumePoint | None) -> Start:
     """Sets all ranks' weights to the checkpoint's, or else to the initial ones; returns where to start (every rank)."""
+    comm = run.strategy.comm
+    options = run.config.model_options
     weights = options.weights
     if saved is None and weights:
         comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
@@ -273,7 +260,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     )
 
     context.weights("at the start", everything=True)
-    writer.begin(run.folder, start.step, lambda: facts_of(run))
+    writer.begin(start.step, lambda: facts_of(run))
     lines = describe(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()
@@ -291,11 +278,10 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         if config.checkpoint.copies and run.topology.is_chief:
             writer.copy()
         if config.guard.batches:
-            batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
-            check_first_batches(run, batches, start.step > 0)
+            check_first_batches(run, start.step)
         if context.position.in_epoch:
             build_metrics(model, batched(run.source.element_spec))
-        steps = call_steps(config, strategy, callbacks)
+        steps = call_steps(run, callbacks)
         strategy.check_plan(run.plan)
         # Only now, so that a run that is refused before this leaves no folder.
         if run.topology.is_chief:

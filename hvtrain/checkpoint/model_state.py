@@ -15,10 +15,10 @@ from hvtrain.errors import CheckpointError
 if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes seconds to import.
     import keras
 
+# Prefix of the array names that rank_memory returns.
 MEMORY = "memory/"
-"""Prefix of the array names that rank_memory returns."""
+# Prefix of such names if the arrays are equal on all ranks.
 SAME = f"{MEMORY}same/"
-"""Prefix of such names if the arrays are equal on all ranks."""
 
 
 def snapshot(
@@ -178,7 +178,7 @@ def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None,
         own: name and variable in this run; (None, None): missing.
     """
 
-    def describe(name: str | None, array: Any) -> str:
+    def describe(name, array):
         return f"{name} of shape {tuple(array.shape)}" if name else "nothing"
 
     if describe(*saved) != describe(*own):

@@ -26,15 +26,15 @@ from hvtrain.system.files import append_text, is_own_file, read_file, whole_line
 
 log = logging.getLogger(__name__)
 
+# Facts by kind (data, settings, ...) and name.
 Facts = dict[str, dict[str, Any]]
-"""Facts by kind (data, settings, ...) and name."""
+# Lines of the file.
 Lines = list[dict[str, Any]]
-"""Lines of the file."""
+# Digests of arrays, by the arrays' keys in the checkpoint.
 Digests = dict[str, str]
-"""Digests of arrays, by the arrays' keys in the checkpoint."""
 
+# Size of the file above which every second receipt of the older half is dropped.
 MAX_BYTES = 8 << 20
-"""Size of the file above which every second receipt of the older half is dropped."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ class ReceiptWriter(Writer):
     A failure to write a receipt only logs a warning.
     """
 
-    def begin(self, folder: Path, first_step: int, make_facts: Callable[[], Facts]) -> None:
-        """Sets the run folder, the first step, and a function that returns the facts."""
-        self.folder = folder
+    def begin(self, first_step: int, make_facts: Callable[[], Facts]) -> None:
+        """Sets the first step, and a function that returns the facts."""
         self.first_step = first_step
         self.make_facts = make_facts
         self._start = ""
@@ -118,17 +117,16 @@ class ReceiptWriter(Writer):
 
     def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
         super()._work(step, arrays, meta)
-        if self.whole_step != step:
-            return
         try:
             self._add(step, digests_of(arrays))
         except Exception as error:
             log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
 
     def _add(self, step: int, digests: Digests) -> None:
-        path = self.folder / RECEIPTS_FILE
+        folder = self._folder.parent
+        path = folder / RECEIPTS_FILE
         if not self._start:
-            self._begin_file(path)
+            self._begin_file(folder, path)
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
             # An earlier start had reached this step, but the run resumed from before it.
@@ -137,11 +135,11 @@ class ReceiptWriter(Writer):
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))
 
-    def _begin_file(self, path: Path) -> None:
+    def _begin_file(self, folder: Path, path: Path) -> None:
         """Adds the line of this start, drops an incomplete last line, and notes the receipts of lost steps."""
         lines: Lines = []
         if path.exists():
-            earlier = read_receipts(self.folder).items()
+            earlier = read_receipts(folder).items()
             self._lost = {
                 step: receipt.digests for step, receipt in earlier if step > self.first_step
             }

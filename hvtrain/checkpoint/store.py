@@ -26,11 +26,11 @@ Meta = dict[str, Any]
 
 ARRAYS = "state.safetensors"
 META = "meta.json"
+# Embedding tables and their slots, if they are sharded over the ranks.
 TABLES = "tables.safetensors"
-"""Embedding tables and their slots, if they are sharded over the ranks."""
 SUMS = "SHA256SUMS"
+# Longest accepted header of tables.safetensors, whose length the file itself states.
 MAX_HEADER_BYTES = 16 << 20
-"""Longest accepted header of tables.safetensors, whose length the file itself states."""
 # Types of tables, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAME = re.compile(r"step-([0-9]{8,})")

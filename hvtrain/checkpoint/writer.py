@@ -159,23 +159,14 @@ def read_best(folder: Path) -> Meta | None:
     return best if "host" in best or (folder / name).is_dir() else None
 
 
-def prune(
-    folder: Path,
-    keep: int,
-    written_step: int,
-    every_epochs: int | None = None,
-    every_hours: float | None = None,
-) -> None:
+def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
     """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
 
-    Checkpoints after written_step are ignored: they are damaged and could not be set aside.
-
-    Args:
-        every_epochs, every_hours: the last checkpoint of each span of this many epochs of training,
-            or clock hours (UTC), is kept for good.
+    Kept for good is the last checkpoint of each span of keep_every_epochs epochs of training, or keep_every_hours
+    clock hours (UTC). Checkpoints after written_step are ignored: they are damaged and could not be set aside.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
-    kept = {path.name for path in paths[-keep:]}
+    kept = {path.name for path in paths[-config.keep :]}
     try:
         best = read_best(folder)
     except StorageError as error:
@@ -183,8 +174,8 @@ def prune(
         return
     if best:
         kept.add(folder_name(best["step"]))
-    if every_epochs or every_hours:
-        kept |= _last_of_spans(paths, every_epochs or math.inf, every_hours or math.inf)
+    if config.keep_every_epochs or config.keep_every_hours:
+        kept |= _last_of_spans(paths, config)
     for path in paths:
         if path.name not in kept:
             # Renamed first, so that nothing partly deleted has the name of a checkpoint.
@@ -195,12 +186,14 @@ def prune(
                 remove(gone)
 
 
-def _last_of_spans(paths: list[Path], every_epochs: float, every_hours: float) -> set[str]:
+def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """Names the checkpoints after which a new span of epochs or of hours began.
 
     Decided only from the checkpoints' own meta, so a restart keeps the same ones. A checkpoint that
     was kept stays the last of its span, whatever is deleted after it.
     """
+    every_epochs = config.keep_every_epochs or math.inf
+    every_hours = config.keep_every_hours or math.inf
     spans: list[tuple[str, float, float]] = []
     for path in paths:
         meta = unchecked_meta(path)
@@ -284,15 +277,24 @@ class Writer:
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
         """Waits for the previous write, then starts this one. The arrays must not change afterwards."""
         self.outcome()
-        self._begin(self._work_and_copy, step, arrays, meta)
+        self._begin(self._work, step, arrays, meta)
 
     def copy(self) -> None:
         """Starts sending another host the checkpoints that it lacks; call it before the first submit."""
-        self._begin(self._send)
+        self._begin()
 
-    def _begin(self, work: Callable[..., None], *args: Any) -> None:
+    def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
+        """Does the work in the background, then sends another host the checkpoints that it lacks."""
+
+        def run():
+            try:
+                work(*args)
+                self._copy()
+            except BaseException as error:
+                self._note(error)
+
         # A daemon thread: a failing process waits for the disk in __exit__, but not forever.
-        self._thread = threading.Thread(target=work, args=args, name="checkpoints", daemon=True)
+        self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
         self._thread.start()
 
     def outcome(self) -> UserError | None:
@@ -325,33 +327,16 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work_and_copy(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        self._work(step, arrays, meta)
-        if self.whole_step == step:
-            self._send()
-
-    def _send(self) -> None:
-        try:
-            self._copy()
-        except BaseException as error:
-            self._note(error)
-
     def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        try:
-            write(self._folder, step, arrays, meta)
-            value = meta["metrics"].get(self._best, math.nan)
-            # After the write, so that the record of the best names a complete checkpoint.
-            if math.isfinite(value) and self._is_best(value):
-                mark_best(self._folder, step, self._best, value)
-            config = self._config
-            prune(
-                self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours
-            )
-            self._unsaved = ""
-            self.whole_step = step
-            self.whole_at = time.time()
-        except BaseException as error:
-            self._note(error)
+        write(self._folder, step, arrays, meta)
+        value = meta["metrics"].get(self._best, math.nan)
+        # After the write, so that the record of the best names a complete checkpoint.
+        if math.isfinite(value) and self._is_best(value):
+            mark_best(self._folder, step, self._best, value)
+        prune(self._folder, self._config, step)
+        self._unsaved = ""
+        self.whole_step = step
+        self.whole_at = time.time()
 
     def _note(self, error: BaseException) -> None:
         """Keeps the error if it stops training; otherwise logs a warning."""

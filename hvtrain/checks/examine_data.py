@@ -29,8 +29,7 @@ from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source, StreamRequest, Unreadable
 from hvtrain.errors import UserError, message_of
 from hvtrain.finished.outputs import ProgressLines
-from hvtrain.training.augment import open_augmentation
-from hvtrain.training.setup import open_source, open_task
+from hvtrain.training.setup import open_source, open_task_and_layers
 
 BATCH_SIZE = 32
 NUM_SHOWN = 12
@@ -39,8 +38,8 @@ NUM_VIEWED = 4
 NUM_DRAWS = 3
 
 
+# The inputs and the target of an example, as nested arrays without a batch axis.
 Row = tuple[Any, Any]
-"""The inputs and the target of an example, as nested arrays without a batch axis."""
 
 
 class Example(NamedTuple):
@@ -55,14 +54,14 @@ class Example(NamedTuple):
 class Values:
     """The values of an input or a target in the examples that were read."""
 
+    # The type and shape, in words.
     kind: str
-    """The type and shape, in words."""
     low: float = math.inf
     high: float = -math.inf
     total: float = 0.0
     num_finite: int = 0
+    # Values that are NaN or infinite.
     num_gaps: int = 0
-    """Values that are NaN or infinite."""
 
     def add(self, array: np.ndarray) -> None:
         if self.kind.startswith(NAMES):
@@ -268,12 +267,8 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         findings.described = describe(source)
         findings.class_names = class_labels(source)
         if has_task or config.augment:
-            task = open_task(config, source)
-        if config.augment:
-            open_augmentation(config, source, task)
-        if source.augmentation:
             # No step runs on a device here, so the layers run in the input pipeline, as in a resized run.
-            source.augmentation.in_step = False
+            open_task_and_layers(config, source, is_resized=True)
     left_out: list[Unreadable] = []
     for split in source.SPLITS:
         with findings.collecting():

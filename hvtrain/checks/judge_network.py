@@ -191,7 +191,7 @@ def judge_ports(
     them, then in the same way for the remaining ones.
 
     Args:
-        answers: The hosts' results of probe.Exchange.
+        answers: The hosts' results of probe.exchange.
         silent: Hosts that did not answer.
         endpoints: Where each host is reached.
     """

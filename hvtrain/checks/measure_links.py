@@ -177,7 +177,7 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
         # Returns one element only: the time to copy the whole result out of the graph would count as the link's.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 
-    def best(size: int) -> float:
+    def best(size):
         value = tf.ones([size // 4])
         best_seconds = float("inf")
 

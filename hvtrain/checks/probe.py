@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, SubprocessError, check_output
 from typing import Any
@@ -38,11 +38,11 @@ MAX_ENTRIES = 5_000
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
 
-    The answer is the facts, or the result of Exchange.
+    The answer is the facts, or the result of exchange.
     Raises OSError if the port of "ports" is taken.
     """
     if request["work"] == "ports":
-        return Exchange(request).run()
+        return exchange(request)
     return _facts(request)
 
 
@@ -176,7 +176,7 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
     if not path.is_dir():
         return {".": path.stat().st_size}
 
-    def fail(error: OSError) -> None:
+    def fail(error):
         raise error
 
     sizes = {}
@@ -222,15 +222,12 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     """
     resolved = dict.fromkeys(names)
 
-    def resolve(name: str) -> None:
+    def resolve(name):
         with contextlib.suppress(OSError):
             resolved[name] = socket.gethostbyname(name)
 
-    # Daemon threads: a lookup has no time limit of its own and must not keep the process alive.
-    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-
+    # In threads, since a lookup has no time limit of its own.
+    threads = [_in_background(resolve, name) for name in names]
     deadline = time.monotonic() + LOOKUP_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -245,7 +242,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-class Exchange:
+def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
     """Listens on a port and connects to all other hosts, which do the same at the same time.
 
     Args:
@@ -256,78 +253,74 @@ class Exchange:
             others: The [address, port] of each other host, by name.
             seconds: The overall time limit.
 
+    Returns:
+        missing: The reason for each host that was not reached.
+        clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
+            the error: half the round-trip time.
+
     Raises:
         OSError: The port is taken.
     """
+    token = request["token"]
+    others = request["others"]
+    deadline = time.monotonic() + request["seconds"]
+    # The reason for each host not reached yet, and the hosts that have reached this one.
+    missing = dict.fromkeys(others, "no answer")
+    heard: set[str] = set()
+    clocks: dict[str, tuple[float, float]] = {}
+    server = socket.create_server(("", request["port"]), backlog=len(others) + 8)
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        self._me = request["me"]
-        self._token = request["token"]
-        self._others = request["others"]
-        self._deadline = time.monotonic() + request["seconds"]
-        # The reason for each host not reached yet, and the hosts that have reached this one.
-        self._missing = dict.fromkeys(self._others, "no answer")
-        self._heard: set[str] = set()
-        self._clocks: dict[str, tuple[float, float]] = {}
-        self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
-
-    def run(self) -> dict[str, Any]:
-        """Connects to all other hosts.
-
-        Returns:
-            missing: The reason for each host that was not reached.
-            clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
-                the error: half the round-trip time.
-        """
-        # Daemon threads: accept() may never return, and a connection may outlast the time limit.
-        threading.Thread(target=self._listen, daemon=True).start()
-        for name in self._others:
-            threading.Thread(target=self._connect, args=(name,), daemon=True).start()
-
-        # Keep listening until all other hosts have connected.
-        while self._missing or self._heard < set(self._others):
-            if time.monotonic() > self._deadline:
-                break
-            time.sleep(0.02)
-        return {"missing": dict(self._missing), "clocks": dict(self._clocks)}
-
-    def _listen(self) -> None:
+    def listen():
         while True:
-            caller, _ = self._server.accept()
-            threading.Thread(target=self._answer, args=(caller,), daemon=True).start()
+            caller, _ = server.accept()
+            _in_background(answer_call, caller)
 
-    def _answer(self, caller: socket.socket) -> None:
+    def answer_call(caller):
         with (
             contextlib.suppress(OSError),
             caller,
             caller.makefile("rw", encoding="utf-8") as stream,
         ):
             caller.settimeout(CONNECT_SECONDS)
-            token, _, name = stream.readline(200).strip().partition(" ")
+            call_token, _, name = stream.readline(200).strip().partition(" ")
             # Other programs and hosts of another doctor run get no answer.
-            if token == self._token and name in self._others:
-                stream.write(f"{self._token} {time.time()}\n")
+            if call_token == token and name in others:
+                stream.write(f"{token} {time.time()}\n")
                 stream.flush()
-                self._heard.add(name)
+                heard.add(name)
 
-    def _connect(self, name: str) -> None:
-        address, port = self._others[name]
-        while name in self._missing:
+    def connect(name):
+        while name in missing:
             try:
-                with socket.create_connection((address, port), CONNECT_SECONDS) as call:
+                with socket.create_connection(tuple(others[name]), CONNECT_SECONDS) as call:
                     asked = time.time()
-                    call.sendall(f"{self._token} {self._me}\n".encode())
+                    call.sendall(f"{token} {request['me']}\n".encode())
                     line = call.makefile("r", encoding="utf-8").readline(200)
                     round_trip = time.time() - asked
             except OSError as error:
-                self._missing[name] = error.strerror or str(error)
+                missing[name] = error.strerror or str(error)
             else:
-                token, _, clock = line.strip().partition(" ")
-                if token == self._token:
-                    self._clocks[name] = (float(clock) - asked - round_trip / 2, round_trip / 2)
-                    del self._missing[name]
+                answer_token, _, clock = line.strip().partition(" ")
+                if answer_token == token:
+                    clocks[name] = (float(clock) - asked - round_trip / 2, round_trip / 2)
+                    del missing[name]
                     return
-                self._missing[name] = "another program answers there"
+                missing[name] = "another program answers there"
 
             # Hosts start at different moments: a refusal may only mean "not yet".
             time.sleep(0.1)
+
+    _in_background(listen)
+    for name in others:
+        _in_background(connect, name)
+    # Keep listening until all other hosts have connected.
+    while (missing or heard < set(others)) and time.monotonic() <= deadline:
+        time.sleep(0.02)
+    return {"missing": dict(missing), "clocks": dict(clocks)}
+
+
+def _in_background(work: Callable[..., None], *args: Any) -> threading.Thread:
+    """Starts a daemon thread, since what it does may never return, and must not keep the process alive."""
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread

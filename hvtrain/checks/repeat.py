@@ -80,7 +80,7 @@ def repeat(
         stays: keep the ranks running, for another repetition.
     """
 
-    def attempt(silent: RunConfig, strategy: Strategy, state: RunState) -> int:
+    def attempt(silent, strategy, state):
         runner.join_ranks(silent, strategy)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
@@ -137,7 +137,6 @@ def _train(
 
     The facts recorded are those of `asked`, the run's own settings.
     """
-    comm = strategy.comm
     begin = repetition.begin
     read = []  # Only the chief reads the checkpoint, which may be large.
 
@@ -148,12 +147,12 @@ def _train(
 
     saved = None
     if begin:
-        meta = comm.on_chief(read_checkpoint)
+        meta = strategy.comm.on_chief(read_checkpoint)
         saved = ResumePoint(store.folder_name(begin), begin, meta, read.pop() if read else None)
     run = runner.open_inputs(config, strategy, state, saved)
     repetition.facts = facts_of(replace(run, config=asked))
     model = runner.make_model(run)
-    start = runner.restore(model, saved, comm, config.model_options)
+    start = runner.restore(run, model, saved)
     context = RunContext.begin(run, model, start.step)
 
     interruption = Interruption(context)
@@ -169,7 +168,7 @@ def _train(
     ]
     with explain_errors(context):
         runner.build_metrics(model, runner.batched(run.source.element_spec))
-        steps = call_steps(config, strategy, callbacks)
+        steps = call_steps(run, callbacks)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return context.report.exit_code
 
@@ -187,11 +186,11 @@ class DigestTaking(Checkpointing):
         self.repetition = repetition
         self.save_freq = math.gcd(repetition.begin, *repetition.saves)
         if repetition.each_step:
-            self.save_freq = math.lcm(self.position.plan.accumulate, self.run.strategy.sync_every)
+            self.save_freq = math.lcm(self.plan.accumulate, self.run.strategy.sync_every)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
-        step = self.position.step
+        step = self.step
         if (
             self.repetition.each_step
             and step not in self.repetition.saves
@@ -203,7 +202,7 @@ class DigestTaking(Checkpointing):
 
     def _minutes_due(self) -> bool:
         # The run may have saved here because of the clock or a signal.
-        return self.position.step in self.repetition.saves
+        return self.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
         # As the run did before each checkpoint: this changes weights that no gradient touches.
@@ -211,9 +210,9 @@ class DigestTaking(Checkpointing):
         self._take()
 
     def _take(self) -> None:
-        step = self.position.step
+        step = self.step
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
-        if self.comm.topology.is_chief:
+        if self.is_chief:
             arrays = model_state.snapshot(self.model, [], None, parts)
             self.repetition.digests[step] = digests_of(arrays)
             if step == self.repetition.measured:

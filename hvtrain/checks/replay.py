@@ -53,11 +53,11 @@ def replay() -> int:
 
     receipts = {}
 
-    def choose(_: int) -> "Repetition":
+    def choose(_):
         receipts.update(read_receipts(finished.folder))
         return choose_stretch(finished.folder, list(receipts), bounds)
 
-    def conclude(repetition: "Repetition") -> int:
+    def conclude(repetition):
         tolerance = None if finished.config.train.deterministic else options.tolerance
         code, lines = judge(receipts, repetition, tolerance)
         print("\n".join(lines))
@@ -223,7 +223,7 @@ def bisect() -> int:
         from hvtrain.checks.repeat import repeat
 
     parting = Parting((finished, other))
-    code = repeat(finished.config, parting.compare, parting.keep, stays=True)
+    code = repeat(finished.config, parting.compare, lambda _: CONTINUE, stays=True)
     if code != CONTINUE:
         return code
     return repeat(other.config, lambda _: parting.stretches[1], parting.conclude)
@@ -275,14 +275,9 @@ class Parting:
             return 1
         return self.stretches[0]
 
-    def keep(self, repetition: "Repetition") -> int:
-        """Keeps the repetition of the first run, and has the second run repeated next."""
-        self.stretches[0] = repetition
-        return CONTINUE
-
-    def conclude(self, repetition: "Repetition") -> int:
+    def conclude(self, _: "Repetition") -> int:
         """Compares both repetitions step by step, and prints the result."""
-        self.stretches[1] = repetition
+        # The stretches are by now filled in with their repetitions' digests.
         mine, others = (stretch.digests for stretch in self.stretches)
         steps = sorted(mine.keys() & others.keys())
         step = next((step for step in steps if mine[step] != others[step]), None)

@@ -107,11 +107,9 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
 
         try:
             finding = check()
-        except UserError as error:
-            own_error = str(error)
         # Any error fails only this check; the next ones still run.
         except Exception as error:
-            own_error = in_one_line(error)
+            own_error = str(error) if isinstance(error, UserError) else in_one_line(error)
         finally:
             deadline.cancel()
 

@@ -145,7 +145,7 @@ class EpochTable:
 def history_table(folder: Path) -> EpochTable:
     """Returns the table history.csv. Its items are EpochRecords; each field and each metric is a column."""
 
-    def row_of(record: EpochRecord) -> dict[str, Any]:
+    def row_of(record):
         cells = asdict(record)
         return cells | cells.pop("metrics")
 
@@ -158,7 +158,7 @@ def ranks_table(folder: Path) -> EpochTable:
     Rows may differ in length, because a run may resume on another number of ranks.
     """
 
-    def row_of(item: tuple[int, list[float]]) -> dict[str, Any]:
+    def row_of(item):
         epoch, seconds = item
         return {
             "epoch": epoch,

@@ -12,8 +12,8 @@ from typing import Any
 from hvtrain.core.topology import reduced
 from hvtrain.errors import ConfigError
 
+# If an epoch leaves out more than this share of the examples, the run reports it.
 MOST_LEFT_OUT = 0.01
-"""If an epoch leaves out more than this share of the examples, the run reports it."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the shapes and types of variables, between the ranks of one job.
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -106,7 +106,7 @@ def _compared(collective: Callable[..., Any], any_length: bool = False) -> Calla
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
-    def compare_and_call(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def compare_and_call(tensors, *args, **kwargs):
         tensors = [
             value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
             for value in tensors
@@ -295,17 +295,17 @@ def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) ->
     return assigned
 
 
-def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
-    """Sets weights, optimizer slots, iterations and learning rate to those of root_rank (every rank).
+def broadcast_model(model: keras.Model) -> None:
+    """Sets weights, optimizer slots, iterations and learning rate to those of rank 0 (every rank).
 
     Builds the optimizer first, so that its slots exist. Each rank keeps its own rows of sharded tables,
     and its own dropout seeds: with the same masks on all ranks, training would be less random than in
     one process on the joint batch.
     """
     optimizer = built_optimizer(model)
-    broadcast_variables(model.weights, root_rank)
+    broadcast_variables(model.weights, 0)
     if optimizer is not None:
-        broadcast_variables(optimizer.variables, root_rank)
+        broadcast_variables(optimizer.variables, 0)
         if hasattr(optimizer, "_hvtrain"):
             optimizer._hvtrain.weights_were_set()
     distribute_whole([*model.weights, *(optimizer.variables if optimizer else ())])

@@ -27,8 +27,8 @@ class CompressedReduction:
     def __init__(self, wire: WireFormat, process_set: Any) -> None:
         self.wire = wire
         self.process_set = process_set
+        # The state by name: see `prepare`. Empty on a single rank.
         self.memory: dict[str, tf.Variable] = {}
-        """The state by name: see `prepare`. Empty on a single rank."""
         self._positions: dict[int, int] = {}
 
     def prepare(self, variables: Sequence[Any]) -> None:
@@ -83,10 +83,10 @@ class CompressedReduction:
         projections = [self.memory.get(f"same/projection/{i:04d}") for i in positions]
         tensors = [tensor + tf.cast(error, tensor.dtype) for tensor, error in zip(tensors, errors)]
 
-        def compressed() -> tuple[list[Any], list[Any]]:
+        def compressed():
             return self.wire.reduce(tensors, projections, name, self.process_set)
 
-        def whole() -> tuple[list[Any], list[Any]]:
+        def whole():
             means = average(tensors, f"{name}_whole", self.process_set)
             return means, [tf.zeros_like(tensor) for tensor in tensors]
 
@@ -97,7 +97,7 @@ class CompressedReduction:
         else:
             means, losses = compressed()
 
-        def keep() -> None:
+        def keep():
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
 

@@ -74,12 +74,12 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
                 f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
                 "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
             )
-    host, gpu, num_ranks = _most_used(views, chosen)
-    if num_ranks > 1 and not share:
-        raise RankError(
-            f"{num_ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
-            "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
-        )
+    for host, names in _shared(views, chosen):
+        if not share:
+            raise RankError(
+                f"{len(names)} ranks on host {host} would use GPU {names[-1]}; give each rank its own in "
+                "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
+            )
     return chosen
 
 
@@ -94,16 +94,14 @@ def _check_all_or_none(views: list[View]) -> None:
         )
 
 
-def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
-    """Returns the host and name of the GPU that most ranks use, and the number of these ranks."""
+def _shared(views: list[View], chosen: list[int | None]) -> list[tuple[str, list[str]]]:
+    """Returns the host of each GPU that several ranks use, and the GPU's name on each of these ranks."""
     # By key, because two ranks may know the same GPU under different numbers.
     names: dict[tuple[str, str], list[str]] = {}
     for view, index in zip(views, chosen):
         if index is not None:
             names.setdefault((view.host, view.keys[index]), []).append(view.gpus[index])
-    nobody = (("", ""), [""])
-    (host, _), users = max(names.items(), key=lambda item: len(item[1]), default=nobody)
-    return host, users[-1], len(users)
+    return [(host, users) for (host, _), users in names.items() if len(users) > 1]
 
 
 def _device(view: View, index: int | None, views: list[View]) -> str:
@@ -160,8 +158,7 @@ def pin_gpu(
     index = chosen[0 if by_local_rank else hvd.rank()]
     if index is not None:
         use_only(gpus[index])
-    *_, num_ranks = _most_used(views, chosen)
-    if num_ranks > 1:
+    if _shared(views, chosen):
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [_device(view, gpu, views) for view, gpu in zip(views, chosen)]

@@ -37,7 +37,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def converted(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def converted(state, *args, **kwargs):
         with raise_for_elastic():
             return func(state, *args, **kwargs)
 

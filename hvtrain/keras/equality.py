@@ -43,22 +43,24 @@ class WeightCheck:
         enabled: bool = True,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        trained = list(model.trainable_variables)
-        own = set()
+        trained = [*model.trainable_variables]
         if model.optimizer:
-            own = {
-                id(variable) for variable in getattr(model.optimizer, "rank_variables", {}).values()
-            }
             trained += model.optimizer.variables
-        own |= _ids_of_local(model)
         trained_ids = {id(variable) for variable in trained}
-        untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
-        # Each rank accumulates its own gradients; only their mean over the ranks is applied.
-        whole = [item for item in trained if not item.name.endswith("gradient_accumulator")]
+        own_ids = _ids_of_own(model)
         self._trained = [
-            item for item in whole if id(item) not in own and not hasattr(item, "rank_part")
+            item
+            for item in trained
+            if id(item) not in own_ids
+            and not hasattr(item, "rank_part")
+            # Each rank accumulates its own gradients; only their mean over the ranks is applied.
+            and not item.name.endswith("gradient_accumulator")
         ]
-        self._untrained = [item for item in untrained if not hasattr(item, "rank_part")]
+        self._untrained = [
+            item
+            for item in model.weights
+            if id(item) not in trained_ids and not hasattr(item, "rank_part")
+        ]
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting
@@ -127,19 +129,17 @@ class WeightCheck:
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
 
-def _ids_of_local(model: keras.Model) -> set[int]:
-    """Returns the ids of each rank's local variables (register_local_var), and of their slots."""
+def _ids_of_own(model: keras.Model) -> set[int]:
+    """Returns the ids of what each rank has of its own: rank_variables, local variables and the slots of these."""
+    own = list(getattr(model.optimizer, "rank_variables", {}).values())
     hook = hook_of(model.optimizer)
-    if not hook:
-        return set()
-    local = [
-        variable
-        for variable in model.trainable_variables
-        if variable_id(variable) in hook.reducer.local_ids
-    ]
-    prefixes = tuple(f"{slot_prefix(variable)}_" for variable in local)
-    slots = [slot for slot in model.optimizer.variables if slot.name.startswith(prefixes)]
-    return {id(variable) for variable in [*local, *slots]}
+    if hook:
+        local_ids = hook.reducer.local_ids
+        local = [item for item in model.trainable_variables if variable_id(item) in local_ids]
+        prefixes = tuple(f"{slot_prefix(variable)}_" for variable in local)
+        slots = [slot for slot in model.optimizer.variables if slot.name.startswith(prefixes)]
+        own += [*local, *slots]
+    return {id(variable) for variable in own}
 
 
 def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str) -> str:

@@ -59,7 +59,7 @@ class FiniteCheck:
             loss_scale: the scale of the loss; the norm is that of the unscaled gradients.
         """
 
-        def fail() -> tf.Operation:
+        def fail():
             faults = self.faults(own)
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
@@ -76,7 +76,7 @@ class FiniteCheck:
         # In a branch, so that the exchange costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)
 
-        def zeros_unless_fine(values: tf.Tensor) -> tf.Tensor:
+        def zeros_unless_fine(values):
             return tf.where(is_fine, values, tf.zeros_like(values))
 
         if not self.waits:

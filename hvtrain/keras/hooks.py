@@ -178,7 +178,7 @@ class Distributed:
             plain_class = plain_class.__bases__[1]
         return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         """Returns the gradients of the joint batch, reduced over all ranks."""
         reducer = self._hvtrain.reducer
         come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
@@ -192,25 +192,25 @@ class Distributed:
             variables = None  # Keras refuses a wrong number of gradients later.
         return self._check(grads, reducer(grads, variables))
 
-    def _check(self, own: Any, reduced: Any) -> Any:
+    def _check(self, own, reduced):
         check = self._hvtrain.finite_check
         return check(own, reduced) if check else reduced
 
-    def _step(self, grads: Any, variables: Any) -> Any:
+    def _step(self, grads, variables):
         return super().apply(grads, variables)  # type: ignore[misc]
 
 
 class DistributedAccumulation(Distributed):
     """Reduces accumulated gradients just before clipping, once for each step that changes weights."""
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         return grads
 
-    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+    def _overwrite_variables_directly_with_gradients(self, grads, vars):
         grads = self._hvtrain.reducer.maxima(grads, vars)
         return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
-    def _step(self, grads: Any, variables: Any) -> Any:
+    def _step(self, grads, variables):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
@@ -230,11 +230,11 @@ class DistributedAccumulation(Distributed):
             )
         return result
 
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+    def _backend_apply_gradients(self, grads, trainable_variables):
         self._hvtrain.variables = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _clip_gradients(self, grads: Any) -> Any:
+    def _clip_gradients(self, grads):
         reduced = self._hvtrain.reducer(grads, self._hvtrain.variables)
         return super()._clip_gradients(self._check(grads, reduced))  # type: ignore[misc]
 
@@ -244,12 +244,12 @@ class DistributedLossScale(Distributed):
 
     built: bool
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         # Without a scale no step is skipped, and a NaN in a local gradient stays on its rank.
         self._hvtrain.reducer.shares_overflow = self._hvtrain.loss_was_scaled
         return super()._reduce(grads, variables)
 
-    def _check(self, own: Any, reduced: Any) -> Any:
+    def _check(self, own, reduced):
         """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
         With a scale below 1, values that are not finite are no overflow: the gradient itself has them.
@@ -265,7 +265,7 @@ class DistributedLossScale(Distributed):
             loss_scale=scale if self._hvtrain.loss_was_scaled else 1.0,
         )
 
-    def _step(self, grads: Any, variables: Any) -> Any:
+    def _step(self, grads, variables):
         if self._hvtrain.loss_was_scaled:
             return super()._step(grads, variables)
         if self._hvtrain.requires_scaled_loss:
@@ -286,7 +286,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
     they might skip different micro-steps, reduce at different times, and wait for each other forever.
     """
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         reducer = self._hvtrain.reducer
         if reducer.is_alone:
             return grads
@@ -318,7 +318,8 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     is_outermost = all(other is not optimizer for other in active)
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer
-    if is_outermost and outer is not None and not is_accumulation:
+    begins_step = is_outermost and not is_accumulation
+    if begins_step and outer is not None:
         raise ValueError(
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
@@ -329,11 +330,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     callers = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )
-    if (
-        is_outermost
-        and not is_accumulation
-        and any(name.endswith("loss_scale_optimizer.py") for name in callers)
-    ):
+    if begins_step and any(name.endswith("loss_scale_optimizer.py") for name in callers):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"

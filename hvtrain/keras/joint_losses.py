@@ -77,9 +77,7 @@ def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
     return hvd.allreduce(number, op=hvd.Average, name=name, ignore_name_scope=True)
 
 
-def joint_batch(
-    rows: Any, name: str | None = None, process_set: Any = hvd.global_process_set
-) -> Any:
+def joint_batch(rows: Any) -> Any:
     """Returns the rows of all ranks, in the ranks' order, with the gradient of the joint loss (every rank).
 
     For losses that contrast each example with those of all ranks, such as CLIP (Radford et al. 2021)
@@ -90,8 +88,6 @@ def joint_batch(
 
     Args:
         rows: tensor [own, ...]; the first dimension may differ between ranks.
-        name: prefix of the messages' names; None: numbered by position in the graph.
-        process_set: the ranks that take part.
 
     Returns:
         Tensor [all, ...]. With equal batches this rank's rows begin at rank() * own.
@@ -105,7 +101,7 @@ def joint_batch(
         loss = tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
     """
     rows = tf.convert_to_tensor(rows)
-    if process_set.size() == 1:
+    if hvd.size() == 1:
         return rows
     if is_compiled_by_xla():
         raise ValueError(
@@ -113,16 +109,16 @@ def joint_batch(
         )
 
     # Horovod would name the messages after the tensor, and so after layers, which ranks may number differently.
-    name = name or positional_name("joint_batch")
-    options = {"process_set": process_set, "ignore_name_scope": True}
+    name = positional_name("joint_batch")
+    options = {"ignore_name_scope": True}
 
     @tf.custom_gradient
-    def gather(own: tf.Tensor) -> Any:
+    def gather(own):
         lengths = hvd.allgather(tf.shape(own)[:1], name=f"{name}_lengths", **options)
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        def gradient(upstream):
             summed = hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient", **options)
-            return tf.split(summed, lengths, num=process_set.size())[process_set.rank()]
+            return tf.split(summed, lengths, num=hvd.size())[hvd.rank()]
 
         return hvd.allgather(own, name=name, **options), gradient
 

@@ -135,7 +135,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        def multiplier(epoch: float) -> float:
+        def multiplier(epoch):
             # One batch ahead, as in Horovod, so that an epoch's last batch gets a round rate.
             epoch = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()

@@ -20,9 +20,9 @@ from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
 
+# Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3).
 OUTER_RATE = 0.7
 OUTER_MOMENTUM = 0.9
-"""Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3)."""
 
 
 def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
@@ -174,7 +174,7 @@ class LocalHook(Hook):
         if not self.outer:
             return
 
-        def take() -> None:
+        def take():
             for anchor, variable in zip(self.anchors, variables):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
@@ -230,7 +230,7 @@ class LocalSteps(Distributed):
             "LocalSGD and DiLoCo average all weights; use DistributedOptimizer for local variables"
         )
 
-    def _reduce(self, grads: Any, variables: Any) -> Any:
+    def _reduce(self, grads, variables):
         local = self._hvtrain
         if local.reducer.is_alone:
             return grads
@@ -243,11 +243,11 @@ class LocalSteps(Distributed):
         ]
         positions = [i for i, gradient in enumerate(dense) if gradient is not None]
 
-        def over_all() -> list[Any]:
+        def over_all():
             reduced = super(LocalSteps, self)._reduce(dense, variables)
             return [reduced[i] for i in positions]
 
-        def within_hosts() -> list[Any]:
+        def within_hosts():
             reduced = within(dense, variables)
             return [tf.identity(reduced[i]) for i in positions]
 
@@ -257,7 +257,7 @@ class LocalSteps(Distributed):
             dense[i] = value
         return dense
 
-    def _step(self, grads: Any, variables: Any) -> Any:
+    def _step(self, grads, variables):
         local = self._hvtrain
         if not self.built:
             self.build(variables)

@@ -59,7 +59,7 @@ class NoiseScale:
     def squared_norm(self, tensors: Sequence[tf.Tensor], step: tf.Variable) -> tf.Tensor:
         """Returns half the squared norm of a message's gradients; 0 in steps that are not measured."""
 
-        def half_squares() -> tf.Tensor:
+        def half_squares():
             # In half precision squares would overflow.
             return tf.add_n([tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors])
 

@@ -56,10 +56,8 @@ class OrderedReducer(Reducer):
         ready = self.marks.ready([value for part in own for value in part]) if self.marks else None
         means = ordered_means(own, self.name, self.process_set)
         done = list(means)
-        if self.flag and not self.is_alone:
-            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
-            done.append(self.flag.update(value))
         if not self.is_alone:
+            done += self._reduce_flag()
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:

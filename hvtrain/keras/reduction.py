@@ -45,10 +45,7 @@ _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
 def restart_numbering() -> None:
-    """Numbers new optimizers from 0 again, as on a rank that has just started.
-
-    Every rank calls it at the same point, and no longer uses any older optimizer.
-    """
+    """Numbers new optimizers from 0 again (every rank, at the same point; none uses an older optimizer any more)."""
     _numbers.clear()
 
 
@@ -102,8 +99,8 @@ class Reducer:
     shares_overflow: bool = False
     # Reduced with the first group, or in its own message with a WireFormat or if all gradients are sparse.
     flag: SharedFlag | None = None
-    # If True, rows of a sparse gradient that have the same index are replaced by their sum. GPUs add such
-    # rows to a weight in no fixed order, so the last digits would differ between ranks.
+    # If True, rows of a sparse gradient with the same index are replaced by their sum. GPUs add such rows in no
+    # fixed order, so the last digits would differ between ranks.
     sums_duplicates: bool = field(
         default_factory=lambda: bool(tf.config.list_logical_devices("GPU"))
     )
@@ -144,8 +141,7 @@ class Reducer:
     def name(self) -> str:
         """The prefix of the messages' names, the same on all ranks.
 
-        It is numbered at the first step, so that an optimizer that one rank alone creates, and never
-        steps, takes no number.
+        Numbered at the first step, so that an optimizer that one rank alone creates and never steps takes no number.
         """
         if not self.message_name:
             set_id = self.process_set.process_set_id
@@ -173,11 +169,10 @@ class Reducer:
         self.local_ids.update(map(variable_id, variables))
 
     def divide_losses(self) -> None:
-        """Divides losses by the number of ranks and sums their gradients, instead of averaging.
+        """Divides losses by the number of ranks and sums their gradients, which saves a pass over the gradients.
 
-        The mean is the same, and a pass over the gradients is saved. Only for steps whose loss goes
-        through scale_loss, as in Keras's own train_step. Has no effect with compression, in which
-        smaller values would lose digits.
+        Only for steps whose loss goes through scale_loss, as in Keras's own train_step. Has no effect with
+        compression, in which smaller values would lose digits.
         """
         if (
             self.op == hvd.Average
@@ -284,8 +279,7 @@ class Reducer:
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients, with those that overwrite their variables replaced by maxima over the ranks.
 
-        These are the scales of float8, and the histories of absolute maxima from which the scales are
-        computed. Their values for the joint batch are the maxima over the ranks' batches.
+        These are float8's scales and histories of absolute maxima. Those of the joint batch are the ranks' maxima.
         """
         gradients = list(gradients)
         pairs = zip(gradients, variables)
@@ -360,12 +354,18 @@ class Reducer:
                 gradients[i] = value
         if self.noise and groups:
             self.noise.update(own_norms, joint_norms, factor, self.count)
-        if self.flag and not flag:
-            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
-            done.append(self.flag.update(value))
+        if not flag:
+            done += self._reduce_flag()
         if self.compressed:
             done += self.compressed.end_step()
         return done
+
+    def _reduce_flag(self) -> list[Any]:
+        """Reduces the flag, if there is one, in a message of its own; returns the operation that updates it."""
+        if not self.flag:
+            return []
+        (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
+        return [self.flag.update(value)]
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype

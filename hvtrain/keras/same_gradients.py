@@ -126,7 +126,7 @@ def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
     """
     ended = threading.Event()
 
-    def warn_if_due() -> None:
+    def warn_if_due():
         if not ended.is_set() and num_steps() >= STEPS_WITHOUT_BROADCAST:
             ended.set()
             log.warning(
@@ -134,11 +134,11 @@ def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
                 "hvd.broadcast_variables(model.variables, 0), or use hvd.BroadcastGlobalVariablesCallback(0)"
             )
 
-    def look() -> None:
+    def look():
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             warn_if_due()
 
-    def at_exit() -> None:
+    def at_exit():
         # A short program may end between two looks.
         warn_if_due()
         ended.set()

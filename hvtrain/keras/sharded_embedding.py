@@ -57,7 +57,7 @@ class ShardedRows:
         rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
 
-        def first_rows(shape: Any, dtype: Any) -> tf.Tensor:
+        def first_rows(shape, dtype):
             return make_rows(
                 rows, self.output_dim, layer.embeddings_initializer, self._hvtrain_seed, dtype
             )
@@ -192,13 +192,13 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     own = tf.gather(tf_variable(variable), wanted // num_ranks)
 
     @tf.custom_gradient
-    def exchange(own: tf.Tensor) -> Any:
+    def exchange(own):
         received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
         # Keeps the exchange in the graph: unused operations are pruned from some graphs and not from
         # others, but an Assert never is.
         tf.debugging.Assert(tf.size(received) >= 0, [name])
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        def gradient(upstream):
             summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
             return hvd.alltoall(summed, counts, name=f"{name}_gradient", **options)[0]
 
@@ -326,7 +326,7 @@ def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iter
     kind = keras.layers.Embedding
     build = kind.build
 
-    def build_sharded(layer: Any, input_shape: Any = None) -> None:
+    def build_sharded(layer, input_shape=None):
         if layer.built or isinstance(layer, ShardedRows) or not is_chosen(layer):
             build(layer, input_shape)
             return

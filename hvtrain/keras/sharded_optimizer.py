@@ -88,12 +88,12 @@ class Part(NamedTuple):
     """This rank's part of a variable."""
 
     variable: Any
+    # The variable itself, if all of it is this rank's, or a new one for some of its elements, possibly none.
     own: Any
-    """The variable itself, if all of it is this rank's, or a new one for some of its elements, possibly none."""
+    # Position of the first of these elements in the flattened variable.
     begin: int
-    """Position of the first of these elements in the flattened variable."""
+    # The ranks that share the variable.
     process_set: Any = None
-    """The ranks that share the variable."""
 
     @property
     def size(self) -> int:
@@ -214,11 +214,10 @@ class Sharded:
     variables: list[Any]
 
     def build(self, variables: Any) -> None:
-        process_set = self._hvtrain_reducer.process_set
         if self.built or self._hvtrain_reducer.is_alone:
             super().build(variables)  # type: ignore[misc]
             return
-        parts = make_parts(variables, process_set, self._cuts_anywhere)
+        parts = make_parts(variables, self._hvtrain_reducer.process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
         received = host_variable(0.0, tf.float32, "received")
         object.__setattr__(self, "_hvtrain_received", received)
@@ -250,9 +249,7 @@ class Sharded:
         slot.rank_part = part
         return slot
 
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
         update = super()._backend_update_step  # type: ignore[misc]
         if not self._hvtrain_parts:
             update(grads, trainable_variables, learning_rate)

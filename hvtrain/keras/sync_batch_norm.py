@@ -128,7 +128,7 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 
 @tf.custom_gradient
-def _rows_of_all_ranks(row: Any) -> Any:
+def _rows_of_all_ranks(row):
     """Returns a matrix [ranks, ...] of all ranks' rows: the sum of matrices that are zero but for one rank's row.
 
     An allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros, and
@@ -140,7 +140,7 @@ def _rows_of_all_ranks(row: Any) -> Any:
 
 
 @tf.custom_gradient
-def _own_row_of_sum(gradients: Any) -> Any:
+def _own_row_of_sum(gradients):
     """Returns the gradient of _rows_of_all_ranks: this rank's row of the sum over the ranks.
 
     It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then has the
@@ -150,7 +150,7 @@ def _own_row_of_sum(gradients: Any) -> Any:
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
-def _sum_over_ranks(tensor: Any) -> Any:
+def _sum_over_ranks(tensor):
     # Not named after the layer: a model that uses it twice would send two messages of one name. And the
     # backward pass does not use Horovod's registered gradient, whose name derives from Keras's names.
     total = hvd.allreduce(

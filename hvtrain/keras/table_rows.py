@@ -31,8 +31,8 @@ class Rows(NamedTuple):
     """This rank's rows of a table, or of an optimizer's slot for it: every `num_ranks`th, beginning with row `rank`."""
 
     table: str
+    # Number of rows of the whole table.
     num_rows: int
-    """Number of rows of the whole table."""
     rank: int
     num_ranks: int
 

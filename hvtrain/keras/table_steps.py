@@ -54,11 +54,11 @@ class ClipsTables:
     global_clipnorm: float | None
     _hvtrain_stepped: Sequence[Any] = ()
 
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+    def _backend_apply_gradients(self, grads, trainable_variables):
         object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _clip_gradients(self, grads: Any) -> Any:
+    def _clip_gradients(self, grads):
         clip = super()._clip_gradients  # type: ignore[misc]
         tables = [i for i, variable in enumerate(self._hvtrain_stepped) if rows_of(variable)]
         if not tables:

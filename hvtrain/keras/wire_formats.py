@@ -16,20 +16,20 @@ import tensorflow as tf
 
 Tensors = list[tf.Tensor]
 
+# Number of values that share a scale in Int8; an outlier costs only these their precision.
 BLOCK = 1024
-"""Number of values that share a scale in Int8; an outlier costs only these their precision."""
 
 
 class WireFormat(ABC):
     """A format in which a message's gradients are sent, for what Horovod's Compressor cannot do."""
 
+    # The value of the setting strategy.compression that selects the format.
     name: str
-    """The value of the setting strategy.compression that selects the format."""
+    # True if each rank adds its compression error to its next gradient (error feedback, Karimireddy et al.
+    # 2019). Over the steps nothing is then lost; it only arrives later.
     keeps_errors = False
-    """True if each rank adds its compression error to its next gradient (error feedback, Karimireddy
-    et al. 2019). Over the steps nothing is then lost; it only arrives later."""
+    # Number of first steps in which gradients are sent uncompressed.
     whole_steps = 0
-    """Number of first steps in which gradients are sent uncompressed."""
 
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
         """Returns the shape of the matrix kept for a variable between steps, or None."""
@@ -67,8 +67,8 @@ class WireFormat(ABC):
 class ByteFormat(WireFormat):
     """A format that encodes blocks of BLOCK values as bytes, which Horovod can move but not add."""
 
+    # Size of an encoded block in bytes.
     block_bytes: int
-    """Size of an encoded block in bytes."""
 
     @abstractmethod
     def encode(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -93,7 +93,7 @@ def try_sizes(
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model = runner.make_model(run)
-    start = runner.restore(model, None, strategy.comm, config.model_options)
+    start = runner.restore(run, model, None)
     description = describe(run, model, start)
     log.info(
         "%s",

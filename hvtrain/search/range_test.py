@@ -128,12 +128,12 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     """Runs the test and returns the suggestion (every rank). Raises TrainingError if the loss never fell."""
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model = runner.make_model(run)
-    start = runner.restore(model, None, strategy.comm, config.model_options)
+    start = runner.restore(run, model, None)
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info("%s", summary(describe(run, model, start)))
     # By as_trial, a call of the graph is one update of the weights, after which the recorder reads the loss.
-    steps = call_steps(config, strategy, [recorder])
+    steps = call_steps(run, [recorder])
 
     try:
         with explain_errors(context):

@@ -42,13 +42,13 @@ def joint_loss(
     """
     base = type(loss)
 
-    def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true, y_pred):
         losses = base.call(self, y_true, y_pred)
         self._elements = losses
         self._elements_mask = get_keras_mask(losses)
         return losses
 
-    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
+    def __call__(self, y_true, y_pred, sample_weight=None):  # noqa: N807
         self._elements = self.denominator = None
         value = base.__call__(self, y_true, y_pred, sample_weight)
         if self._elements is None:

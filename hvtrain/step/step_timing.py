@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+# From this many steps between two pauses on, the wait after a pause is a small part of the total.
 FEW_STEPS = 20
-"""From this many steps between two pauses on, the wait after a pause is a small part of the total."""
 
 
 class StepTimes(NamedTuple):

@@ -6,6 +6,7 @@ what the subclasses do for many.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.callbacks import Callback
+from keras.callbacks import Callback, CallbackList
 from keras.optimizers import Optimizer
 
 from hvtrain.core.step_plan import StepPlan
@@ -73,8 +74,7 @@ class Strategy:
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # How many of the plan's ranks this process stands for: in each step it takes their batches as one.
-    # Known after start.
+    # How many of the plan's ranks this process stands for, known after start: it takes their batches as one.
     num_replicas: int = 1
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches: bool = False
@@ -89,8 +89,7 @@ class Strategy:
     # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
     sync_every: int = 1
     num_synchronizations: int = 0
-    # For each worker of parameter servers, the number of this start's steps that used its gradient;
-    # empty without parameter servers.
+    # For each worker of parameter servers, the number of this start's steps that used its gradient.
     steps_by_worker: Sequence[int] = ()
 
     def __init__(self) -> None:
@@ -182,16 +181,56 @@ class Strategy:
         callbacks: list[Callback],
         call_steps: CallSteps,
     ) -> None:
-        """Trains from start_step on: see loop.train.
+        """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-        batches_from(step) returns this rank's endless stream of batches, beginning at that step.
+        Args:
+            model: compiled, with an optimizer from `distribute`.
+            batches_from: returns this rank's endless stream of batches, beginning at a step of the run.
+            callbacks: in the order in which they are called. They get the number of a step within its
+                epoch, as in Keras's fit with steps_per_execution.
+            call_steps: chooses the number of steps in each call of the graph.
         """
         self.check_plan(plan)
+        callback_list = CallbackList(
+            callbacks,
+            add_history=True,
+            model=model,
+            verbose=0,
+            epochs=plan.num_epochs,
+            steps=plan.steps_per_epoch,
+        )
+        model.stop_training = False
+        callback_list.on_train_begin()
 
-        def begin_steps() -> Steps:
-            return self.make_steps(model, batches_from(start_step), start_step, call_steps)
+        steps = self.make_steps(model, batches_from(start_step), start_step, call_steps)
+        step = start_step
+        logs: dict[str, Any] = {}
+        while step < plan.num_steps and not model.stop_training:
+            epoch, in_epoch = plan.position(step)
+            begin = step - in_epoch
+            end = min(begin + plan.steps_per_epoch, plan.num_steps)
+            model.reset_metrics()
+            callback_list.on_epoch_begin(epoch)
 
-        loop.train(model, begin_steps, plan, start_step, callbacks, call_steps, self.settle)
+            while step < end and not model.stop_training:
+                number = call_steps.next(step, end)
+                callback_list.on_train_batch_begin(step - begin)
+                started = time.perf_counter()
+                logs = steps(number)
+                call_steps.record(time.perf_counter() - started)
+                step += number
+                callback_list.on_train_batch_end(step - begin - 1, logs)
+
+            # Also if a callback has cut the epoch short.
+            self.settle()
+            # As in Keras's fit: the metrics if a step returns exactly these, otherwise the last step's result.
+            metrics = model.get_metrics_result()
+            logs = dict(metrics if set(metrics) == set(logs) else logs)
+            callback_list.on_epoch_end(epoch, logs)
+
+        # Only at the end, since it overwrites the weights with their moving average, if there is one.
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+        callback_list.on_train_end(logs)
 
     def make_steps(
         self,

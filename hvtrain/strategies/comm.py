@@ -22,8 +22,8 @@ class Comm:
     The watchdog is told while this rank waits in one, so that it does not blame this rank.
     """
 
-    def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology or Topology()
+    def __init__(self) -> None:
+        self.topology = Topology()
         self.watchdog = Watchdog()
 
     def broadcast(self, value: Any, root: int = 0) -> Any:

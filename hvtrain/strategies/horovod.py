@@ -12,6 +12,7 @@ from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
 from hvtrain import watchdog
+from hvtrain.config.validate import check_choice, check_least
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
@@ -107,16 +108,7 @@ class HorovodStrategy(Strategy):
         shard_optimizer: bool = False,
     ) -> None:
         super().__init__()
-        if compression not in COMPRESSIONS:
-            raise ConfigError(
-                f"strategy.compression={compression} is not one of {', '.join(COMPRESSIONS)}"
-            )
-        if rank < 1:
-            raise ConfigError(f"strategy.rank={rank} is out of range; it must be at least 1")
-        if whole_steps < 0:
-            raise ConfigError(
-                f"strategy.whole_steps={whole_steps} is out of range; it must be at least 0"
-            )
+        check_choice("strategy.compression", compression, COMPRESSIONS)
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
             raise ConfigError(
                 f"strategy.bucket_mib={bucket_mib} is out of range; give a size in MiB, or 0 for one message"
@@ -294,10 +286,7 @@ class ElasticStrategy(HorovodStrategy):
                 "of ranks that leave would be lost; choose bf16 or strategy=horovod"
             )
         self.exclude({"strategy.shard_optimizer=true": self.shard_optimizer})
-        if commit_steps < 1:
-            raise ConfigError(
-                f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1"
-            )
+        check_least("strategy.commit_steps", commit_steps, 1)
         self.membership = ElasticMembership(commit_steps)
 
     def start(self) -> Topology:

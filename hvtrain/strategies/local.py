@@ -9,6 +9,7 @@ import numpy as np
 from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
+from hvtrain.config.validate import check_least
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
@@ -55,17 +56,13 @@ class LocalSGDStrategy(HorovodStrategy):
                 f"strategy.compression={compression}": compression != "none",
             }
         )
-        if every < 1:
-            raise ConfigError(f"strategy.every={every} is out of range; it must be at least 1")
-        if warmup_steps < 0:
-            raise ConfigError(
-                f"strategy.warmup_steps={warmup_steps} is out of range; it must be at least 0"
-            )
+        check_least("strategy.every", every, 1)
+        check_least("strategy.warmup_steps", warmup_steps, 0)
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
+        # The process set of this host's ranks; None without within_hosts, or if there is only one rank.
         self.host_set: Any = None
-        """The process set of this host's ranks; None without within_hosts, or if there is only one rank."""
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]

@@ -1,11 +1,10 @@
-"""The training loop: Keras's train step and callbacks, with several steps in one call of the graph.
+"""The parts of the training loop (Strategy.fit): Keras's train step, with several steps in one call of the graph.
 
 Keras's own fit can also run several steps per call, but always the same number, so its calls run past the
 ends of epochs, checkpoints and other intervals. And each of its calls has an overhead greater than the time
 of a small step.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.callbacks import Callback, CallbackList, LambdaCallback
+from keras.callbacks import Callback, LambdaCallback
 
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
@@ -91,70 +89,6 @@ class CallSteps:
             self._timed = None
 
 
-def train(
-    model: keras.Model,
-    begin_steps: Callable[[], Steps],
-    plan: StepPlan,
-    start_step: int,
-    callbacks: list[Callback],
-    call_steps: CallSteps,
-    settle: Callable[[], None],
-) -> None:
-    """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
-
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
-
-    Args:
-        model: compiled, with an optimizer that a strategy distributed.
-        begin_steps: returns the function that runs steps; called after the callbacks' on_train_begin.
-        plan: the plan of the run.
-        start_step: the step of the run at which to begin.
-        callbacks: all callbacks, in the order in which they are called.
-        call_steps: chooses the number of steps in each call of the graph.
-        settle: completes pending changes of the model at the end of an epoch.
-    """
-    callback_list = CallbackList(
-        callbacks,
-        add_history=True,
-        model=model,
-        verbose=0,
-        epochs=plan.num_epochs,
-        steps=plan.steps_per_epoch,
-    )
-    model.stop_training = False
-    callback_list.on_train_begin()
-
-    steps = begin_steps()
-    step = start_step
-    logs: dict[str, Any] = {}
-    while step < plan.num_steps and not model.stop_training:
-        epoch, in_epoch = plan.position(step)
-        begin = step - in_epoch
-        end = min(begin + plan.steps_per_epoch, plan.num_steps)
-        model.reset_metrics()
-        callback_list.on_epoch_begin(epoch)
-
-        while step < end and not model.stop_training:
-            number = call_steps.next(step, end)
-            callback_list.on_train_batch_begin(step - begin)
-            started = time.perf_counter()
-            logs = steps(number)
-            call_steps.record(time.perf_counter() - started)
-            step += number
-            callback_list.on_train_batch_end(step - begin - 1, logs)
-
-        # Also if a callback has cut the epoch short.
-        settle()
-        # As in Keras's fit: the metrics if a step returns exactly these, otherwise the last step's result.
-        metrics = model.get_metrics_result()
-        logs = dict(metrics if set(metrics) == set(logs) else logs)
-        callback_list.on_epoch_end(epoch, logs)
-
-    # Only at the end, since it overwrites the weights with their moving average, if there is one.
-    model.optimizer.finalize_variable_values(model.trainable_variables)
-    callback_list.on_train_end(logs)
-
-
 def evaluate_shard(
     model: keras.Model,
     dataset: tf.data.Dataset,
@@ -179,7 +113,7 @@ def batched(spec: Any) -> Any:
 def blank_batch(batch_spec: Any, num_examples: int) -> Any:
     """Returns a batch of zeros; dimensions of unknown size get size 1."""
 
-    def blank(part: tf.TensorSpec) -> tf.Tensor:
+    def blank(part):
         return tf.zeros([num_examples, *(extent or 1 for extent in part.shape[1:])], part.dtype)
 
     return tf.nest.map_structure(blank, batch_spec)
@@ -233,7 +167,7 @@ def make_steps(
         lambda output: tf.zeros([extent or 0 for extent in output.shape], output.dtype), outputs
     )
 
-    def step(iterator: Any, previous: Any) -> Any:
+    def step(iterator, previous):
         # Marks the end of the previous step. A mark within that step would make the host wait for the GPU,
         # and the GPU would run out of work.
         began = marks.ended(previous)
@@ -247,7 +181,7 @@ def make_steps(
 
     # AutoGraph would only cost time: the loop, which alone depends on values, is explicit.
     @tf.function(autograph=False)
-    def several(iterator: Any, number: tf.Tensor) -> Any:
+    def several(iterator, number):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
@@ -271,7 +205,7 @@ def make_steps(
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
-    def steps(number: int) -> dict[str, Any]:
+    def steps(number):
         result = blank
         for _ in range(number):
             result = call(batches, result)
@@ -290,7 +224,7 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     optimizer = model.optimizer
 
     @tf.function(jit_compile=True, reduce_retracing=True)
-    def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
+    def result_and_gradients(data):
         captured: list[Any] = []
         with replaced(
             optimizer, "apply", lambda gradients, variables=None: captured.extend(gradients)
@@ -298,7 +232,7 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
             result = model.train_step(data)
         return result, captured
 
-    def train_step(data: Any) -> Any:
+    def train_step(data):
         result, gradients = result_and_gradients(data)
         optimizer.apply(gradients, model.trainable_weights)
         return result

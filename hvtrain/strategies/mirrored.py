@@ -107,13 +107,13 @@ class MirroredStrategy(ReplicaStrategy):
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         train_step = step_of(model)
 
-        def part_of(batch: Any, replica: int) -> Any:
+        def part_of(batch, replica):
             return tf.nest.map_structure(
                 lambda array: tf.split(array, self.num_replicas)[replica], batch
             )
 
         @tf.autograph.experimental.do_not_convert
-        def step(batch: Any) -> Any:
+        def step(batch):
             # A distributed dataset would give each replica a batch of its own; here they split one.
             parts = self.replicas.experimental_distribute_values_from_function(
                 lambda context: part_of(batch, context.replica_id_in_sync_group)

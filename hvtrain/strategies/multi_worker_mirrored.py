@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvtrain.config.validate import check_choice
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.devices import exchange
@@ -53,10 +54,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         pin_cores: bool = True,
     ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
-        if communication not in COMMUNICATION:
-            raise ConfigError(
-                f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}"
-            )
+        check_choice("strategy.communication", communication, COMMUNICATION)
         self.communication = communication
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 

@@ -350,7 +350,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         """Takes one step. Every free worker begins its part at once, and a late one when it is free."""
         arrived: set[int] = set()
 
-        def begin(worker: int) -> None:
+        def begin(worker):
             # The number differs between steps and between workers, so that each draws its own dropout.
             self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
 

@@ -199,7 +199,7 @@ def serve(cluster: Cluster) -> None:
     watchdog = cluster.watch(0.0, None)
     signalled = threading.Event()
 
-    def note(number: int, *_: object) -> None:
+    def note(number, *_):
         console.note_signal()
         signalled.set()
         if console.BY_HAND in os.environ:

@@ -132,12 +132,12 @@ def replica_loss(
     """
     base = type(loss)
 
-    def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true, y_pred):
         # A single number becomes a batch of one, so that Keras takes its mean and divides it.
         losses = tf.convert_to_tensor(base.call(self, y_true, y_pred))
         return losses[None] if losses.shape.rank == 0 else losses
 
-    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
+    def __call__(self, y_true, y_pred, sample_weight=None):  # noqa: N807
         value = base.__call__(self, y_true, y_pred, sample_weight)
         if self.reduction == "sum" and tf.distribute.has_strategy():
             return value / num_replicas
@@ -230,7 +230,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
     """Returns the model's train step as a function that tf.distribute can run in each replica."""
 
     @tf.autograph.experimental.do_not_convert
-    def step(batch: Any) -> Any:
+    def step(batch):
         # Keras creates the state of most metrics with the first batch.
         with tf.variable_creator_scope(plain_variables):
             return model.train_step(batch)

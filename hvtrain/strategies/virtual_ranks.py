@@ -19,8 +19,8 @@ from hvtrain.strategies.loop import replaced
 
 # Distance between the seeds of two parts: 2**32 over the golden ratio, as in Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
+# The most random draws of a layer in one step; with more, those of two steps would overlap.
 MAX_DRAWS = 1 << 12
-"""The most random draws of a layer in one step; with more, those of two steps would overlap."""
 
 
 class VirtualRanksStrategy(HorovodStrategy):
@@ -74,7 +74,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         return distributed
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        def refuse(number: tf.Tensor) -> tf.Tensor:
+        def refuse(number):
             raise ConfigError(
                 f"strategy={self.name} computes parts of a step one by one, and the loss needs what all of it "
                 "holds (a mask, an ignored label or weights); choose strategy=horovod"
@@ -106,7 +106,7 @@ class VirtualRanksStrategy(HorovodStrategy):
             seed.assign(value)
         first_part = self.topology.rank * self.num_replicas
 
-        def step_of_part(number: int, part: Any) -> tuple[Any, list[Any]]:
+        def step_of_part(number, part):
             """Returns the result of the model's step on this part, and its gradients."""
             gradients: list[Any] = []
             draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
@@ -117,7 +117,7 @@ class VirtualRanksStrategy(HorovodStrategy):
                 return model.train_step(part), gradients
 
         @tf.autograph.experimental.do_not_convert
-        def step(batch: Any) -> Any:
+        def step(batch):
             parts = zip(*(tf.split(tensor, self.num_replicas) for tensor in tf.nest.flatten(batch)))
             kept = [*statistics, *seeds]
             values_before = [tf.identity(variable) for variable in kept]

@@ -54,7 +54,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
     steps: list[tuple[list[Any], list[Any]]] = []
 
-    def take(gradients: Any, variables: Any = None) -> None:
+    def take(gradients, variables=None):
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
@@ -71,17 +71,15 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         )
 
     gradients, variables = steps[0]
+    if check_finite:
+        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
+        with tf.control_dependencies([is_fine]):
+            gradients = [map_values(tf.identity, gradient) for gradient in gradients]
     present = [
         (variable, gradient)
         for variable, gradient in zip(variables, gradients)
         if gradient is not None
     ]
-    if check_finite:
-        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
-        with tf.control_dependencies([is_fine]):
-            present = [
-                (variable, map_values(tf.identity, gradient)) for variable, gradient in present
-            ]
     counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
     new_values = [
         (variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights
@@ -119,7 +117,7 @@ def reader(
     """
 
     @tf.function(autograph=False)
-    def take(iterator: Any) -> Any:
+    def take(iterator):
         # To the coordinator, the previous step ends when it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
@@ -160,7 +158,7 @@ class Workers:
     ) -> None:
         """Begins a call on a free worker, for a step of the run."""
 
-        def run() -> Any:
+        def run():
             with tf.device(f"/job:worker/replica:0/task:{worker}"):
                 output = function(*arguments)
             return output.numpy()  # Waits for the worker, and raises the error if its step failed.
@@ -281,7 +279,7 @@ class ServerState:
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an update_step that runs on the server that holds the variable and its slots."""
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         with tf.device(variable.device):
             return update_step(gradient, variable, learning_rate)
 

@@ -25,6 +25,7 @@ from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
 from hvtrain.system.files import read_json, write_json
+from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -73,27 +74,20 @@ def default_settings(bucket_mib: float | None) -> CommSettings:
     )
 
 
-def tune(
-    strategy: Strategy,
-    folder: Path,
-    bucket_mib: float | None,
-    first_batches: Callable[[], tf.data.Dataset],
-    build: Callable[[], keras.Model],
-) -> None:
+def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     """Finds the fastest settings, or reads an earlier result, and restarts communication with them (every rank).
 
     Args:
-        strategy: The started strategy.
-        folder: The run folder, where the result is kept.
-        bucket_mib: The strategy's setting; None: its default.
-        first_batches: Opens this rank's stream of batches at the beginning of the first epoch.
+        run: The run, in whose folder the result is kept.
         build: Makes a compiled model whose optimizer uses the strategy's current settings.
 
     Raises:
         ConfigError: HOROVOD_FUSION_THRESHOLD is set.
     """
+    strategy = run.strategy
+    folder = run.folder
     comm = strategy.comm
-    default = default_settings(bucket_mib)
+    default = default_settings(run.config.strategy.get("bucket_mib"))
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
 
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
@@ -109,7 +103,9 @@ def tune(
     if default.bucket_mib >= mib:
         # All gradients fit into one bucket, for which the setting is 0.
         default = replace(default, bucket_mib=0.0)
-    best, seconds = _search(strategy, first_batches(), build, default, mib)
+    # The plan's first step: plan.shift is not 0 if the run began with another plan.
+    batches = run.batches_from(run.plan.shift)
+    best, seconds = _search(strategy, batches, build, default, mib)
 
     gain = "the default"
     if best != default:
@@ -177,7 +173,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
-    def step_seconds(number: int) -> float:
+    def step_seconds(number):
         steps(1)  # The first step after a restart is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(number)

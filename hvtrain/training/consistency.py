@@ -15,7 +15,7 @@ from hvtrain.data import kinds
 from hvtrain.data.description import array_digest, listed
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, DataError, RankError
+from hvtrain.errors import ConfigError, DataError, RankError, UserError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
 from hvtrain.system.resources import cores_of_each
@@ -31,6 +31,13 @@ _PACKAGES = (
     "scikit-learn",
     "sentencepiece",
 )
+
+# What may differ between ranks: the error and what to do. Settings first: if they name different packages, different
+# code is only a consequence.
+_DIFFERENCES: dict[str, tuple[type[UserError], str]] = {
+    "settings": (ConfigError, "start all ranks with the same command"),
+    "programs": (RankError, "install the same versions and copy the same code to both hosts"),
+}
 
 # Settings that cannot change a single bit of the weights.
 _NOT_IN_BITS = re.compile(
@@ -50,25 +57,15 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
     # Digests suffice if all agree; without them, each of a thousand ranks would receive ten megabytes.
     if len(set(comm.gather(digest_of(own)))) == 1:
         return
-    ranks = comm.gather((*own.values(), comm.topology.host))
-    settings, programs, host = ranks[0]
-
-    # Settings first: if they name different packages, different code is only a consequence.
-    for rank, (other_settings, _, _) in enumerate(ranks):
-        difference = difference_of(settings, other_settings)
-        if difference:
-            raise ConfigError(
-                f"ranks 0 and {rank} were started with different settings: {difference}; "
-                "start all ranks with the same command"
-            )
-
-    for rank, (_, other_programs, other_host) in enumerate(ranks):
-        difference = difference_of(programs, other_programs)
-        if difference:
-            raise RankError(
-                f"rank 0 on {host} and rank {rank} on {other_host} run different programs: {difference}; "
-                "install the same versions and copy the same code to both hosts"
-            )
+    ranks = comm.gather((own, comm.topology.host))
+    first, first_host = ranks[0]
+    for kind, (error, advice) in _DIFFERENCES.items():
+        for rank, (other, host) in enumerate(ranks):
+            difference = difference_of(first[kind], other[kind])
+            if difference:
+                raise error(
+                    f"rank 0 on {first_host} and rank {rank} on {host} run different {kind}: {difference}; {advice}"
+                )
 
 
 def software(config: RunConfig) -> dict[str, str]:
@@ -143,15 +140,14 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     return manifest
 
 
-def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) -> None:
+def check_first_batches(run: Run, start_step: int) -> None:
     """Checks the first batch of each rank (every rank).
 
     Rank 0 records the kinds of its inputs in the run folder; in a resumed run it compares them with the record.
 
     Args:
         run: The run.
-        batches: This rank's stream from this start's first step on, see Run.stream_from.
-        is_resumed: The run continues from a checkpoint.
+        start_step: The step of the run at which this start begins.
 
     Raises:
         DataError: On all ranks: a target is wrong, the inputs differ in kind from the recorded ones, or two
@@ -159,13 +155,10 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
     """
     comm = run.strategy.comm
     source = run.source
+    batches = comm.all_or_raise(lambda: run.stream_from(start_step))
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
-    error = _check_kinds(run, first[0], is_resumed) if comm.topology.is_chief else None
-
-    faults, errors = zip(*comm.gather((run.task.fault(first[1], source), error)))
-    if errors[0]:
-        raise errors[0]
-    for rank, fault in enumerate(faults):
+    comm.on_chief(lambda: _check_kinds(run, first[0], is_resumed=start_step > 0))
+    for rank, fault in enumerate(comm.gather(run.task.fault(first[1], source))):
         if fault:
             example, problem = fault
             raise DataError(
@@ -185,21 +178,17 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
             )
 
 
-def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
-    """Records the kinds of a batch's inputs, or returns an error if they have changed (chief only)."""
+def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
+    """Records the kinds of a batch's inputs, or raises DataError if they have changed (chief only)."""
     source = run.source
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))
         inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), finished)
     kept = kinds.read(run.folder) if is_resumed else {}
-    if not kept:
-        kinds.keep(run.folder, inputs, run.described)
-        return None
-    try:
+    if kept:
         kinds.check(source.name, kept, kinds.kinds_of(inputs), run.config.guard.data)
-    except DataError as error:
-        return error
-    return None
+    else:
+        kinds.keep(run.folder, inputs, run.described)
 
 
 def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:

@@ -220,14 +220,7 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
             problem = ""
             try:
                 path = _receive(folder, message, pieces)
-                step = store.step_of(path)
-                writer.prune(
-                    checkpoints,
-                    config.keep,
-                    step,
-                    config.keep_every_epochs,
-                    config.keep_every_hours,
-                )
+                writer.prune(checkpoints, config, store.step_of(path))
             except UserError as error:
                 problem = str(error)
                 # Skip the rest of the message, since rank 0 reads the answer only after it has sent everything.

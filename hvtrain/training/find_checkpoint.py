@@ -315,7 +315,7 @@ class _Search:
             lambda: (read_records(self.folder), read_best(self.checkpoints), own_host),
         )
 
-        def write() -> None:
+        def write():
             write_records(self.folder, records)
             if best:
                 # A record without a host means the root's own disk, which need not be the chief's.

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
 
     record = replace(record, best=_test_best(run, model, record))
 
-    def write() -> RunRecord:
+    def write():
         export(model, run.source, run.task, run.topology, folder)
         complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
         write_result(folder, complete)
@@ -181,21 +182,13 @@ def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
     return {f"test_{name}": value for name, value in metrics.items()}
 
 
-def _read_best(checkpoints: Path) -> dict[str, Any] | None:
-    try:
-        return writer.read_best(checkpoints)
-    except StorageError as error:
-        log.warning("%s is not written: %s", BEST_FILE, error)
-        return None
-
-
 def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
     """Tests the best checkpoint, saves it as best.keras and returns its figures (every rank).
 
     Returns None if there is none or, with a warning, if it cannot be read. The model keeps its last weights.
     """
     comm = run.strategy.comm
-    best = comm.on_chief(lambda: _read_best(run.folder / "checkpoints"))
+    best = comm.on_chief(lambda: _reading_best(writer.read_best, run.folder / "checkpoints"))
     if best is None:
         return None
 
@@ -205,7 +198,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
-        if not comm.on_chief(lambda: _load_best(run, model, best)):
+        if not comm.on_chief(lambda: _reading_best(_load_best, run, model, best)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
@@ -219,21 +212,23 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     return {**best, "metrics": metrics}
 
 
-def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
-    """Sets the weights to those of the best checkpoint (chief only).
-
-    Returns False, with a warning, if it cannot be read.
-    """
+def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
+    """Returns read(*args); None, with a warning, if the best checkpoint or its record cannot be read."""
     try:
-        if "host" in best:
-            raise UserError(f"it is on host {best['host']}")
-        path = run.folder / "checkpoints" / store.folder_name(best["step"])
-        load_weights(run.config, model, path)
+        return read(*args)
     except UserError as error:
         log.warning(
             f"{BEST_FILE} is not written, because the best checkpoint cannot be read: {error}"
         )
-        return False
+        return None
+
+
+def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
+    """Sets the weights to those of the best checkpoint (chief only); returns True. Raises UserError."""
+    if "host" in best:
+        raise UserError(f"it is on host {best['host']}")
+    path = run.folder / "checkpoints" / store.folder_name(best["step"])
+    load_weights(run.config, model, path)
     return True
 
 

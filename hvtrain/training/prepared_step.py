@@ -52,15 +52,15 @@ def prepare_step(
     hard_targets: dict[int, Any] = {}
 
     @wraps(compute_loss)
-    def weighted_loss(*args: Any, **kwargs: Any) -> Any:
+    def weighted_loss(*args, **kwargs):
         loss = compute_loss(*args, **kwargs)
         return weighted(loss, batch_weight.pop()) if batch_weight else loss
 
     @wraps(compute_metrics)
-    def hard_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def hard_metrics(x, y, y_pred, sample_weight=None):
         return compute_metrics(x, hard_targets.pop(get_ident(), y), y_pred, sample_weight)
 
-    def prepared_step(data: Any) -> Any:
+    def prepared_step(data):
         weight = 1.0
         if has_batch_weights:
             data, weight = data

@@ -49,7 +49,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     size = comm.topology.size
     memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
 
-    def restore() -> tuple[Start, list[Arrays], bool]:
+    def restore():
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * size, False
         checkpoint = saved.checkpoint
@@ -96,8 +96,8 @@ def checkpoint_meta(
     plan: StepPlan,
     data: dict[str, Any],
     run_id: str | None,
-    changes: list[dict[str, Any]],
-    goodput: dict[str, Any] | None,
+    saved: ResumePoint | None,
+    changed: dict[str, list[Any]],
 ) -> dict[str, Any]:
     """Returns the facts that each checkpoint of the run records: sharding, number of ranks, settings.
 
@@ -106,9 +106,15 @@ def checkpoint_meta(
         plan: The plan, whose shares are those that the run began with.
         data: The data set's manifest.
         run_id: The run's identifier, the same for all of its starts.
-        changes: Changes of settings since the run began, see with_change.
-        goodput: The goodput recorded in the checkpoint that the run resumes from, if any.
+        saved: The checkpoint to resume from, if any. Its goodput and changes of settings are kept.
+        changed: Settings that differ from that checkpoint's. They are added to the changes as
+            {"step": STEP, "changed": {NAME: [BEFORE, NOW]}}.
     """
+    before = saved.meta if saved else {}
+    earlier = before.get("changes")
+    changes = list(earlier) if isinstance(earlier, list) else []
+    if saved and changed:
+        changes.append({"step": saved.step, "changed": changed})
     return {
         "num_ranks": len(plan.shares),
         "batch_size": config.train.batch_size,
@@ -121,7 +127,7 @@ def checkpoint_meta(
         "versions": versions(),
         "config": config.record,
         "changes": changes,
-        "goodput": goodput,
+        "goodput": before.get("goodput"),
     }
 
 
@@ -217,19 +223,17 @@ def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
     """
     topology = comm.topology
     ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
-    return [received for received in ranks if received is not None] if topology.is_chief else []
+    return [received for received in ranks if received is not None]
 
 
 def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
     """Sends each rank its arrays from the chief's list, and returns them (every rank)."""
     topology = comm.topology
-    own: Arrays = {}
-    for rank in range(topology.size):
-        arrays = arrays_by_rank[rank] if topology.is_chief else None
-        received = send_arrays(arrays, 0, comm, rank == topology.rank)
-        if rank == topology.rank:
-            own = received or {}
-    return own
+    sent = arrays_by_rank if topology.is_chief else [{}] * topology.size
+    received = [
+        send_arrays(arrays, 0, comm, rank == topology.rank) for rank, arrays in enumerate(sent)
+    ]
+    return received[topology.rank] or {}
 
 
 def send_arrays(
@@ -317,18 +321,6 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
                 "start with the same, or choose another run.dir"
             )
     return changed
-
-
-def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
-    """Returns the changes of settings in meta, plus those of the start at this step, if any.
-
-    Each change is {"step": STEP, "changed": {NAME: [BEFORE, NOW]}}.
-    """
-    earlier = meta.get("changes")
-    changes = list(earlier) if isinstance(earlier, list) else []
-    if changed:
-        changes.append({"step": step, "changed": changed})
-    return changes
 
 
 def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:

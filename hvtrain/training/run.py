@@ -203,7 +203,7 @@ def training_batches(
     """Returns this rank's endless stream of the plan's batches, beginning at a step of the run."""
     first_step = step - plan.shift
 
-    def share_stream(rank: int) -> tf.data.Dataset:
+    def share_stream(rank):
         share = plan.shares[rank]
         request = StreamRequest(
             replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights),
@@ -240,7 +240,7 @@ def with_rank_weights(
     """
     steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
-    def add(step: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
+    def add(step, batch):
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
         return batch, tf.cast(plan.weight(rank, step_in_epoch), tf.float32)
 
@@ -278,7 +278,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
 
     schedule = config.schedule["_target_"].split(".")[-1].lower()
 
-    lines = {
+    # A line is left out if its text is "", None, False or empty settings.
+    lines: dict[str, Any] = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
         "differs": "; ".join(strategy.differences),
@@ -289,9 +290,10 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,
         **run.described.header(),
-        "trained on": "",
-        "evaluated on": "",
-        "augmentation": "",
+        "trained on": config.data.one_batch and "the first batch in every step (data.one_batch)",
+        "evaluated on": config.train.evaluation_steps
+        and f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)",
+        "augmentation": config.augment and describe_augmentation(config, source),
         "global batch": batch,
         "learning rate": (
             f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g} "
@@ -307,14 +309,6 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         share = percent(left_out / plan.num_examples)
         text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
         lines["left out"] = f"{text} (data.uneven=trim)"
-    if config.data.one_batch:
-        lines["trained on"] = "the first batch in every step (data.one_batch)"
-    if config.train.evaluation_steps:
-        lines["evaluated on"] = (
-            f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
-        )
-    if config.augment:
-        lines["augmentation"] = describe_augmentation(config, source)
 
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"
@@ -329,7 +323,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     return {name: text for name, text in lines.items() if text}
 
 
-def _shown(value: Any) -> Any:
+def _shown(value):
     return "null" if value is None else value  # As in YAML and on the command line.
 
 

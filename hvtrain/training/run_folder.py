@@ -30,7 +30,6 @@ from hvtrain.core.run_files import (
 )
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.storage.runs import RunStore
 from hvtrain.system import console
 from hvtrain.system.files import (
     TEMPORARY,
@@ -41,11 +40,10 @@ from hvtrain.system.files import (
     write_json,
 )
 from hvtrain.system.host_facts import checkout, processor
-from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import without_secrets
 
 if TYPE_CHECKING:
-    from hvtrain.training.run import Run
+    from hvtrain.training.run import Run, RunState
 
 log = logging.getLogger(__name__)
 
@@ -79,28 +77,20 @@ To resume it, run the same command with run.dir={folder}; to repeat it, see conf
 """
 
 
-def open_run_folder(
-    config: RunConfig,
-    lock: RunLock,
-    begun: Path | None = None,
-    parent: str = "runs",
-    run_store: RunStore | None = None,
-) -> Path:
+def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") -> Path:
     """Creates or reopens the run folder, locks it, cleans it up, and returns it (chief only).
 
     Args:
         config: The run's settings.
-        lock: A free lock, to lock the folder with.
-        begun: The folder of an earlier attempt at this run, if any.
+        state: Has a free lock, to lock the folder with; the folder of an earlier attempt at this run, if any; and the
+            run's store, which is claimed here if run.dir is an address.
         parent: Where the folder is created if run.dir is not set.
-        run_store: The run's store, which is claimed here if run.dir is an address.
 
     Raises:
         ConfigError: The folder cannot be written, another run uses it, it holds something else, or
             resume=never and it holds checkpoints.
     """
-    run_store = run_store or RunStore()
-    folder = begun or run_store.folder
+    folder = state.folder or state.store.folder
     has_name = folder or config.run.dir
     folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
@@ -116,8 +106,8 @@ def open_run_folder(
         )
         folder.mkdir(parents=True, exist_ok=True)
         # Before the sweep, which would remove what another process is writing at this moment.
-        lock.take(folder)
-        run_store.begin()
+        state.lock.take(folder)
+        state.store.begin()
         checkpoints.mkdir(exist_ok=True)
         for path in (folder, checkpoints):
             writer.sweep(path)
@@ -130,14 +120,14 @@ def open_run_folder(
             f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
         ) from error
 
-    if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
+    if config.resume == "never" and not state.folder and store.list_checkpoints(checkpoints):
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
     settings = OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
     write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + settings)
     write_atomic(
-        folder / README_FILE, README.format(version=VERSION, folder=run_store.address or folder)
+        folder / README_FILE, README.format(version=VERSION, folder=state.store.address or folder)
     )
     return folder
 
@@ -181,7 +171,29 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
         for start in earlier:
             if start.get("git"):
                 start["git"]["diff"] = ""  # The newest start's is enough.
-        starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
+        here = Path.cwd()
+        facts = {
+            "began": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": command(sys.argv, hosts),
+            "folder": str(here),
+            "num_ranks": run.plan.size,
+            "num_replicas": run.strategy.num_computing,
+            "hosts": dict(Counter(hosts)),
+            "first_step": step,
+            "num_steps": run.plan.num_steps,
+            "steps_per_epoch": run.plan.steps_per_epoch,
+            "best": run.best,
+            "sign": run.task.sign(run.best),
+            "described": described,
+            "versions": run.meta["versions"],
+            "system": {
+                "system": platform.platform(),
+                "processor": processor(),
+                "cores": os.cpu_count(),
+            },
+            "git": checkout(here),
+        }
+        starts = [*earlier[1 - MOST_STARTS :], facts]
         ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
         # The modification time of the file tells when the last step ended (see note_step). If this start ends
@@ -190,36 +202,6 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             note_step(run.folder, ended)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
-
-
-def _facts(
-    run: "Run",
-    hosts: Sequence[str],
-    described: dict[str, str],
-    step: int,
-) -> dict[str, Any]:
-    here = Path.cwd()
-    return {
-        "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command(sys.argv, hosts),
-        "folder": str(here),
-        "num_ranks": run.plan.size,
-        "num_replicas": run.strategy.num_computing,
-        "hosts": dict(Counter(hosts)),
-        "first_step": step,
-        "num_steps": run.plan.num_steps,
-        "steps_per_epoch": run.plan.steps_per_epoch,
-        "best": run.best,
-        "sign": run.task.sign(run.best),
-        "described": described,
-        "versions": run.meta["versions"],
-        "system": {
-            "system": platform.platform(),
-            "processor": processor(),
-            "cores": os.cpu_count(),
-        },
-        "git": checkout(here),
-    }
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:

@@ -47,10 +47,10 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
-class Ingredients:
-    """Opens the data set and builds the task that a run's settings name; combine adds the layers of augment.
-
-    Model and optimizer are built later, by build_model, since they need the run's plan.
+def open_data(
+    config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
+) -> Source:
+    """Opens the data set of a run on this rank. Its task, model and optimizer follow: they need the run's plan.
 
     Args:
         config: The run's settings.
@@ -58,42 +58,16 @@ class Ingredients:
         fitted_files: Files, by name, with what earlier starts fitted to the training data, if any.
 
     Raises:
-        ConfigError: Settings, data set and task do not fit each other.
+        ConfigError: Settings and data set do not fit each other.
         DataError: The data set cannot be opened.
     """
-
-    def __init__(
-        self, config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
-    ) -> None:
-        seed_everything(config, rank)
-        self.source = open_source(config)
-        self.task: Task = build(config, "task", Task)
-        if fitted_files:
-            fitted.apply(self.source, fitted_files)
-        # With a GPU, batches are copied to it as they are stored, and the step normalizes them.
-        self.source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
-
-    def combine(self, config: RunConfig, is_resized: bool = False) -> None:
-        """Checks that the task fits the data set, and adds the layers of augment to its streams.
-
-        Args:
-            config: The run's settings.
-            is_resized: The run continues with another number of ranks. Layers on the device then move
-                to the input pipeline, whose batches are still those of the earlier ranks.
-
-        Raises:
-            ConfigError: Settings, data set and task do not fit each other.
-        """
-        self.task.prepare(self.source)
-        if config.data.bucket_by_length and self.source.lengths("train") is None:
-            raise ConfigError(
-                f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
-                f"{self.source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
-            )
-        if config.augment:
-            open_augmentation(config, self.source, self.task)
-        if is_resized and self.source.augmentation:
-            self.source.augmentation.in_step = False
+    seed_everything(config, rank)
+    source = open_source(config)
+    if fitted_files:
+        fitted.apply(source, fitted_files)
+    # With a GPU, batches are copied to it as they are stored, and the step normalizes them.
+    source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
+    return source
 
 
 def open_source(config: RunConfig) -> Source:
@@ -109,6 +83,31 @@ def open_task(config: RunConfig, source: Source) -> Task:
     """Builds the task, and checks that it fits the source."""
     task: Task = build(config, "task", Task)
     task.prepare(source)
+    return task
+
+
+def open_task_and_layers(config: RunConfig, source: Source, is_resized: bool) -> Task:
+    """Builds the task, and adds the layers of augment to the streams of its data set.
+
+    Args:
+        config: The run's settings.
+        source: The data set.
+        is_resized: The run continues with another number of ranks. Layers on the device then move
+            to the input pipeline, whose batches are still those of the earlier ranks.
+
+    Raises:
+        ConfigError: Settings, data set and task do not fit each other.
+    """
+    task = open_task(config, source)
+    if config.data.bucket_by_length and source.lengths("train") is None:
+        raise ConfigError(
+            f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
+            f"{source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
+        )
+    if config.augment:
+        open_augmentation(config, source, task)
+    if is_resized and source.augmentation:
+        source.augmentation.in_step = False
     return task
 
 
@@ -230,16 +229,17 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
     with _sharding(config):
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)
-    if sharded_tables(model) and config.train.ema:
-        raise ConfigError(
-            "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
-            "leave one of the two out"
-        )
-    if sharded_tables(model) and source.on_error == "skip":
-        raise ConfigError(
-            "model.shard_embeddings needs equal numbers of batches on all ranks, and data.on_error=skip may leave some "
-            "out; choose one of the two"
-        )
+    if sharded_tables(model):
+        if config.train.ema:
+            raise ConfigError(
+                "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
+                "leave one of the two out"
+            )
+        if source.on_error == "skip":
+            raise ConfigError(
+                "model.shard_embeddings needs equal numbers of batches on all ranks, and data.on_error=skip may leave "
+                "some out; choose one of the two"
+            )
     check_model(model, f"model._target_={config.model['_target_']}", source, task)
     change_parts(model, config, size)
     return model
@@ -258,14 +258,14 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     names: list[str] = []
     used: set[str] = set()
 
-    def selects(pattern: str, layer: keras.layers.Layer) -> bool:
-        if pattern.isdigit():
-            return layer.input_dim >= int(pattern)
-        return fnmatchcase(layer.name, pattern)
-
-    def is_chosen(layer: keras.layers.Layer) -> bool:
+    def is_chosen(layer):
         names.append(f"{layer.name} ({layer.input_dim} rows)")
-        matching = {pattern for pattern in patterns if selects(pattern, layer)}
+        matching = {
+            pattern
+            for pattern in patterns
+            if fnmatchcase(layer.name, pattern)
+            or (pattern.isdigit() and layer.input_dim >= int(pattern))
+        }
         used.update(matching)
         return bool(matching)
 
@@ -345,7 +345,7 @@ class LearningRate:
         get_config = optimizer.get_config
         schedules = keras.optimizers.schedules
 
-        def config_with_constant_rate() -> dict[str, Any]:
+        def config_with_constant_rate():
             constant = schedules.ExponentialDecay(float(self()), decay_steps=1, decay_rate=1.0)
             return {**get_config(), "learning_rate": schedules.serialize(constant)}
 

@@ -21,12 +21,12 @@ from safetensors.numpy import save
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict
+from hvtrain.config.schema import CheckpointConfig, from_dict
 from hvtrain.data.sources import keras_datasets
 from hvtrain.data.sources.keras_datasets import cifar10, mnist
 from hvtrain.errors import CheckpointError, ConfigError, DataError
-from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
+from hvtrain.training.run import RunState
 from launching import ROOT, train
 from newest_checkpoint import META, newest
 
@@ -106,7 +106,7 @@ def test_names_that_lead_elsewhere(folder, outside):
     )
     assert taken(folder)[0] == 10
     assert writer.read_best(folder) is None
-    writer.prune(folder, keep=1, written_step=20)
+    writer.prune(folder, CheckpointConfig(keep=1), 20)
     put(folder, 30, good("../../outside/step-00000020"))
     assert taken(folder)[0] == 10
     assert (outside / "precious").exists()
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_never_followed(folder, outsi
         ".tmp-gone-x",
     ):
         (folder / name).symlink_to(outside)
-    writer.prune(folder, keep=1, written_step=20)
+    writer.prune(folder, CheckpointConfig(keep=1), 20)
     writer.write(folder, 20, ARRAYS, {})
     writer.mark_best(folder, 20, "loss", 0.5)
     writer.sweep(folder)
@@ -174,7 +174,7 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
     with pytest.raises(
         ConfigError, match=r"checkpoints is a symbolic link, and may lead out of the run folder"
     ):
-        run_folder.open_run_folder(config, RunLock())
+        run_folder.open_run_folder(config, RunState(0.0))
     assert is_untouched(outside)
 
 

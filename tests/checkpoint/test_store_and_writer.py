@@ -115,7 +115,7 @@ def test_checkpoints_are_ordered_by_step(tmp_path):
     for step in (99_999_999, 100_000_000):
         writer.write(tmp_path, step, arrays, META)
     assert newest(tmp_path)[0].step == 100_000_000
-    writer.prune(tmp_path, keep=1, written_step=100_000_000)
+    writer.prune(tmp_path, CheckpointConfig(keep=1), 100_000_000)
     assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-100000000"]
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
     (tmp_path / "step-00000020" / "meta.json").write_bytes(b"")
     assert newest(tmp_path)[0].step == 10
     written(tmp_path, 15, net=net)
-    writer.prune(tmp_path, keep=1, written_step=15)
+    writer.prune(tmp_path, CheckpointConfig(keep=1), 15)
     assert newest(tmp_path)[0].step == 15
 
 
@@ -322,7 +322,7 @@ def test_keep_and_best(tmp_path):
     writer.mark_best(tmp_path, 10, "val_accuracy", 0.9)
     for step in (20, 30, 40):
         written(tmp_path, step, net=net)
-        writer.prune(tmp_path, keep=2, written_step=step)
+        writer.prune(tmp_path, CheckpointConfig(keep=2), step)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
         "step-00000010",
         "step-00000030",
@@ -353,7 +353,7 @@ def test_the_last_checkpoint_of_each_day_is_kept_for_good(tmp_path):
     hours = [1, 9, 23, 26, 30, 73, 74]
     for step, hour in enumerate(hours, 1):
         writer.write(tmp_path, step, EMPTY, {**META, "unix_seconds": hour * 3600})
-        writer.prune(tmp_path, keep=1, written_step=step, every_hours=24)
+        writer.prune(tmp_path, CheckpointConfig(keep=1, keep_every_hours=24), step)
     assert [hours[step - 1] for step in kept_steps(tmp_path)] == [23, 30, 74], (
         "none on the third day"
     )
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_does_not_tell_its_span_is_not_kept_for_good(text, tmp
     for step in (10, 20, 30):
         writer.write(tmp_path, step, EMPTY, {**META, "epoch": step // 10})
     (tmp_path / "step-00000020" / "meta.json").write_text(text)
-    writer.prune(tmp_path, keep=1, written_step=30, every_epochs=1)
+    writer.prune(tmp_path, CheckpointConfig(keep=1, keep_every_epochs=1), 30)
     assert kept_steps(tmp_path) == [10, 30]
 
 
@@ -375,7 +375,7 @@ def test_a_damaged_newer_checkpoint_does_not_cost_the_new_one(tmp_path):
     net = written(tmp_path, 10, 99)
     (tmp_path / "step-00000099" / "meta.json").write_text("{")
     written(tmp_path, 20, net=net)
-    writer.prune(tmp_path, keep=1, written_step=20)
+    writer.prune(tmp_path, CheckpointConfig(keep=1), 20)
     assert [path.name for path in store.list_checkpoints(tmp_path)] == [
         "step-00000020",
         "step-00000099",

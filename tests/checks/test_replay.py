@@ -326,7 +326,7 @@ def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(
 
     def trained(first, last):
         writer = ReceiptWriter(tmp_path / "checkpoints", config)
-        writer.begin(tmp_path, first, lambda: facts)
+        writer.begin(first, lambda: facts)
         for step in range(first + 1, last + 1):
             arrays = {
                 "model/0000/w": np.full(3, step, ml_dtypes.bfloat16),

@@ -7,9 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvtrain import runner
 from hvtrain.core.step_plan import Share, StepPlan
-from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.horovod import ElasticStrategy
@@ -48,6 +46,18 @@ def network(width):
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(width), keras.layers.Dense(2)])
 
 
+def run_in(folder, restart):
+    """A run that goes on with another plan, after train.resize=scale; its batches are where they begin."""
+    plan = StepPlan((Share(4, 4),), 8, 0.1, 1.0, shift=10)
+    return SimpleNamespace(
+        config=SimpleNamespace(strategy={}),
+        strategy=SimpleNamespace(comm=Comm(), restart=restart),
+        folder=folder,
+        plan=plan,
+        batches_from=plan.position,
+    )
+
+
 def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monkeypatch):
     fastest, searched = comm_tuning.CommSettings(0.2, 4.0), []
 
@@ -57,13 +67,11 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
 
     monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []
-    strategy = SimpleNamespace(
-        comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib))
-    )
+    run = run_in(tmp_path, lambda variables, mib: applied.append((variables, mib)))
 
     def searches(width):
         before = len(searched)
-        comm_tuning.tune(strategy, tmp_path, None, lambda: None, lambda: network(width))
+        comm_tuning.tune(run, lambda: network(width))
         assert applied.pop() == ({"HOROVOD_CYCLE_TIME": "0.2"}, 4.0)
         return len(searched) - before
 
@@ -85,27 +93,15 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
     assert searches(3) == 1, "a file without its devices"
 
 
-def test_steps_of_the_first_epoch_are_timed(monkeypatch):
-    """Also of a run that goes on with another plan, after train.resize=scale."""
-    plan = StepPlan((Share(4, 4),), 8, 0.1, 1.0, shift=10)
-    run = SimpleNamespace(
-        config=SimpleNamespace(comm=SimpleNamespace(tune=True), strategy={}),
-        strategy=SimpleNamespace(comm=Comm()),
-        topology=Topology(0, 2),
-        folder=None,
-        source=None,
-        task=None,
-        plan=plan,
-        batches_from=plan.position,
-    )
+def test_steps_of_the_first_epoch_are_timed(tmp_path, monkeypatch):
     opened = []
 
-    def tune(strategy, folder, bucket_mib, first_batches, build):
-        opened.append(first_batches())
+    def search(strategy, batches, build, default, mib):
+        opened.append(batches)
+        return default, {default: 0.1}
 
-    monkeypatch.setattr(comm_tuning, "tune", tune)
-    monkeypatch.setattr(runner, "build_model", lambda *_: None)
-    runner.make_model(run)
+    monkeypatch.setattr(comm_tuning, "_search", search)
+    comm_tuning.tune(run_in(tmp_path, lambda variables, mib: None), lambda: network(3))
     assert opened == [(0, 0)]
 
 

@@ -17,13 +17,14 @@ class Gathers(Comm):
     """Rank 0 of two on hosts s1 and s2; the other one gathers what it is given."""
 
     def __init__(self, other):
-        super().__init__(Topology(0, 2))
-        self.other = other
+        super().__init__()
+        self.topology = Topology(0, 2)
+        self.other = dict(zip(("settings", "programs"), other))
 
     def gather(self, value):
         if isinstance(value, str):
-            return [value, digest_of(dict(zip(("settings", "programs"), self.other)))]
-        return [(*value[:2], "s1"), (*self.other, "s2")]
+            return [value, digest_of(self.other)]
+        return [(value[0], "s1"), (self.other, "s2")]
 
 
 def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_the_receiver_gets_what_it_lacks_and_keeps_as_many(hosts, pair):
     assert copies.sums_of(second / "checkpoints") == copies.sums_of(first / "checkpoints") != {}
     for step in (12, 16):
         write(first, step)
-        writer.prune(first / "checkpoints", 2, step)
+        writer.prune(first / "checkpoints", CheckpointConfig(keep=2), step)
         pair.send()
     assert names(second) == names(first) == ["step-00000004", "step-00000012", "step-00000016"], (
         "4 is the best"
@@ -146,7 +146,7 @@ def test_a_full_disk_on_the_other_host_is_named(hosts, tmp_path, caplog):
         assert not list((disk / "run").rglob("step-*")), "nothing is left of it"
         (disk / "filler").unlink()
         write(hosts[0], 8)
-        writer.prune(hosts[0] / "checkpoints", 1, 8)
+        writer.prune(hosts[0] / "checkpoints", CheckpointConfig(keep=1), 8)
         sender.send()
         assert names(disk / "run") == ["step-00000008"]
 
@@ -232,7 +232,8 @@ def test_the_loss_of_the_receiver_is_a_warning(hosts, caplog):
 )
 def test_where_there_is_no_other_disk_a_line_says_so(other, problem, tmp_path, monkeypatch, caplog):
     """The run goes on: a restart on the hosts that are left has the same settings."""
-    comm = Comm(Topology(0, 1, host="s1"))
+    comm = Comm()
+    comm.topology = Topology(0, 1, host="s1")
     gathered = iter([["s1", other], [False, False]])
     monkeypatch.setattr(comm, "gather", lambda value: next(gathered))
     run = SimpleNamespace(

@@ -68,7 +68,8 @@ class Meeting:
 
 class Rank(Comm):
     def __init__(self, rank, hosts, meeting):
-        super().__init__(Topology(rank, len(hosts), host=hosts[rank]))
+        super().__init__()
+        self.topology = Topology(rank, len(hosts), host=hosts[rank])
         self.meeting = meeting
 
     def gather(self, value):

@@ -12,6 +12,7 @@ from hvtrain.core.run_files import remove_if_empty
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
+from hvtrain.training.run import RunState
 from hvtrain.training.run_folder import open_run_folder
 
 
@@ -24,7 +25,7 @@ def opened(folder, *overrides):
     config = from_dict(compose(list(overrides)))
     config.run.dir = str(folder)
     with RunLock() as lock:
-        open_run_folder(config, lock)
+        open_run_folder(config, RunState(0.0, lock=lock))
     return config
 
 
@@ -82,7 +83,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
     folders = []
     for _ in range(3):
         with RunLock() as lock:
-            folders.append(open_run_folder(from_dict(compose([])), lock).name)
+            folders.append(open_run_folder(from_dict(compose([])), RunState(0.0, lock=lock)).name)
     assert folders == ["now", "now-2", "now-3"]
 
 

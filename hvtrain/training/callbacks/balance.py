@@ -15,10 +15,10 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
+# Factor by which a step must become faster; a smaller gain may be noise.
 LEAST_GAIN = 1.1
-"""Factor by which a step must become faster; a smaller gain may be noise."""
+# Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory.
 MOST_BATCHES = 2
-"""Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory."""
 
 
 class Balance(RunCallback):
@@ -82,7 +82,7 @@ class Balance(RunCallback):
         if old_seconds < LEAST_GAIN * new_seconds or saved_seconds < cost:
             return
 
-        if self.run.topology.is_chief:
+        if self.is_chief:
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",

@@ -4,6 +4,7 @@ import math
 import signal
 import socket
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Interruption(RunCallback):
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
         # Only by the chief's clock: other ranks' clocks would request the stop a step earlier or later.
-        if self._limit and self.run.topology.is_chief:
+        if self._limit and self.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
@@ -74,23 +75,22 @@ class Interruption(RunCallback):
         If there are several reasons, Ctrl-C takes precedence, then other signals, then the clock. There
         is no reason if a user's callback has stopped the training.
         """
-        own_reasons: dict[int, str] = {}  # By exit code.
+        # Each with its exit code, after a number by which they are sorted.
+        own_reasons: list[tuple[int, int, str]] = []
         if signal.SIGINT in self._signals:
-            own_reasons[INTERRUPTED] = "Ctrl-C"
+            own_reasons.append((0, INTERRUPTED, "Ctrl-C"))
         elif self._signals:
             name = signal.Signals(self._signals[0]).name
             host = socket.gethostname()
-            own_reasons[RESTART_HELPS] = f"{name} to rank {self.comm.topology.rank} on {host}"
+            reason = f"{name} to rank {self.comm.topology.rank} on {host}"
+            own_reasons.append((1, RESTART_HELPS, reason))
         if self._is_late:
-            own_reasons[0] = f"train.max_time={self._limit}"
+            own_reasons.append((2, 0, f"train.max_time={self._limit}"))
 
-        all_reasons = self.comm.gather(own_reasons)
-        for exit_code in (INTERRUPTED, RESTART_HELPS, 0):
-            reasons = [reasons[exit_code] for reasons in all_reasons if exit_code in reasons]
-            if reasons:
-                self.report.exit_code = exit_code
-                self.report.stopped_by = reasons[0]
-                return
+        reasons = [reason for reasons in self.comm.gather(own_reasons) for reason in reasons]
+        if reasons:
+            # Of several, that of the lowest rank.
+            _, self.report.exit_code, self.report.stopped_by = min(reasons, key=itemgetter(0))
 
     @property
     def _is_late(self) -> bool:
@@ -157,12 +157,8 @@ class CallbackState(keras.callbacks.Callback):
         """Returns the numbers of each callback, by its name."""
         numbers = {}
         for name, callback in self._callbacks.items():
-            values = {key: vars(callback).get(key) for key in store.NUMBERS}
-            numbers[name] = {
-                key: number
-                for key, value in values.items()
-                if (number := _number(value)) is not None
-            }
+            read = {key: _number(vars(callback).get(key)) for key in store.NUMBERS}
+            numbers[name] = {key: number for key, number in read.items() if number is not None}
         return numbers
 
     def arrays(self) -> store.Arrays:
@@ -208,7 +204,7 @@ class _Saving(RunCallback):
             parts: The whole values of sharded variables, by key.
             meta: More facts for the checkpoint's meta.
         """
-        step = self.position.step
+        step = self.step
         epoch, step_in_epoch = self.plan.position(step)
         return store.Checkpoint(
             path=Path(store.folder_name(step)),
@@ -286,20 +282,19 @@ class Checkpointing(_Saving):
             whole_step = self.comm.on_chief(self.writer.finish)
             self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
-            plan = self.plan
-            ends_early = plan.ends_early and self.position.is_last
+            ends_early = self.plan.ends_early and self.position.is_last
             # An elastic job continues from memory, and a run that was stopped does not continue here.
             in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)
-            if goes_on and not self.report.stopped_by and whole_step != self.position.step:
+            if goes_on and not self.report.stopped_by and whole_step != self.step:
                 # The next attempt would resume from an older checkpoint and come here again, endlessly.
                 raise CheckpointError(
-                    f"the rest of the run needs the checkpoint of step {self.position.step}, which was not written; "
+                    f"the rest of the run needs the checkpoint of step {self.step}, which was not written; "
                     "make room, then start again with the same run.dir"
                 )
 
     def _validated_now(self) -> bool:
-        return self.validation.latest_step == self.position.step
+        return self.validation.latest_step == self.step
 
     def _minutes_due(self) -> bool:
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
@@ -320,7 +315,7 @@ class Checkpointing(_Saving):
         # Moving statistics follow each rank's own batches; the checkpoint gets their means.
         self.weights.average_untrained()
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
-        self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
+        self.weights(f"before the checkpoint of step {self.step:,}", everything=True)
 
         # One exchange for the state of all ranks and for errors: weights that must not be saved, and a
         # failure of the chief's previous write.
@@ -336,12 +331,12 @@ class Checkpointing(_Saving):
 
         states = [state for state, *_ in gathered]
         if model_state.keeps_memory(self.model):
-            memory = model_state.rank_memory(self.model, self.comm.topology.is_chief)
+            memory = model_state.rank_memory(self.model, self.is_chief)
             memories = gather_arrays(memory, self.comm)
             states = [{**state, **arrays} for state, arrays in zip(states, memories)]
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
-        if self.comm.topology.is_chief:
+        if self.is_chief:
             # An interrupted run can be resumed; one that a callback has stopped is complete.
             goes_on = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not goes_on
@@ -359,7 +354,7 @@ class Checkpointing(_Saving):
         if not self.run.config.guard.finite or are_finite(weights):
             return None
         return TrainingError(
-            f"weights are not finite after step {self.position.step:,}, so no checkpoint of it is written; "
+            f"weights are not finite after step {self.step:,}, so no checkpoint of it is written; "
             f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
         )
 
@@ -387,6 +382,6 @@ class MemoryCommit(_Saving):
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
         # With the step in meta, which the writer adds to a checkpoint on disk.
-        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
+        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.step)
         if not self.position.is_last:
             self.strategy.membership.check()

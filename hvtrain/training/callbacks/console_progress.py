@@ -48,13 +48,13 @@ class Progress(RunCallback):
         # The first epoch begins with the call that traces, so its steps count from the end of that call.
         self._first_in_epoch: Moment | None = None
         if self._first_call:
-            self._first_in_epoch = (self._last_shown_at, self.position.step)
+            self._first_in_epoch = (self._last_shown_at, self.step)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         now = time.monotonic()
         self._last_step_at = now
-        self._first_call = self._first_call or (now, self.position.step)
-        self._first_in_epoch = self._first_in_epoch or (now, self.position.step)
+        self._first_call = self._first_call or (now, self.step)
+        self._first_in_epoch = self._first_in_epoch or (now, self.step)
         pause = SECONDS_BETWEEN_DRAWINGS if self._display else SECONDS_BETWEEN_LINES
         if not self.position.in_epoch or now - self._last_shown_at < pause:
             return
@@ -73,11 +73,11 @@ class Progress(RunCallback):
         """The number of steps done in this epoch, and the number of steps in the epoch."""
         plan = self.plan
         begin = plan.shift + self.position.epoch * plan.steps_per_epoch
-        return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
+        return self.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
 
     @property
     def _share_of_run(self) -> str:
-        return f"{self.position.step / self.plan.num_steps:.0%}"
+        return f"{self.step / self.plan.num_steps:.0%}"
 
     def _line(self, logs: Logs) -> str:
         """Formats an epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
@@ -101,7 +101,7 @@ class Progress(RunCallback):
         time_and_gpu = filter(None, [self._shares(), gpu()])
         return Drawing(
             bars=(
-                Bar("Run", self.position.step, self.plan.num_steps, run_text),
+                Bar("Run", self.step, self.plan.num_steps, run_text),
                 Bar(self._epoch(), done, total, epoch_text),
             ),
             lines=(", ".join(numbers), "; ".join(time_and_gpu)),
@@ -127,7 +127,7 @@ class Progress(RunCallback):
 
     def _step_time(self) -> list[str]:
         # Up to the last step, so that the time of an epoch excludes its validation.
-        seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step))
+        seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.step))
         if seconds >= 1:
             return [f"{seconds:.3g} s/step"]
         return [f"{1000 * seconds:.3g} ms/step"] if seconds else []
@@ -149,10 +149,10 @@ class Progress(RunCallback):
     def _left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
         # Up to now, since the rest of the run has validations and checkpoints too.
-        steps = self.plan.num_steps - self.position.step
+        steps = self.plan.num_steps - self.step
         seconds = steps * _seconds_per_step(
             self._first_call,
-            (time.monotonic(), self.position.step),
+            (time.monotonic(), self.step),
         )
         return [f"{duration(round(seconds))} left"] if seconds else []
 

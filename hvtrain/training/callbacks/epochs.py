@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
-from hvtrain.core.step_plan import StepPlan, share_of_progress
+from hvtrain.core.step_plan import share_of_progress
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
@@ -99,7 +99,7 @@ class Validation(RunCallback):
         ):
             self._validate()
             results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
-            log.info("step %s: %s", f"{self.position.step:,}", results)
+            log.info("step %s: %s", f"{self.step:,}", results)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.dataset is None or self.position.in_epoch:
@@ -107,7 +107,7 @@ class Validation(RunCallback):
         every = self.config.validate_every_epochs
         is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
         # validate_every_steps may have validated after this very step.
-        if is_due and self.latest_step != self.position.step:
+        if is_due and self.latest_step != self.step:
             self._validate()
 
         logs.update(self.unlogged)
@@ -119,7 +119,7 @@ class Validation(RunCallback):
             results = self.run.task.results(self.strategy.evaluate(self.model, self.dataset))
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.unlogged = self.latest
-        self.latest_step = self.position.step
+        self.latest_step = self.step
 
 
 class Throughput(RunCallback):
@@ -174,13 +174,13 @@ class Throughput(RunCallback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         now = time.perf_counter()
         seconds = now - self._batch_began
-        if self.run.topology.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
+        if self.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
             self._noted_at = now
             note_step(self.run.folder)
         # A call of the graph may have done several steps.
         first_step = self._last_step
-        steps = self.position.step - first_step
-        self._last_step = self.position.step
+        steps = self.step - first_step
+        self._last_step = self.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
         # A call that began within the warm-up does not count, unless there is no other.
@@ -188,7 +188,7 @@ class Throughput(RunCallback):
         if first_step >= self._last_warmup_step or is_only_one:
             self._seconds += seconds
             self._steps += steps
-        if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
+        if self._times_after_warmup is None and self.step >= self._last_warmup_step:
             self._times_after_warmup = self.strategy.marks.times()
         logs["examples/s"] = self.epoch_examples_per_second
         if self._times_counted:
@@ -260,17 +260,14 @@ class GradientNoise(RunCallback):
 
     def on_train_end(self, logs: Any) -> None:
         if self.latest:
-            log.info("%s", noise_in_words(self.latest, self.plan))
-
-
-def noise_in_words(scale: float, plan: StepPlan) -> str:
-    """Describes the noise scale, and what it means for the run's number of ranks."""
-    joint_batch = plan.global_batch * plan.accumulate
-    share = share_of_progress(scale, joint_batch / plan.size, joint_batch)
-    return (
-        f"gradient noise scale: {scale:,.0f} examples; an example in the joint batch of {joint_batch:,} makes "
-        f"{share:.0%} of the progress of one in a rank's batch"
-    )
+            plan = self.plan
+            joint_batch = plan.global_batch * plan.accumulate
+            share = share_of_progress(self.latest, joint_batch / plan.size, joint_batch)
+            # What it means for the run's number of ranks.
+            log.info(
+                f"gradient noise scale: {self.latest:,.0f} examples; an example in the joint batch of {joint_batch:,} "
+                f"makes {share:.0%} of the progress of one in a rank's batch"
+            )
 
 
 class Recording(RunCallback):
@@ -302,7 +299,7 @@ class Recording(RunCallback):
             metrics[name] = float(f"{value:.4g}")
         record = EpochRecord(
             epoch=epoch + 1,
-            step=self.position.step,
+            step=self.step,
             learning_rate=float(f"{rate:.7g}"),  # The precision of float32.
             seconds=round(self._throughput.epoch_seconds, 3),
             examples_per_second=round(self._throughput.epoch_examples_per_second, 1),

@@ -46,7 +46,7 @@ class Guard(RunCallback):
         if self.position.is_multiple_of(
             math.lcm(self.run.config.guard.every, self.strategy.sync_every)
         ):
-            self.weights(f"after step {self.position.step:,}")
+            self.weights(f"after step {self.step:,}")
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         # With a dynamic loss scale, steps that overflow are skipped; their loss is not an error.
@@ -58,7 +58,7 @@ class Guard(RunCallback):
         is_finite = self.comm.gather(math.isfinite(own_loss))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         raise TrainingError(
-            f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; "
+            f"the loss of epoch {epoch + 1} is not finite (step {self.step:,}) on {named(ranks)}; "
             f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
         )
 
@@ -137,7 +137,7 @@ class Proof(RunCallback):
             is_whole = self._saw_begin
 
         count = int(self.comm.sum_arrays([np.asarray(own_count)])[0])
-        has_ended = self.plan.position(self.position.step)[1] == 0
+        has_ended = self.plan.position(self.step)[1] == 0
         if is_whole and has_ended and not self.run.config.data.one_batch:
             self.report.examples_each_epoch.append(count)
 
@@ -182,7 +182,7 @@ class OneBatch(RunCallback):
             log.info("%s was memorized: %s", batch, changes)
             return
         raise TrainingError(
-            f"{batch} was not memorized in {self.position.step:,} steps: {changes}; look for a fault "
+            f"{batch} was not memorized in {self.step:,} steps: {changes}; look for a fault "
             "in the last layer, the loss, the targets, frozen layers or the learning rate, or raise train.steps"
         )
 

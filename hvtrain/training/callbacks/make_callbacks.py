@@ -4,18 +4,15 @@ import math
 import re
 import warnings
 from importlib.util import find_spec
-from typing import Any
 
 import keras
 from keras.callbacks import Callback, LambdaCallback
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.parts import sharded_tables
-from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.training.callbacks.balance import Balance
 from hvtrain.training.callbacks.checkpointing import (
@@ -150,18 +147,14 @@ def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
     """
     end_epoch = callback.on_epoch_end
 
-    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(epoch, logs=None):
         if not (context.position.in_epoch and context.report.stopped_by):
             end_epoch(epoch, logs)
 
     callback.on_epoch_end = on_epoch_end
 
 
-def call_steps(
-    config: RunConfig,
-    strategy: Strategy,
-    callbacks: list[Callback],
-) -> CallSteps:
+def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     """Returns how many steps one call of the graph may do (every rank).
 
     With guard.layers, 1; else train.steps_per_execution. If that is not set, 1 if a user's callback acts
@@ -171,6 +164,8 @@ def call_steps(
     Raises:
         ConfigError: checkpoint.every_steps or train.validate_every_steps is not a multiple of strategy.every.
     """
+    config = run.config
+    strategy = run.strategy
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
     # ModelCheckpoint and TensorBoard count batches themselves if the value is a number, not "epoch".

@@ -121,7 +121,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         flops = self.report.flops(speed)
         busy = busy_percent(uuid_in_use())
         families: list[tuple[Any, ...]] = [
-            ("step", "Optimizer steps done.", self.position.step),
+            ("step", "Optimizer steps done.", self.step),
             ("planned_steps", "Optimizer steps of the whole run.", self.plan.num_steps),
             ("epoch", "The current epoch, from 1.", self.position.epoch + 1),
             ("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at),

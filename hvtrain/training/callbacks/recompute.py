@@ -20,14 +20,14 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
+# The first checks, whose differences show how much rounding alone changes gradients.
 NUM_CALIBRATIONS = 3
-"""The first checks, whose differences show how much rounding alone changes gradients."""
+# Tolerance of these first checks.
 FIRST_TOLERANCE = 1e-2
-"""Tolerance of these first checks."""
+# Factor of later tolerances over the largest difference in the first checks.
 MARGIN = 10.0
-"""Factor of later tolerances over the largest difference in the first checks."""
+# Least tolerance, unless train.deterministic makes equal steps give equal bits.
 LEAST_TOLERANCE = 1e-5
-"""Least tolerance, unless train.deterministic makes equal steps give equal bits."""
 
 
 class Verdict(NamedTuple):
@@ -89,7 +89,7 @@ class Recompute(RunCallback):
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
-            self._step = self.position.step + 1
+            self._step = self.step + 1
             self._before = self._values()
             self._is_due.assign(True)
 
@@ -111,16 +111,16 @@ class Recompute(RunCallback):
         variables = (*self.model.variables, *self.model.metrics_variables)
         return [(variable, tf.identity(variable.value)) for variable in variables]
 
-    def _recorded_step(self, data: Any) -> Any:
+    def _recorded_step(self, data):
         """Runs the model's step; if a check is due, keeps the batch and a digest of the gradient."""
         self._structure = data
         optimizer = self.model.optimizer
         apply = optimizer.apply
 
-        def recording_apply(gradients: Sequence[Any], variables: Any = None) -> Any:
+        def recording_apply(gradients, variables=None):
             gradients = list(gradients)
 
-            def record() -> tf.Tensor:
+            def record():
                 return tf.numpy_function(
                     self._keep, [digest_of(gradients), *tf.nest.flatten(data)], tf.bool
                 )

@@ -66,7 +66,7 @@ class LayerSearch(RunCallback):
         is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         if ranks:
-            step = self.position.step
+            step = self.step
             origin = self.find_origin(step)
             raise TrainingError(
                 f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {NOT_FINITE_ADVICE}"
@@ -143,7 +143,7 @@ def step_without_update(
     pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
 
-    def collect(grads: Any, variables: Any = None) -> None:
+    def collect(grads, variables=None):
         pairs.extend(zip(grads, variables or model.trainable_weights))
 
     # The optimizer's own methods would reduce the gradients and update the weights.
@@ -235,7 +235,7 @@ class _Watch:
         )
 
         @wraps(call)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args, **kwargs):
             args, kwargs = tf.nest.map_structure(see_passed_back, (args, kwargs))
             outputs = call(*args, **kwargs)
             self._num_calls += 1
@@ -252,8 +252,8 @@ class _Watch:
             return value
 
         @tf.custom_gradient
-        def same(tensor: tf.Tensor) -> Any:
-            def gradient(upstream: Any) -> Any:
+        def same(tensor):
+            def gradient(upstream):
                 if not self.backward and not _is_finite(upstream):
                     self.backward = Origin(BACKWARD, -self._last_call[id(operation)], description)
                 return upstream

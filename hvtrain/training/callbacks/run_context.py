@@ -23,8 +23,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
 
+# Metrics by name, as Keras gives them to callbacks.
 Logs = dict[str, Any]
-"""Metrics by name, as Keras gives them to callbacks."""
 
 
 class Position(keras.callbacks.Callback):
@@ -50,7 +50,7 @@ class Position(keras.callbacks.Callback):
 
     def is_multiple_of(self, steps: int | None) -> bool:
         """True if the number of steps done is a multiple of `steps`; False if `steps` is 0 or None."""
-        return bool(steps) and self.step % (steps or 1) == 0
+        return bool(steps and self.step % steps == 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self.epoch = epoch
@@ -137,35 +137,27 @@ class RunContext:
             run.config.guard.every > 0,
             lambda: run.strategy.watchdog.phase(EXCHANGE),
         )
-        report = _report_until(run, position)
-        report.flops_per_example = flops_per_example(model)
+        folder = run.folder
+        records, seconds, ended = run.strategy.comm.on_chief(
+            lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
+        )
+        # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since an
+        # earlier plan of the run may have counted steps differently.
+        records = [record for record in records if record.epoch <= position.epoch]
+        written = {record.epoch for record in records}
+        lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
+        if lost:
+            log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
+        began = time.time() - (time.monotonic() - run.state.began)
         peak = peak_flops(run.config.train.precision)
-        report.peak_flops = peak and peak * run.strategy.num_computing
+        report = RunReport(
+            records,
+            {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
+            goodput=Goodput.resumed(run.meta.get("goodput"), began, ended),
+            flops_per_example=flops_per_example(model),
+            peak_flops=peak and peak * run.strategy.num_computing,
+        )
         return cls(run, model, position, weights, report)
-
-
-def _report_until(run: Run, position: Position) -> RunReport:
-    """Returns a report with the rows of the epochs before the start (every rank).
-
-    Later rows belong to steps that were lost and are trained again.
-    """
-    comm = run.strategy.comm
-    records = comm.on_chief(lambda: read_history(run.folder))
-    # By epoch: an earlier plan of the run may have counted steps differently.
-    records = [record for record in records if record.epoch <= position.epoch]
-    written = {record.epoch for record in records}
-    lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
-    if lost:
-        log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
-    seconds = comm.on_chief(lambda: read_rank_seconds(run.folder))
-    began = time.time() - (time.monotonic() - run.state.began)
-    return RunReport(
-        records,
-        {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-        goodput=Goodput.resumed(
-            run.meta.get("goodput"), began, comm.on_chief(lambda: last_step_at(run.folder))
-        ),
-    )
 
 
 class RunCallback(keras.callbacks.Callback):
@@ -185,3 +177,12 @@ class RunCallback(keras.callbacks.Callback):
     def plan(self) -> StepPlan:
         """The plan of the run's steps."""
         return self.position.plan
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the run has done."""
+        return self.position.step
+
+    @property
+    def is_chief(self) -> bool:
+        return self.run.topology.is_chief

@@ -43,13 +43,13 @@ class TimelineTrace(RunCallback):
         self._ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        if self._begin is not None or self.position.step < self.first_step:
+        if self._begin is not None or self.step < self.first_step:
             return
 
-        self._begin = self.position.step
+        self._begin = self.step
         self.comm.on_chief(self._make_folder)
         self.strategy.timeline.start(self.folder / REDUCTIONS)
-        if self.run.topology.is_chief:
+        if self.is_chief:
             # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
                 host_tracer_level=3,
@@ -58,7 +58,7 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        if self.position.step >= self.first_step + self.run.config.profile.steps:
+        if self.step >= self.first_step + self.run.config.profile.steps:
             self._end()
 
     def on_train_end(self, logs: Any) -> None:
@@ -82,12 +82,17 @@ class TimelineTrace(RunCallback):
 
         self._ended = True
         self.strategy.timeline.stop()
-        if self.run.topology.is_chief:
+        if self.is_chief:
             tf.profiler.experimental.stop()
-            for line in time_by_operation(self.folder, self.position.step - self._begin):
+            for line in time_by_operation(self.folder, self.step - self._begin):
                 log.info("%s", line)
-            for viewer, path in traces_by_viewer(self.folder).items():
-                log.info("%s, for %s", path, viewer)
+            viewers = {
+                REDUCTIONS: "ui.perfetto.dev or chrome://tracing",
+                "*.xplane.pb": f"tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)",
+            }
+            for pattern, viewer in viewers.items():
+                for path in list(self.folder.rglob(pattern))[:1]:
+                    log.info("%s, for %s", path, viewer)
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
@@ -108,18 +113,6 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
             for name, seconds in (*horovod.items(), *tensorflow)
         ),
     ]
-
-
-def traces_by_viewer(folder: Path) -> dict[str, Path]:
-    """Returns the paths of the traces that were written, by the viewer that shows them."""
-    traces = {
-        "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
-        f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(
-            folder.rglob("*.xplane.pb"),
-            None,
-        ),
-    }
-    return {viewer: path for viewer, path in traces.items() if path and path.exists()}
 
 
 def reductions(path: Path) -> dict[str, float]:

@@ -45,7 +45,7 @@ class Tracking(RunCallback):
 
         facts = TrackedRun(run.folder.name, run.folder, run.config.record, run.meta["changes"])
 
-        def start(name: str, tracker: Tracker) -> None:
+        def start(name, tracker):
             before = self._tracked.get(name, {"id": None, "step": 0})
             tracked_id = tracker.start(facts, before["id"])
             self._tracked[name] = {"id": tracked_id, "step": 0}
@@ -75,10 +75,10 @@ class Tracking(RunCallback):
         if not self._is_open:
             return
 
-        def end(name: str, tracker: Tracker) -> None:
+        def end(name, tracker):
             if values:
                 tracker.scalars(
-                    self.position.step,
+                    self.step,
                     {plain_name(key): value for key, value in values.items()},
                 )
             tracker.finish(state, files or [])
@@ -97,7 +97,7 @@ class Tracking(RunCallback):
     def _send(self) -> None:
         """Sends each tracker the epochs that it lacks, and records in the run folder which was the last."""
 
-        def send(name: str, tracker: Tracker) -> None:
+        def send(name, tracker):
             tracked = self._tracked[name]
             for record in self.report.records:
                 if record.step > tracked["step"]:

@@ -39,10 +39,11 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
 from hvtrain.training.run import training_batches, with_rank_weights
 from hvtrain.training.setup import (
-    Ingredients,
     build_model,
     build_optimizer,
+    open_data,
     open_task,
+    open_task_and_layers,
     plan_run,
 )
 
@@ -89,9 +90,8 @@ def one_run(config):
 
 def images_read(config):
     """Digests of the images that this rank reads in each step of two epochs, of a plan for two ranks."""
-    ingredients = Ingredients(config, hvd.rank())
-    ingredients.combine(config, is_resized=hvd.size() != 2)
-    source = ingredients.source
+    source = open_data(config, hvd.rank())
+    open_task_and_layers(config, source, is_resized=hvd.size() != 2)
     plan = make_plan(
         config.train,
         0.1,
@@ -114,10 +114,9 @@ def against_the_joint_batches(config):
     """
     strategy = staying(config)
     strategy.start()
-    ingredients = Ingredients(config, hvd.rank())
-    source, task = ingredients.source, ingredients.task
+    source = open_data(config, hvd.rank())
     plan, topology = plan_run(config, source, strategy)
-    ingredients.combine(config, plan.is_resized)
+    task = open_task_and_layers(config, source, plan.is_resized)
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
     results = {
