@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -20,6 +21,7 @@ SECONDS_BETWEEN = 10.0
 Rows = dict[str, np.ndarray]
 
 
+@dataclass
 class ProgressLines:
     """Prints how many of `total` examples are done, at most every 10 seconds.
 
@@ -32,23 +34,18 @@ class ProgressLines:
         clock: returns the time in seconds; a test injects its own.
     """
 
-    def __init__(
-        self,
-        verb: str,
-        total: int,
-        is_chief: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.verb = verb
-        self.total = total
-        self.is_chief = is_chief
-        self._clock = clock
-        self._began = clock()
+    verb: str
+    total: int
+    is_chief: bool
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
         self._printed_at = self._began
 
     def update(self, num_done: int) -> None:
         """Prints a line if one is due, given the number of examples that all ranks have done."""
-        now = self._clock()
+        now = self.clock()
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
