@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.choices import CONFIGS
+from hvtrain.config.choices import choice_files
 from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
@@ -65,8 +65,9 @@ def build(
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
-        files = sorted((CONFIGS / group).glob("*.yaml"))
-        choices: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+        choices: list[Any] = [
+            OmegaConf.to_container(OmegaConf.load(file)) for file in choice_files(group)
+        ]
         # If the target is that of one of hvtrain's choices, it must refuse another choice's arguments, so
         # these are kept; only arguments of nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
