@@ -10,6 +10,7 @@ from typing import Any
 
 from hvtrain.compare.contest import SINGLE
 from hvtrain.compare.ratios import Ratio, ratio
+from hvtrain.launch.child import failure
 from hvtrain.system.secrets import command_line
 
 # The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.
@@ -204,8 +205,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
+        return [f"More ranks: hvtrain plan cannot say: {failure(done.stderr, done.returncode)}."]
 
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
     again = command_line("plan", arguments)

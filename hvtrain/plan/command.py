@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
-from hvtrain.launch.measure import train
+from hvtrain.launch.measure import ONLY_STEPS, train
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
@@ -151,13 +151,8 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         # One rank without Horovod takes all of the steps, with nothing in between.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
-        "train.divide_steps_by_size=false",
-        "train.validate_every_epochs=null",
-        "train.validate_every_steps=null",
+        *ONLY_STEPS,
         "train.max_time=null",
-        "checkpoint.every_epochs=null",
-        "checkpoint.every_steps=null",
-        "checkpoint.every_minutes=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
         # This training is part of the command, so it sends no notices.
