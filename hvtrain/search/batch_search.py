@@ -5,7 +5,7 @@ import logging
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -136,22 +136,24 @@ def try_sizes(
     return trials
 
 
+@dataclass
 class Sizes:
     """Measures batch sizes one after another, and says what prevents the next (every rank).
 
-    Args:
+    Attributes:
         run: the run; each size replaces its plan.
         model: the run's model, with its weights set.
         start: where the run begins.
         limit_bytes: memory that all ranks of a host may use together; None: what is free.
     """
 
-    def __init__(self, run: Run, model: keras.Model, start: Start, limit_bytes: int | None) -> None:
-        self.run = run
-        self.model = model
-        self.start = start
-        self.limit_bytes = limit_bytes
-        self.comm = run.strategy.comm
+    run: Run
+    model: keras.Model
+    start: Start
+    limit_bytes: int | None
+
+    def __post_init__(self) -> None:
+        self.comm = self.run.strategy.comm
         self.trials: list[Trial] = []
         self._peaks = [(0, resident_bytes())]  # Pairs of a size and this rank's peak on the host.
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
