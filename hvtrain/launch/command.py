@@ -166,11 +166,10 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     """Returns the hosts of -H or --hostfile; empty without either."""
-    if options.hosts:
-        return parse_hosts(options.hosts)
-    if options.hostfile:
-        return parse_hostfile(Path(options.hostfile))
-    return ()
+    if not options.hosts:
+        return ()
+    option, value = options.hosts
+    return parse_hosts(value) if option == "-H" else parse_hostfile(Path(value))
 
 
 def _one_host(hosts: tuple[Host, ...], num_replicas: int) -> tuple[Host, ...]:
