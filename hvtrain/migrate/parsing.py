@@ -46,8 +46,8 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
 
     imported = []
     for item in statement.names:
-        name = dotted(item.name)
-        alias = dotted(item.asname.name) if item.asname else ""
+        name = item.evaluated_name
+        alias = item.evaluated_alias or ""
         if module:
             imported.append(Imported(f"{module}.{name}", alias or name))
         else:
