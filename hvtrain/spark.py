@@ -82,9 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     controller.add_argument(
         "--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)"
     )
-    options, overrides = parser.parse_known_args(arguments)
-    options.overrides = overrides
-    return options
+    return parser.parse_with_overrides(arguments)
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:

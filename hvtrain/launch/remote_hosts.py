@@ -257,7 +257,7 @@ class HostNetwork:
     interface: str
     interfaces: tuple[str, ...]
     subnet: str
-    oom_kills: Mapping[str, int] = field(default_factory=dict)
+    oom_kills: Mapping[str, int]
 
 
 def is_local(host: str) -> bool:

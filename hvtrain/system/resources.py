@@ -210,9 +210,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
     cuda: Any = _driver() if count else None
-    # An old driver lacks the function.
-    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None)
-    if get_uuid is None:
+    if cuda is None:
         return ()
 
     # The driver writes its results into these two.
@@ -220,7 +218,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     buffer = (ctypes.c_ubyte * 16)()
     uuids = []
     for index in range(count):
-        if cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device):
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid_v2(buffer, device):
             return ()
         uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
     return tuple(uuids)

@@ -184,17 +184,18 @@ class Member(Watchdog):
         self._send(Kind.ASK)
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
-        while self._is_ending and self._thread.is_alive():
-            time.sleep(1)  # The watchdog is about to say why, and to end this process.
-        self._is_leaving = self._reason is not None
-        return self._reason
+        return self._settled()
 
     def wait(self) -> StopReason | None:
         # Short intervals, since Python handles signals between them.
         while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
             pass
+        return self._settled()
+
+    def _settled(self) -> StopReason | None:
+        """Returns the reason, unless the watchdog's thread is about to say why and to end this process."""
         while self._is_ending and self._thread.is_alive():
-            time.sleep(0.2)  # The watchdog is about to end this process.
+            time.sleep(0.2)
         self._is_leaving = self._reason is not None
         return self._reason
 
