@@ -254,10 +254,8 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
     for name, share in rows.unknown.items():
         if share >= MANY_UNKNOWN and run.is_chief:
             log.warning(
-                "input=%s: %.0f%% of the rows have a %s that training did not have; the model knows nothing of them",
-                path,
-                100 * share,
-                name,
+                f"input={path}: {share:.0%} of the rows have a {name} that training did not have; the model knows "
+                "nothing of them"
             )
 
     def batches() -> Iterator[Batch]:

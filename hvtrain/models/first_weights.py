@@ -84,15 +84,11 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             own[key].assign(arrays[key])
     new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
     suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
-    log.info(
-        "weights        %s parameters from %s%s",
-        f"{sum(arrays[key].size for key in taken):,}",
-        path,
-        suffix,
-    )
+    num_parameters = sum(arrays[key].size for key in taken)
+    log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
-        log.info("               not taken from there: %s", named)
+        log.info(f"               not taken from there: {named}")
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:

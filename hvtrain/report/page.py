@@ -39,10 +39,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:  # Matplotlib and templates may raise anything.
         log.warning(
-            "%s is not written: %s; python -m hvtrain report %s tries again",
-            REPORT_FILE,
-            in_one_line(error),
-            folder,
+            f"{REPORT_FILE} is not written: {in_one_line(error)}; python -m hvtrain report {folder} tries again"
         )
 
 

@@ -96,8 +96,7 @@ def try_sizes(
     start = runner.restore(model, None, strategy.comm, config.model_options)
     description = describe(run, model, start)
     log.info(
-        "%s",
-        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE}),
+        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE})
     )
 
     on_chief = strategy.comm.on_chief
@@ -118,7 +117,7 @@ def try_sizes(
             on_chief(lambda: write_sizes(run.folder, trials))
             size *= 2
 
-    log.info("ended: %s", reason)
+    log.info(f"ended: {reason}")
     if not trials:
         raise TrainingError(
             f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
@@ -245,7 +244,8 @@ class Sizes:
             if not is_out_of_memory(error):
                 raise
             # The error is in this rank's log only; all ranks learn which ranks had one.
-            log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
+            cause = " ".join(error.message.split())[:200]
+            log.info(f"rank {self.comm.topology.rank}: {cause}")
             return False
 
         return True
@@ -268,13 +268,11 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
     if ranks > 1:
         python = f"horovodrun -np {ranks} python"
 
-    log.info("largest that fits, of those tried: train.batch_size=%d", trials[-1].batch_size)
+    log.info(f"largest that fits, of those tried: train.batch_size={trials[-1].batch_size}")
     log.info(
-        "fastest: train.batch_size=%d, with %s examples/s",
-        best.batch_size,
-        f"{best.examples_per_second:,.0f}",
+        f"fastest: train.batch_size={best.batch_size}, with {best.examples_per_second:,.0f} examples/s"
     )
-    log.info("  %s -m hvtrain %s", python, settings)
+    log.info(f"  {python} -m hvtrain {settings}")
     log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
-    log.info("  %s -m hvtrain find_lr %s", python, settings)
-    log.info("picture and figures in %s", run.folder)
+    log.info(f"  {python} -m hvtrain find_lr {settings}")
+    log.info(f"picture and figures in {run.folder}")

@@ -168,11 +168,8 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
     host = socket.gethostname()
     if not has_cuda:
         log.warning(
-            "%s has %d GPU(s), which are not used: TensorFlow %s here is built for CPUs only; "
-            "HVTRAIN_VARIANT=gpu ./scripts/run makes the environment for GPUs",
-            host,
-            num_shown,
-            version,
+            f"{host} has {num_shown} GPU(s), which are not used: TensorFlow {version} here is built for CPUs only; "
+            "HVTRAIN_VARIANT=gpu ./scripts/run makes the environment for GPUs"
         )
         return
     raise RankError(

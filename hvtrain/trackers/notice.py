@@ -141,7 +141,7 @@ class Notice:
             for index in failed:
                 name = self._name(index)
                 log.warning(
-                    "the notice could not be sent to %s; test it with the command apprise", name
+                    f"the notice could not be sent to {name}; test it with the command apprise"
                 )
         self._sender = None
 

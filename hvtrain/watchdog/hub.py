@@ -172,9 +172,8 @@ class Hub:
         seconds = standing.stalled_seconds(self._rules.limit / 10)
         if seconds and not self._has_warned:
             log.warning(
-                "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it",
-                seconds,
-                standing.describe({}),
+                f"no progress for {seconds:.0f} s: {standing.describe({})}; the run ends after "
+                "watchdog.abort_seconds of it"
             )
         # After some progress, the next stall gets a warning again.
         self._has_warned = seconds > 0

@@ -261,8 +261,7 @@ class Member(Watchdog):
                     self._tick(now)
         except Exception:
             log.exception(
-                "the watchdog of rank %d failed, which is a bug; the run continues without it",
-                self._rank,
+                f"the watchdog of rank {self._rank} failed, which is a bug; the run continues without it"
             )
             self._send(Kind.BYE)
         if self._connection:
