@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from keras import Model, layers
@@ -41,7 +42,7 @@ class Part:
     def names(self, variable: Any) -> tuple[str, ...]:
         """Returns the names that a pattern may match: the variable's path, and its layers' names and paths."""
         layer_names = self.path.split("/")
-        paths = ("/".join(layer_names[:depth]) for depth in range(1, len(layer_names) + 1))
+        paths = accumulate(layer_names, "{}/{}".format)
         return tuple(
             dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")])
         )

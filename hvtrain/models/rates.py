@@ -6,7 +6,6 @@ include it, and at the end of training it replaces the weights. Moving statistic
 they are averages already.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -66,14 +65,12 @@ def multiply_rates(
         return update_step(gradient, variable, learning_rate * factor)
 
     def decay(variables: Any) -> None:
-        groups = defaultdict(list)
-        for variable in variables:
-            groups[factor_of.get(index_of(variable), 1.0)].append(variable)
-        # Keras reads weight_decay once per call, so variables are passed in groups with the same factor.
+        # Keras reads weight_decay once per call.
         weight_decay = inner.weight_decay
-        for factor, group in groups.items():
+        for variable in variables:
+            factor = factor_of.get(index_of(variable), 1.0)
             inner.weight_decay = weight_decay and weight_decay * factor
-            apply_weight_decay(group)
+            apply_weight_decay([variable])
         inner.weight_decay = weight_decay
 
     inner.update_step = update

@@ -220,14 +220,13 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
     Its value is the best one of a finished trial, the last one of a pruned trial, and None for a failed
     trial.
     """
-    seconds = trial.duration.total_seconds() if trial.duration else None
     return {
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
         # JSON keys are strings.
         "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
-        "seconds": seconds and round(seconds, 1),
+        "seconds": round(trial.duration.total_seconds(), 1),
         "settings": settings,
         "error": trial.user_attrs.get(ERROR),
         "run": str(folder),
