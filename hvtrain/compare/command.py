@@ -37,8 +37,7 @@ def main() -> int:
     facts = _facts(options)
     exit_at_signals()
     print(
-        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}",
-        flush=True,
+        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True
     )
 
     ended_by: BaseException | None = None
@@ -48,11 +47,7 @@ def main() -> int:
         ended_by = error
 
     # If the runs were interrupted, the finished ones still have results.
-    comparison = {
-        **facts,
-        "interrupted": ended_by is not None,
-        **summary(contest, target),
-    }
+    comparison = {**facts, "interrupted": ended_by is not None, **summary(contest, target)}
     # Warnings qualify the conclusions, so they are shown with them.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.

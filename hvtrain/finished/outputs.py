@@ -52,8 +52,7 @@ class ProgressLines:
         # Assumes the mean speed so far. It includes the tracing of the graph, so early estimates are too long.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(
-            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left",
-            flush=True,
+            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
         )
 
 

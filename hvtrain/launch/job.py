@@ -164,9 +164,7 @@ def place_ranks(job: Job) -> tuple[str, ...]:
 
 
 def launcher_command(
-    job: Job,
-    network: HostNetwork | None = None,
-    folder: Path | None = None,
+    job: Job, network: HostNetwork | None = None, folder: Path | None = None
 ) -> list[str]:
     """Returns the command that starts the job's ranks from this host.
 

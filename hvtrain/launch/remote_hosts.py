@@ -93,11 +93,7 @@ class Ssh:
         return options
 
     def run(
-        self,
-        host: str,
-        command: list[str],
-        stdin: str = "",
-        timeout: float = 60,
+        self, host: str, command: list[str], stdin: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host. Raises subprocess.TimeoutExpired."""
         return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)

@@ -148,13 +148,7 @@ def _pyramid(features: Any, filters: int, rates: Sequence[int]) -> Any:
 
 
 def _pointwise(x: Any, filters: int, name: str) -> Any:
-    x = layers.Conv2D(
-        filters,
-        1,
-        use_bias=False,
-        kernel_initializer="he_normal",
-        name=name,
-    )(x)
+    x = layers.Conv2D(filters, 1, use_bias=False, kernel_initializer="he_normal", name=name)(x)
     return _normalized(x, name)
 
 
@@ -162,11 +156,7 @@ def _separable(x: Any, filters: int, rate: int, name: str) -> Any:
     """Separable 3x3 convolution, with normalization after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
-        3,
-        padding="same",
-        dilation_rate=rate,
-        use_bias=False,
-        name=depthwise,
+        3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise
     )(x)
     return _pointwise(_normalized(x, depthwise), filters, name)
 

@@ -166,11 +166,7 @@ def _class_for_backbone(chosen: Any, backbone: type) -> Any:
     return matches.pop()
 
 
-def _new_backbone(
-    chosen: Any,
-    options: dict[str, Any],
-    facts: Mapping[str, Any],
-) -> Model:
+def _new_backbone(chosen: Any, options: dict[str, Any], facts: Mapping[str, Any]) -> Model:
     """Builds the backbone of a class, with these options and the facts for which it has arguments."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind is None or kind.__name__ == "Backbone":
@@ -191,11 +187,7 @@ def _new_backbone(
 
 
 def _new_task(
-    kind: Any,
-    backbone: Model,
-    folder: str | None,
-    options: dict[str, Any],
-    num_outputs: int | None,
+    kind: Any, backbone: Model, folder: str | None, options: dict[str, Any], num_outputs: int | None
 ) -> Model:
     """Builds the task model. Options are the preset's, then the run's, then the user's, which win."""
     parameters = _user_parameters(kind)
@@ -226,10 +218,7 @@ def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
 
 
 def _check_options(
-    name: str,
-    setting: str,
-    options: Mapping[str, Any],
-    known: Collection[str],
+    name: str, setting: str, options: Mapping[str, Any], known: Collection[str]
 ) -> None:
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
@@ -310,11 +299,7 @@ def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) ->
 
 
 def fit_outputs(
-    outputs: Any,
-    inputs: Any,
-    shape: Sequence[Any] | None,
-    dropout: float,
-    has_head: bool,
+    outputs: Any, inputs: Any, shape: Sequence[Any] | None, dropout: float, has_head: bool
 ) -> Any:
     """Turns the network's outputs into float32 logits.
 

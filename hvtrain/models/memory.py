@@ -202,9 +202,7 @@ def recompute(model: Model) -> None:
     run_plainly = graph._run_through_graph
 
     def run(
-        inputs: Any,
-        operation_fn: Callable[[Any], Any] = lambda op: op,
-        call_fn: Any = None,
+        inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None
     ) -> Any:
         tensors = keras.tree.flatten(inputs)
         # Keras also runs the graph on symbolic inputs, for example to clone a model; nothing is computed then.
@@ -293,10 +291,7 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
 
 
 def _run_twice(
-    segment: Segment,
-    known: dict[int, Any],
-    operation_fn: Callable[[Any], Any],
-    states: list[Any],
+    segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any], states: list[Any]
 ) -> None:
     """Runs the segment like _run; its gradient runs it again, starting from the same states.
 

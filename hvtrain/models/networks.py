@@ -63,10 +63,7 @@ def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform")
     """Adds the dense layer `logits`, without activation; returns float32 logits of shape [..., num_outputs]."""
     # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
     return layers.Dense(
-        num_outputs,
-        kernel_initializer=initializer,
-        dtype="float32",
-        name="logits",
+        num_outputs, kernel_initializer=initializer, dtype="float32", name="logits"
     )(features)
 
 
@@ -106,9 +103,7 @@ def mlp(
 
 
 def cnn(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    dropout: Sequence[float] = (0.25, 0.5),
+    image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)
 ) -> Model:
     """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
@@ -135,11 +130,7 @@ def cnn(
     return Model(image, logits(x, num_outputs), name="cnn")
 
 
-def resnet20(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    blocks_per_stage: int = 3,
-) -> Model:
+def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> Model:
     """Builds the residual network of He et al. 2015 for CIFAR-10, in three stages.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
@@ -164,9 +155,7 @@ def resnet20(
 
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     return Model(
-        image,
-        logits(x, num_outputs, "he_normal"),
-        name=f"resnet{6 * blocks_per_stage + 2}",
+        image, logits(x, num_outputs, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}"
     )
 
 
@@ -246,11 +235,7 @@ def _depthwise(name: str) -> keras.initializers.Initializer:
 
 
 def application(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    name: str,
-    dropout: float = 0.0,
-    **options: Any,
+    image_shape: Sequence[int], num_outputs: int, name: str, dropout: float = 0.0, **options: Any
 ) -> Model:
     """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
@@ -327,18 +312,11 @@ def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
             f"keras.applications has no network {name!r}; {nearest(name, list(networks))}"
         )
     return networks[name](
-        include_top=False,
-        weights=None,
-        input_shape=tuple(image_shape),
-        **options,
+        include_top=False, weights=None, input_shape=tuple(image_shape), **options
     )
 
 
-def clone(
-    trunk: Model,
-    image: Any,
-    changes: Mapping[str, dict[str, Any]] | None = None,
-) -> Model:
+def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]] | None = None) -> Model:
     """Rebuilds a network of keras.applications on another input, with fresh names.
 
     Args:

@@ -33,9 +33,7 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
 
 
 def multiply_rates(
-    optimizer: Optimizer,
-    variables: Sequence[Any],
-    factors: Sequence[float],
+    optimizer: Optimizer, variables: Sequence[Any], factors: Sequence[float]
 ) -> None:
     """Multiplies the learning rate of each variable by its factor, changing the optimizer in place.
 

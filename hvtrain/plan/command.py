@@ -193,9 +193,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
     classes = "its classes, if the settings do not say so; default: 1000"
     add_number(parser, "--classes", at_least(1), classes, metavar="C")
     option(
-        "--output",
-        metavar="DIR",
-        help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL",
+        "--output", metavar="DIR", help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL"
     )
 
     group = parser.add_argument_group(

@@ -125,9 +125,7 @@ def corrected(
 
 
 def machine_of(
-    options: argparse.Namespace,
-    files: Sequence[Sequence[Measured]],
-    algorithms: Sequence[str],
+    options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]
 ) -> tuple[Machine, list[str]]:
     """Returns the machine that the options describe, and a line for each link in use.
 

@@ -205,11 +205,7 @@ def method_cost(
 
 
 def sent_bytes(
-    method: Method,
-    work: Work,
-    encoded: Mapping[Wire, Encoded],
-    num_ranks: int,
-    accumulate: int = 1,
+    method: Method, work: Work, encoded: Mapping[Wire, Encoded], num_ranks: int, accumulate: int = 1
 ) -> float:
     """Returns the bytes that a rank sends in a step, as the mean over the steps between two reductions."""
     code = encoded.get(method.wire)

@@ -98,10 +98,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     checkpoint_bytes = forecast.footprint.checkpoint_bytes
 
     lines = [
-        (
-            "model",
-            f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {precision}",
-        ),
+        ("model", f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {precision}"),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),
         ("global batch", _global_batch(forecast)),
@@ -166,10 +163,7 @@ def _memory(forecast: Forecast) -> str:
 
 
 def step_lines(
-    forecast: Forecast,
-    costs: Sequence[Cost],
-    links: Sequence[str],
-    rules: Rules,
+    forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules
 ) -> list[str]:
     """Returns the lines about the predicted step and its assumptions.
 

@@ -41,12 +41,7 @@ _HEIGHT = 2.6
 
 @contextmanager
 def picture(
-    path: Path,
-    width: float,
-    height: float,
-    columns: int = 1,
-    rows: int = 1,
-    dpi: int = 130,
+    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, dpi: int = 130
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, and saves the figure as `path` when the block ends.
 

@@ -51,10 +51,7 @@ going or has failed. Several runs are compared on one page: a sortable table of 
 the settings that differ.""",
     )
     parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="a run folder; python -m hvtrain runs lists them",
+        "runs", nargs="+", metavar="RUN", help="a run folder; python -m hvtrain runs lists them"
     )
     parser.add_argument(
         "--output",

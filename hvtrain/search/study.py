@@ -238,8 +238,7 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     sign = -1 if direction == MAX else 1
     # Trials of equal value keep the order in which they ran.
     return sorted(
-        trials,
-        key=lambda trial: (_ORDER.index(trial["state"]), sign * (trial["value"] or 0.0)),
+        trials, key=lambda trial: (_ORDER.index(trial["state"]), sign * (trial["value"] or 0.0))
     )
 
 

@@ -170,9 +170,7 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
         help="a column of history.csv; default: checkpoint.best, that of the task",
     )
     option(
-        "--direction",
-        choices=(MAX, MIN),
-        help="which of its values is best; default: by its name",
+        "--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name"
     )
     about = "finished trials before others are pruned, from epoch 2 on"
     add_number(parser, "--prune-after", at_least(1), about, 5)
@@ -310,15 +308,8 @@ class Trials:
         ]
         best = best_of(trials, self.goal.direction)
         if best:
-            best = {
-                **best,
-                "line": train_command(self.launcher, self.overrides, best["settings"]),
-            }
-        self.results |= {
-            "trials": trials,
-            "best": best,
-            "importances": self.study.importances(),
-        }
+            best = {**best, "line": train_command(self.launcher, self.overrides, best["settings"])}
+        self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
         write_results(self.results, self.folder)
 
 

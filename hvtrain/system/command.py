@@ -123,11 +123,7 @@ def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], 
 def add_ssh_options(options: Any) -> None:
     """Adds -p and -i to a parser, or to an argument group of one."""
     options.add_argument(
-        "-p",
-        dest="port",
-        type=int,
-        metavar="PORT",
-        help="ssh port; users go in ~/.ssh/config",
+        "-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config"
     )
     options.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
 
