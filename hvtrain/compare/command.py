@@ -40,7 +40,7 @@ def main() -> int:
         f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True
     )
 
-    ended_by: BaseException | None = None
+    ended_by = None
     try:
         contest.run()
     except (KeyboardInterrupt, SystemExit) as error:

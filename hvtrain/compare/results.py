@@ -126,7 +126,7 @@ def _entry(
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
-    entry: dict[str, Any] = {
+    entry = {
         "name": name,
         "words": list(contestant.overrides),
         "differences": list(

@@ -185,7 +185,7 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
     """
-    rows: Rows = {}
+    rows = {}
     for name, array in columns.items():
         if array.ndim == 1 or has_masks:
             rows[name] = array

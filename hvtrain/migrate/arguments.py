@@ -233,7 +233,7 @@ def _with_keywords(call: Call, names: list[str]) -> Call:
 
 def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
     """Renames keyword arguments, and drops those whose new name is None."""
-    args: list[Arg] = []
+    args = []
     for arg in call.args:
         name = arg.keyword.value if arg.keyword else ""
         new_name = new_names.get(name, name)

@@ -59,8 +59,8 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
     from hvtrain.migrate.rewriting import migrate
 
     # All files are read before any is written, so an error leaves them as they were.
-    scripts: dict[Path, Rewritten] = {}
-    faults: list[ConfigError] = []
+    scripts = {}
+    faults = []
     for path in map(Path, options.paths):
         for file in _files(path):
             try:
@@ -126,7 +126,7 @@ def _read(file: Path) -> str:
 
 def _write(texts: dict[Path, str]) -> None:
     """Writes all files, or none if one cannot be written: a half-migrated folder does not run."""
-    temporaries: dict[Path, Path] = {}
+    temporaries = {}
     try:
         for file, text in texts.items():
             temporary = file.with_name(f"{TEMPORARY}{file.name}")

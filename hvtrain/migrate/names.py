@@ -66,7 +66,7 @@ class _Names(Pass):
         """Renames a dotted name, unless renaming its import is enough."""
         name = self.imported(original_node)
         # The first name, which an import has bound: `tf` in tf.keras.layers.Dense.
-        base: cst.BaseExpression = original_node
+        base = original_node
         while isinstance(base, Attribute):
             base = base.value
 

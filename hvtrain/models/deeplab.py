@@ -111,7 +111,7 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     A layer after removed strides has to skip as many positions as they did (algorithme à trous).
     """
     stride: dict[str, int] = {}  # The stride of each layer's output, before the changes.
-    changes: dict[str, dict[str, Any]] = {}
+    changes = {}
     for layer in trunk.layers:
         parents = [node.operation for node in layer._inbound_nodes[0].parent_nodes]
         input_stride = max((stride[parent.name] for parent in parents), default=1)

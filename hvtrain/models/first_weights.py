@@ -237,7 +237,7 @@ def _read_h5(path: Path) -> Arrays:
     """
     import h5py
 
-    arrays: Arrays = {}
+    arrays = {}
 
     def walk(group: Any, layer: str) -> None:
         for key in group:

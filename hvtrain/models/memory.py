@@ -195,7 +195,7 @@ def recompute(model: Model) -> None:
             f"{type(model).__name__}; call its blocks through keras.remat, or leave the setting out"
         )
 
-    graph: Any = max(graphs, key=lambda graph: len(graph._nodes))
+    graph = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
     weight_ids = set(map(id, model.weights))
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
@@ -238,7 +238,7 @@ def divide(graph: Any) -> list[Segment]:
         if node.operation and not node.is_input
     ]
 
-    last_use: dict[int, int] = {}
+    last_use = {}
     for index, node in enumerate(nodes):
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))

@@ -206,7 +206,7 @@ def separable_cnn(
     """
     # Each block's pooling halves the image.
     image = image_input(image_shape, "separable_cnn", min_side=2 ** len(BLOCKS))
-    dense: Any = {"activation": activation, "kernel_initializer": initializer}
+    dense = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
 
     for block, block_filters in enumerate(BLOCKS, start=1):

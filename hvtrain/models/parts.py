@@ -55,7 +55,7 @@ def parts(model: Model) -> list[Part]:
     Sequential, for example, is in Keras's path if its first call built it, but not if it was loaded.
     """
     # By identity: layers may be shared, and == on Keras variables compares their values.
-    seen: set[int] = set()
+    seen = set()
     num_uses = Counter[str]()
 
     def walk(layer: Any, path: str) -> Iterator[Part]:

@@ -16,7 +16,7 @@ from hvtrain.launch.measure import ONLY_STEPS, train
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
-from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
+from hvtrain.plan.step_cost import Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import (
     RUN_SETTINGS,
@@ -65,8 +65,8 @@ def main() -> int:
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
-    costs: list[Cost] = []
-    method_costs: list[Cost] = []
+    costs = []
+    method_costs = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
         if options.calibrate:  # Measured times include waiting for Horovod's cycle already.

@@ -120,7 +120,7 @@ def corrected(
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     name = machine.slowest(measurements[0].num_ranks)
-    link: Any = replace(getattr(machine, name), corrections=corrections)
+    link = replace(getattr(machine, name), corrections=corrections)
     return replace(machine, **{name: link})
 
 

@@ -267,10 +267,10 @@ def main() -> None:
     errors = [tf.Variable(tf.zeros_like(gradient)) for gradient in gradients]
 
     def measured(compression: str, rank: int) -> tuple[float, list[float]]:
-        wire: Any = getattr(hvd.Compression, compression)
+        wire = getattr(hvd.Compression, compression)
         if compression == "powersgd":
             wire = wire(rank)
-        projections: list[Any] = []
+        projections = []
         if isinstance(wire, WireFormat):
             kept = [wire.projection_shape(gradient.shape) for gradient in gradients]
             projections = [

@@ -224,7 +224,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
     def draw(axes: Any) -> None:
         x, y = zip(*figure["points"])
         axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
-        dashes: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+        dashes = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
         if figure["line"] == "diagonal":
             axes.axline((min(x), min(x)), slope=1, **dashes)
         else:

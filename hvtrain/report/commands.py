@@ -204,7 +204,7 @@ def run_row(path: Path, folder: Path) -> Row:
     if path != folder:
         name = str(path.relative_to(folder))
 
-    row: Row = dict.fromkeys(COLUMNS)
+    row = dict.fromkeys(COLUMNS)
     # One damaged run must not hide the others.
     row.update(run=name, state="damaged", resumable=False, began="")
     try:

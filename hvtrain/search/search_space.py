@@ -69,7 +69,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         raise ConfigError(
             f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}"
         )
-    settings: dict[str, Any] = {str(key): line for key, line in tree.items()}
+    settings = {str(key): line for key, line in tree.items()}
     for name, line in settings.items():
         _check_line(f"{path}: {name}", line)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvtrain.config.compose import override, override_value
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
-from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
+from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
 from hvtrain.search.search_space import MAX, SearchSpace, Setting
 from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.system.secrets import command_line
@@ -331,9 +331,7 @@ def write_picture(results: Results, path: Path) -> None:
     """
     # Ordered by importance, once there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
-    panels: list[Panel] = [
-        (f"{results['metric']} by trial", partial(_draw_history, results=results))
-    ]
+    panels = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
 
     for name in names:
         share = results["importances"].get(name)

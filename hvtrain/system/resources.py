@@ -206,7 +206,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    cuda: Any = _driver() if count else None
+    cuda = _driver() if count else None
     if cuda is None:
         return ()
 
