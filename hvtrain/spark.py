@@ -303,7 +303,7 @@ def _smooth_horovod() -> None:
     # what is missing anyway.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
-    def copy_lines(source: Any, target: Any) -> None:
+    def copy_lines(source, target):
         for line in iter(source.stream.readline, b""):
             target.write(line.decode("utf-8", "replace"))
             target.flush()

@@ -141,7 +141,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
 
-    def set_weights() -> Any:
+    def set_weights():
         """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
         try:
             return load_weights(config, model, path)

@@ -80,7 +80,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
             f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
         )
 
-    def check_data() -> None:
+    def check_data():
         """Checks the kind of this rank's first batch, and warns of classes without examples in the split."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)

@@ -277,6 +277,4 @@ class Spark(ClusterKind):
         }
 
 
-KINDS: dict[str, type[ClusterKind]] = {
-    kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)
-}
+KINDS = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)}

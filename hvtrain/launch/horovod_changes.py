@@ -67,7 +67,7 @@ def make() -> None:
     gloo_run.create_rendezvous_handler = lambda driver: driver
     launch_gloo = gloo_run.launch_gloo
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments):
         Server.address = arguments[-1]
         launch_gloo(*arguments)
 
@@ -161,7 +161,7 @@ def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> N
     supervisor = os.getppid()
     child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
 
-    def pass_on(*_: object) -> None:
+    def pass_on(*_):
         # The supervisor ends the ranks itself. If it was killed, nothing else ends mpirun.
         if os.getppid() != supervisor:
             child.terminate()

@@ -309,7 +309,7 @@ def _run_twice(
     gives = list(filter(_is_floating, segment.gives))
     is_again = False
 
-    def forward(*tensors: Any) -> Any:
+    def forward(*tensors):
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 

@@ -328,7 +328,7 @@ def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]] | None
     names = _fresh_names(trunk)
     changes = changes or {}
 
-    def rebuild(layer: Any) -> Any:
+    def rebuild(layer):
         name = names.get(layer.name, layer.name)
         if (
             isinstance(layer, (layers.Rescaling, layers.Normalization))

@@ -58,11 +58,11 @@ def multiply_rates(
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         factor = factor_of.get(index_of(variable), 1.0)
         return update_step(gradient, variable, learning_rate * factor)
 
-    def decay(variables: Any) -> None:
+    def decay(variables):
         # Keras reads weight_decay once per call.
         weight_decay = inner.weight_decay
         for variable in variables:
@@ -96,7 +96,7 @@ def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
     inner = _plain_steps(optimizer, f"train.weight_decay={weight_decay}")
     update_step = inner.update_step
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         if len(variable.shape) > 1:
             # The sparse gradient of an embedding becomes dense, because all rows decay.
             gradient = tf.convert_to_tensor(gradient) + weight_decay * variable
@@ -132,7 +132,7 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     if accumulate:
         average = inner._update_model_variables_moving_average
 
-        def average_after_steps(variables: Any) -> None:
+        def average_after_steps(variables):
             changes_weights = (inner._iterations + 1) % accumulate == 0
             keras.ops.cond(changes_weights, lambda: average(variables), lambda: None)
 

@@ -221,7 +221,7 @@ def svg(chart: Chart, has_legend: bool = True) -> str:
 def scatter_svg(figure: dict[str, Any]) -> str:
     """Draws a core.figures.Scatter, in its form in review.json, as an SVG element for a page."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes):
         x, y = zip(*figure["points"])
         axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
         dashes = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}

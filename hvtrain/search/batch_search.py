@@ -123,7 +123,7 @@ def try_sizes(
             f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
         )
 
-    def write_results() -> None:
+    def write_results():
         write_sizes(run.folder, trials, reason)
         write_png(run.folder, trials)
         run.state.store.send()
@@ -231,7 +231,7 @@ class Sizes:
         """
         model = self.model
 
-        def gradients_alone(batch: Any) -> Any:
+        def gradients_alone(batch):
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
