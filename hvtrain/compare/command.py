@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
 from hvtrain.compare.results import html, summary, table, write_png
@@ -123,7 +125,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]  # Over the last minute.
     # Of this process: a container or a job may use fewer cores than the host has.
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     return {
         "command": command_line("compare", sys.argv[1:]),
@@ -131,7 +132,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "machine": {
             "host": socket.gethostname(),
             "processor": f"{processor()}, {cores} cores",
-            "memory": f"{memory / 1e9:.0f} GB",
+            "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
             "load before": f"{load:.1f} processes on average",
         },
         "versions": {name: version for name, version in versions().items() if version},

@@ -110,9 +110,9 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         elif speed_ratio.low <= 1 <= speed_ratio.high:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
-            efficiency = speed_ratio.median / num_ranks
             lines.append(
-                f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}."
+                f"{name} pays here on {num_ranks} ranks: {times}, "
+                f"an efficiency of {speed_ratio.median / num_ranks:.0%}."
             )
         else:
             lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
@@ -208,10 +208,10 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         return [f"More ranks: hvtrain plan cannot say: {failure(done.stderr, done.returncode)}."]
 
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
-    again = command_line("plan", arguments)
     return [
         pays_from(costs),
-        f"This assumes cores or a GPU for each rank, and the links of this command: {again}",
+        "This assumes cores or a GPU for each rank, and the links of this command: "
+        f"{command_line('plan', arguments)}",
     ]
 
 

@@ -60,8 +60,8 @@ class Contestant:
 
     def speed_overrides(self, num_steps: int) -> list[str]:
         """Settings of a short run, which is timed."""
-        steps = round_up_to_accumulation(num_steps, self.accumulate)
-        return [*self.overrides, f"train.steps={steps}", *ONLY_STEPS]
+        steps = f"train.steps={round_up_to_accumulation(num_steps, self.accumulate)}"
+        return [*self.overrides, steps, *ONLY_STEPS]
 
 
 def contestants(
@@ -255,8 +255,10 @@ class Contest:
             try:
                 outcome = _in_short(self._train(contestant, number))
             except LostRankError as error:
-                log = self._folder(contestant, number) / "output.txt"
-                self.errors[contestant.name] = f"{about}: {error}; its output is in {log}"
+                folder = self._folder(contestant, number)
+                self.errors[contestant.name] = (
+                    f"{about}: {error}; its output is in {folder}/output.txt"
+                )
                 outcome = "failed"
 
             progress("")

@@ -231,10 +231,11 @@ def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, An
             innermost = innermost.__cause__
         location = place_of(innermost)
         if location:
-            why = f"{in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
-            raise ConfigError(f"{target} failed: {why}") from innermost
+            raise ConfigError(
+                f"{target} failed: {in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
+            ) from innermost
         if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
-            reason = " ".join(str(cause).split())
-            advice = f"fix the settings of {group}, or see --help"
-            raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
+            raise ConfigError(
+                f"{target} cannot be used: {' '.join(str(cause).split())}; fix the settings of {group}, or see --help"
+            ) from error
         raise cause from None  # A bug: show its traceback without Hydra's frames.

@@ -224,8 +224,9 @@ def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
     """
     converted = array.astype(dtype)
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
-        wrong = array[converted != array][0]
-        raise DataError(f"{where} has {wrong}, which is not {dtype}; fix the file")
+        raise DataError(
+            f"{where} has {array[converted != array][0]}, which is not {dtype}; fix the file"
+        )
     return converted
 
 

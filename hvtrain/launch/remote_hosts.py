@@ -319,9 +319,8 @@ def common_interface(hosts: Sequence[str]) -> str:
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     # Only the user knows which of several networks is meant.
     if len(names) != 1 or None in names:
-        listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(
-            f"different interfaces ({listed}) lead to the hosts; "
+            f"different interfaces ({', '.join(sorted(map(str, names)))}) lead to the hosts; "
             "give the one that joins them all with --network-interfaces NAME"
         )
     return str(names.pop())

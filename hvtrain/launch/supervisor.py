@@ -177,10 +177,9 @@ class Launch:
 
         hosts = self._hosts()
         if self._began_too_late:
-            names = ", ".join(dict.fromkeys(hosts.rank_hosts))
             return _launcher_failed(
-                f"no rank began within {self._seconds_to_begin:g} s on {names}; look there what a login does and what "
-                "ps shows, or give more time with --start-timeout"
+                f"no rank began within {self._seconds_to_begin:g} s on {', '.join(dict.fromkeys(hosts.rank_hosts))}; "
+                "look there what a login does and what ps shows, or give more time with --start-timeout"
             )
 
         number = next(iter(self._signals), signal.SIGUSR1)
@@ -264,9 +263,9 @@ class Launch:
         if count and number == signal.SIGINT:
             console.say_stopping()
         elif not count:
-            name = signal.Signals(number).name
             sys.stderr.write(
-                f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n"
+                f"hvtrain: {signal.Signals(number).name} came, but no rank was found to pass it to; "
+                "send it to a rank's host\n"
             )
             if number != signal.SIGUSR1:
                 self._pass_on(number)

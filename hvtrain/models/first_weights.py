@@ -84,8 +84,9 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             own[key].assign(arrays[key])
     new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
     suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
-    num_parameters = sum(arrays[key].size for key in taken)
-    log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
+    log.info(
+        f"weights        {sum(arrays[key].size for key in taken):,} parameters from {path}{suffix}"
+    )
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
         log.info(f"               not taken from there: {named}")

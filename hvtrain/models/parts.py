@@ -190,9 +190,9 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:
-        head = parts(model)[-1].path
         raise ConfigError(
-            f"model.freeze=[{','.join(patterns)}] leaves nothing that trains; leave out a layer, such as {head}"
+            f"model.freeze=[{','.join(patterns)}] leaves nothing that trains; leave out a layer, "
+            f"such as {parts(model)[-1].path}"
         )
 
 

@@ -247,8 +247,10 @@ def advice(costs: Sequence[Cost]) -> str:
         parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
     if parts:
         return "; ".join(parts)
-    share = base.exposed_seconds / base.compute_seconds
-    return f"none pays: the reduction adds {share:.0%} to a step, and no method makes it {WORTH_IT:g} times as fast"
+    return (
+        f"none pays: the reduction adds {base.exposed_seconds / base.compute_seconds:.0%} to a step, "
+        f"and no method makes it {WORTH_IT:g} times as fast"
+    )
 
 
 def main() -> None:

@@ -82,7 +82,6 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     config = forecast.config
     plan = forecast.plan
     num_hosts = -(-plan.size // options.ranks_per_host)
-    precision = config.train.precision
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
@@ -98,7 +97,10 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     checkpoint_bytes = forecast.footprint.checkpoint_bytes
 
     lines = [
-        ("model", f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {precision}"),
+        (
+            "model",
+            f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {config.train.precision}",
+        ),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),
         ("global batch", _global_batch(forecast)),
@@ -174,13 +176,12 @@ def step_lines(
         rules: How the ranks reduce.
     """
     num_messages = len(forecast.messages)
-    step_seconds = costs[0].step_seconds
     # With buckets, the reduction overlaps with the backward pass.
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
     lines += [
-        f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
+        f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
         f"{moment}",
         *_table_lines(forecast),

@@ -154,12 +154,13 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     # Shown as the value to set, which the run multiplies by the factor for its ranks.
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
-    rate = suggestion.rate / factor
-    lowest_at = suggestion.lowest_at / factor
     log.info(
-        f"the loss fell fastest, and is suggested, at optimizer.learning_rate={rate:.2g}{note}"
+        "the loss fell fastest, and is suggested, at "
+        f"optimizer.learning_rate={suggestion.rate / factor:.2g}{note}"
     )
-    log.info(f"it was lowest at {lowest_at:.2g}; picture and losses in {run.folder}")
+    log.info(
+        f"it was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
+    )
     return suggestion
 
 

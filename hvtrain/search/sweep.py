@@ -213,9 +213,8 @@ class Trials:
         # Results from an earlier start count, so the same command continues a sweep.
         already = len(self.results["trials"])
         note = f"; {already} of them are there" if already else ""
-        num_ranks = self.results["num_ranks"]
         print(
-            f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}",
+            f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
             flush=True,
         )
 

@@ -51,8 +51,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # Leaves out the name of a subcommand, whose help is part of its command's help.
         num_words = 4 if "-m hvtrain" in self.prog else 3
-        command = " ".join(self.prog.split()[:num_words])
-        raise ConfigError(f"{message}; see {command} --help")
+        raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:num_words])} --help")
 
     def add_hosts(self, group: Any = None) -> Any:
         """Adds -H and --hostfile, in a group of arguments if one is given, and returns the group of the two.

@@ -319,8 +319,8 @@ class Standing:
         )
 
     def _since(self, state: RankState) -> str:
-        seconds = state.status.seconds + self.silence(state)
-        return f"{state.status.phase} since step {_step(state)} ({wall_clock(seconds)})"
+        began = wall_clock(state.status.seconds + self.silence(state))
+        return f"{state.status.phase} since step {_step(state)} ({began})"
 
 
 def _step(state: RankState) -> str:
