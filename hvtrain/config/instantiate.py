@@ -10,7 +10,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from hvtrain.config.choices import choice_files
-from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
+from hvtrain.config.schema import MODEL_OPTIONS, RunConfig, Settings
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
 from hvtrain.system.text import flatten
@@ -94,7 +94,7 @@ def declared(
     facts: Mapping[str, Any],
     name: str,
     source_name: str,
-) -> dict[str, Any]:
+) -> Settings:
     """Selects the facts that a builder declares as arguments.
 
     Args:
@@ -134,7 +134,7 @@ def declared(
     return selected
 
 
-def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
+def _builder_settings(group: Settings, builder: Any) -> Settings:
     """Returns the settings of the group `model` without ModelOptions, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
@@ -152,7 +152,7 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
 
 
-def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
+def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> Settings:
     """Drops a choice's default arguments if the user's own class does not take them.
 
     With `task.loss._target_=package.Loss` the settings still hold from_logits, a default meant for

@@ -31,6 +31,9 @@ MASK = "padding_mask"
 SEGMENTS = "segment_ids"
 POSITIONS = "mask_positions"
 
+# Options, facts or tensors by name.
+Named = Mapping[str, Any]
+
 
 def hub_model(
     input_spec: Any,
@@ -42,7 +45,7 @@ def hub_model(
     preset: str | None = None,
     padding_token: int | None = None,
     length: int | None = None,
-    backbone: Mapping[str, Any] | None = None,
+    backbone: Named | None = None,
     **options: Any,
 ) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
@@ -166,7 +169,7 @@ def _class_for_backbone(chosen: Any, backbone: type) -> Any:
     return matches.pop()
 
 
-def _new_backbone(chosen: Any, options: dict[str, Any], facts: Mapping[str, Any]) -> Model:
+def _new_backbone(chosen: Any, options: dict[str, Any], facts: Named) -> Model:
     """Builds the backbone of a class, with these options and the facts for which it has arguments."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind is None or kind.__name__ == "Backbone":
@@ -217,9 +220,7 @@ def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(kind.__init__).parameters)
 
 
-def _check_options(
-    name: str, setting: str, options: Mapping[str, Any], known: Collection[str]
-) -> None:
+def _check_options(name: str, setting: str, options: Named, known: Collection[str]) -> None:
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
@@ -227,7 +228,7 @@ def _check_options(
         )
 
 
-def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
+def _check_size(backbone: Any, facts: Named) -> None:
     """Raises ConfigError if the data set has tokens or positions beyond the backbone's embeddings."""
     # Checked here because on a GPU such lookups return zeros, without an error.
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
@@ -275,11 +276,11 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     return inputs, named if has_names else named["image"]
 
 
-def _shapes(tensors: Mapping[str, Any]) -> str:
+def _shapes(tensors: Named) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
-def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) -> Any:
+def _derived(name: str, inputs: Named, padding_token: int | None) -> Any:
     """Derives the input `name` from the matching tokens; returns None if it cannot be derived.
 
     The mask selects tokens that are not padding, all tokens belong to one segment, and all positions
