@@ -256,7 +256,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
 
 @functools.cache
-def _open_run(model: SparkModel) -> Any:
+def _open_run(model: SparkModel):
     """Opens a run, once in each of Spark's Python processes, since one process predicts many partitions."""
     with console.quiet_import(verbose=False):
         from hvtrain.finished.arguments import finished_config

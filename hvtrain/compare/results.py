@@ -316,7 +316,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
 
 
 def _draw_curves(
-    axes: Any, strategies: list[Record], metric: str, unit: str, goal: float | None
+    axes, strategies: list[Record], metric: str, unit: str, goal: float | None
 ) -> None:
     # A strategy has one color in all panels.
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):

@@ -134,7 +134,7 @@ def declared(
     return selected
 
 
-def _builder_settings(group: Settings, builder: Any) -> Settings:
+def _builder_settings(group: Settings, builder) -> Settings:
     """Returns the settings of the group `model` without ModelOptions, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
@@ -214,7 +214,7 @@ def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) 
         )
 
 
-def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:
+def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]):
     """Instantiates the arguments' _target_, and turns errors that the user can fix into one line."""
     tree = OmegaConf.create(
         {"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True}

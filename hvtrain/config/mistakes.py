@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
 from hvtrain.config.schema import GROUPS, SEVERAL, Settings
@@ -156,7 +156,7 @@ def _meaning(name: str, known: list[str]) -> str | None:
     return match and f"did you mean '{match}'?"
 
 
-def _at(tree: Any, name: str) -> Any:
+def _at(tree, name: str):
     """Returns the part of a settings tree at this dotted name; None if there is none."""
     for part in name.split("."):
         if not isinstance(tree, dict):

@@ -308,7 +308,7 @@ def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
-def _plain(config: Any) -> Settings:
+def _plain(config) -> Settings:
     tree = {}
     for item in fields(config):
         value = getattr(config, item.name)

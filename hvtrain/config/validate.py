@@ -74,7 +74,7 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
     return schema(**values)
 
 
-def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
+def _value(name: str, value, hint, rule):
     """Returns the value in its declared type, after checking its range.
 
     3 is accepted for a float, but 3.5 is refused for an int.

@@ -185,7 +185,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
     return foreign
 
 
-def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
+def _targets(name: str, tree) -> Iterator[tuple[str, str]]:
     """Yields the dotted names and values of all targets in a tree of settings.
 
     Interpolations count as targets, since only OmegaConf knows what they resolve to.

@@ -107,7 +107,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
         )
 
 
-def _find_plain_hosts(script: Any) -> dict[str, int]:
+def _find_plain_hosts(script) -> dict[str, int]:
     """Returns the slots of each host that a script prints, leaving out names that a shell or ssh would misread."""
     slots = _find_hosts(script)
     for name in list(slots):
@@ -143,7 +143,7 @@ def _command_without_variables(
     return command
 
 
-def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
+def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     """Returns the command of a rank on another host, which reads its variables from ssh's stdin."""
     # Horovod has already quoted the command, which begins with its own cd to this folder: not quoted, and with
     # errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh reports a rank killed

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
@@ -52,7 +51,7 @@ class Signals:
         while handler and self._waiting:
             handler(self._waiting.pop(0))
 
-    def _receive(self, number: int, *_: object) -> None:
+    def _receive(self, number: int, *_) -> None:
         self.first = self.first or number
         self.received.set()
         if self._handler:
@@ -292,7 +291,7 @@ def _launcher_failed(cause: str) -> Ending:
     return Ending(RESTART_HELPS, f"FIRST FAILURE the launcher host {host}: {cause}", host)
 
 
-def _in_background(work: Any, *arguments: Any) -> threading.Thread:
+def _in_background(work, *arguments) -> threading.Thread:
     """Runs the work in a thread, since a signal handler must not wait for ssh."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()

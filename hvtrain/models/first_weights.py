@@ -102,18 +102,18 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     return variables
 
 
-def _whole_shape(value: Any) -> tuple[int, ...]:
+def _whole_shape(value) -> tuple[int, ...]:
     """Returns the shape of an array or variable; for a sharded table, that of the whole table."""
     part = getattr(value, "rank_part", None)
     return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
 
 
-def _path(key: str, variable: Any) -> str:
+def _path(key: str, variable) -> str:
     """Returns a variable's path LAYER/NAME, for messages."""
     return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
 
 
-def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigError:
+def _difference(source: str, path: str, array, variable) -> ConfigError:
     def describe(value: Any) -> str:
         return "nothing" if value is None else f"shape {_whole_shape(value)}"
 

@@ -108,7 +108,7 @@ def example_shape(layer: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _activation_bytes(model: Any, batch_size: int) -> int | None:
+def _activation_bytes(model, batch_size: int) -> int | None:
     total = 0
     for layer in innermost_layers(model):
         # One layer of unknown shape makes the whole estimate worthless.
@@ -274,11 +274,11 @@ def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
     return Segment(nodes, takes, gives)
 
 
-def _elements(tensor: Any) -> int:
+def _elements(tensor) -> int:
     return math.prod(extent or 1 for extent in tensor.shape)
 
 
-def _is_floating(tensor: Any) -> bool:
+def _is_floating(tensor) -> bool:
     return keras.backend.is_float_dtype(tensor.dtype)
 
 

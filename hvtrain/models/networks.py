@@ -159,7 +159,7 @@ def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int
     )
 
 
-def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
+def _residual_block(x, filters: int, strides: int, name: str):
     shortcut = x
     # Blocks that halve the image also double the filters; all others keep the shape.
     if strides > 1:
@@ -172,7 +172,7 @@ def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
     return layers.ReLU(name=f"{name}_relu2")(x)
 
 
-def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
+def _convolve(x, filters: int, strides: int, name: str, size: int = 3):
     """Adds a convolution and batch normalization, whose offset makes a bias superfluous."""
     options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
     x = layers.Conv2D(filters, size, strides=strides, name=name, **options)(x)

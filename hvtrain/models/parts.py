@@ -143,7 +143,7 @@ def describe_trainable(model: Model) -> str:
     return f"{num_trained:,} of {num_trainable:,} parameters, in {len(model.trainable_variables)} variables"
 
 
-def _size(variable: Any) -> int:
+def _size(variable) -> int:
     return math.prod(variable.shape)
 
 
@@ -237,13 +237,13 @@ def add_lora(model: Model, rank: int) -> None:
         _save_plain(layer)
 
 
-def _constraint(layer: Any) -> Any:
+def _constraint(layer):
     # Keras cannot add the matrices to a kernel with a constraint, so such a layer stays frozen. In an
     # Embedding the attribute has another name.
     return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
-def _save_plain(layer: Any) -> None:
+def _save_plain(layer) -> None:
     """Makes a layer with LoRA save its config as a plain layer."""
     # Keras saves the sum as the kernel. With lora_rank in its config, a loaded layer would get new matrices too.
     get_config = layer.get_config

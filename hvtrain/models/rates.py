@@ -167,12 +167,12 @@ def take_averages(model: keras.Model) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer):
     """Returns the optimizer inside a LossScaleOptimizer, or the optimizer itself if it is not one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _plain_steps(optimizer: Any, setting: str) -> Any:
+def _plain_steps(optimizer, setting: str):
     """Returns the inner optimizer. Raises ConfigError if it overrides Keras's step."""
     inner = _inner(optimizer)
     # A distributed optimizer's class has two bases: a mixin, and the class that the user chose.

@@ -107,9 +107,7 @@ def transformer(
     return Model(tokens, outputs, name="transformer")
 
 
-def _block(
-    x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask: Any
-) -> Any:
+def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask):
     """Adds attention, over the positions in the mask or all, and then an MLP to x of shape [batch, length, width]."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(

@@ -299,7 +299,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     ]
 
 
-def _draw(chart: Chart, axes: Any, has_legend: bool = True) -> None:
+def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
     for series in chart.series:
         axes.plot(
             [epoch for epoch, _ in series.points],

@@ -93,7 +93,7 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
 
 
 @cache
-def _templates(folder: Path) -> Any:
+def _templates(folder: Path):
     import jinja2
 
     environment = jinja2.Environment(

@@ -95,7 +95,7 @@ def _space_file(name: str, overrides: Sequence[str]) -> Path:
     return known[name]
 
 
-def _check_line(location: str, line: Any) -> None:
+def _check_line(location: str, line) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
@@ -118,7 +118,7 @@ def _check_line(location: str, line: Any) -> None:
             )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | Number)

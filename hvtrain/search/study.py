@@ -154,16 +154,16 @@ class Study:
 
         return self._study.tell(trial, value)
 
-    def _try_again_later(self, trial: Any) -> None:
+    def _try_again_later(self, trial) -> None:
         # Its run folder is not used again; a later trial gets the same settings.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
-    def _trials_in(self, *states: Any) -> list[Any]:
+    def _trials_in(self, *states) -> list[Any]:
         return self._study.get_trials(deepcopy=False, states=states)
 
 
-def _distribution(setting: Setting) -> Any:
+def _distribution(setting: Setting):
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if "choices" in setting:
@@ -175,7 +175,7 @@ def _distribution(setting: Setting) -> Any:
     return distribution(**setting)
 
 
-def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
+def _open_study(folder: Path, facts: Mapping[str, Any]):
     """Opens the study in the folder, or creates one with these facts. Raises ConfigError."""
     import optuna
 
@@ -341,7 +341,7 @@ def write_picture(results: Results, path: Path) -> None:
     write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
 
 
-def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) -> None:
+def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:
     """Draws the values of finished and pruned trials over the position that each trial has."""
     for state, color in _COLORS.items():
         trials = [
@@ -359,7 +359,7 @@ def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) 
         )
 
 
-def _draw_history(axes: Any, results: Results) -> None:
+def _draw_history(axes, results: Results) -> None:
     _draw_trials(axes, results, lambda trial: trial["number"])
     finished = [trial for trial in results["trials"] if trial["state"] == FINISHED]
     better = max if results["direction"] == MAX else min
@@ -371,7 +371,7 @@ def _draw_history(axes: Any, results: Results) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_setting(axes: Any, results: Results, name: str) -> None:
+def _draw_setting(axes, results: Results, name: str) -> None:
     setting = results["space"][name]
     choices = setting.get("choices")
     if not choices:

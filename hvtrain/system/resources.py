@@ -179,7 +179,7 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
     )
 
 
-def _driver() -> Any:
+def _driver():
     """Returns the CUDA driver's library, initialized; None without a driver, or if that fails.
 
     Each of its functions returns 0 on success.
@@ -263,7 +263,7 @@ def busy_percent(uuid: str | None) -> int | None:
 
 
 @cache
-def _gpu_handle(uuid: str) -> Any:
+def _gpu_handle(uuid: str):
     """Returns NVML's handle of a GPU, which is valid as long as this process lives."""
     import pynvml
 

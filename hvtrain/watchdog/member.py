@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, UserError, in_one_line, message_of
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
@@ -230,7 +229,7 @@ class Member(Watchdog):
             raise WireError(f"the hub sent no {kind.value}")
         return messages[0]
 
-    def _send(self, kind: Kind, **values: Any) -> None:
+    def _send(self, kind: Kind, **values) -> None:
         # If this fails, the next read finds out why.
         with self._lock, suppress(OSError):
             if self._connection:
