@@ -123,7 +123,7 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     If the data set is not on this machine, synthetic data of the same shape takes its place.
     """
     overrides = list(options.overrides)
-    if options.examples is not None:
+    if options.examples:
         overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]

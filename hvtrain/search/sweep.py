@@ -295,7 +295,7 @@ class Trials:
         if seconds:
             left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
 
-        if best is None:
+        if not best:
             return left
         return f"best {best['value']:.5g} of trial {best['number']}; {left}"
 
