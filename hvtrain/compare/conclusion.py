@@ -201,13 +201,12 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
     if done.returncode:
         return [f"More ranks: hvtrain plan cannot say: {failure(done.stderr, done.returncode)}."]
 
-    costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
+    costs = json.loads((folder / "plan.json").read_text("utf-8"))["costs"]
     return [
         pays_from(costs),
         "This assumes cores or a GPU for each rank, and the links of this command: "

@@ -388,9 +388,9 @@ def _align_with_accumulation(config: RunConfig) -> None:
     for name, steps in intervals.items():
         if steps and steps % accumulate:
             choices = [steps - steps % accumulate, round_up_to_accumulation(steps, accumulate)]
-            advice = " or ".join(str(choice) for choice in choices if choice)
             raise ConfigError(
-                f"{name}={steps} is not a multiple of train.accumulate={accumulate}; choose {advice}"
+                f"{name}={steps} is not a multiple of train.accumulate={accumulate}; "
+                f"choose {' or '.join(map(str, filter(None, choices)))}"
             )
 
     config.guard.every = round_up_to_accumulation(config.guard.every, accumulate)

@@ -254,14 +254,13 @@ def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     would try an interface that has the same address everywhere (docker0) and wait forever. The
     user's NCCL_SOCKET_IFNAME overrides interface_names.
     """
-    nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
     return [
         *("--prefix", sys.prefix),
         *("-mca", "btl_tcp_if_include", subnet),
         *("-mca", "oob_tcp_if_include", subnet),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={nccl_interface}"),
+        *("-x", f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', interface_names)}"),
     ]
 
 

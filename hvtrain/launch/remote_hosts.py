@@ -137,7 +137,6 @@ def captured(command: list[str], stdin: str, timeout: float) -> subprocess.Compl
         # A host's greeting may be in any encoding.
         errors="replace",
         timeout=timeout,
-        check=False,
     )
 
 

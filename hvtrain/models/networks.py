@@ -16,6 +16,9 @@ from keras import Model, layers, ops
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 
+# Height, width and channels, or any other shape of an example.
+Shape = Sequence[int]
+
 # Filters of resnet20; the second and the third stage begin with a stride of 2.
 STAGES = (16, 32, 64)
 # Filters of separable_cnn's convolutions; each block ends with pooling.
@@ -28,7 +31,7 @@ COLOR_MEANS = (0.485, 0.456, 0.406)
 COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
 
-def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
+def image_input(image_shape: Shape, network: str, min_side: int) -> Any:
     """Makes the input layer for images of shape (height, width, channels).
 
     Args:
@@ -78,7 +81,7 @@ def check_counts(network: str, **counts: int) -> None:
 
 
 def mlp(
-    input_shape: Sequence[int],
+    input_shape: Shape,
     num_outputs: int,
     hidden: Sequence[int] = (128, 64),
     activation: str = "relu",
@@ -102,9 +105,7 @@ def mlp(
     return Model(inputs, logits(x, num_outputs), name="mlp")
 
 
-def cnn(
-    image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)
-) -> Model:
+def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> Model:
     """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
     1,199,882 parameters on 28x28x1 with 10 classes.
@@ -130,7 +131,7 @@ def cnn(
     return Model(image, logits(x, num_outputs), name="cnn")
 
 
-def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> Model:
+def resnet20(image_shape: Shape, num_outputs: int, blocks_per_stage: int = 3) -> Model:
     """Builds the residual network of He et al. 2015 for CIFAR-10, in three stages.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
@@ -181,7 +182,7 @@ def _convolve(x, filters: int, strides: int, name: str, size: int = 3):
 
 
 def separable_cnn(
-    image_shape: Sequence[int],
+    image_shape: Shape,
     num_outputs: int,
     activation: str = "selu",
     initializer: str = "lecun_normal",
@@ -235,7 +236,7 @@ def _depthwise(name: str) -> keras.initializers.Initializer:
 
 
 def application(
-    image_shape: Sequence[int], num_outputs: int, name: str, dropout: float = 0.0, **options: Any
+    image_shape: Shape, num_outputs: int, name: str, dropout: float = 0.0, **options: Any
 ) -> Model:
     """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
@@ -264,7 +265,7 @@ def application(
     return Model(image, logits(x, num_outputs), name=trunk.name)
 
 
-def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
+def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     """Builds ResNet-50 for RGB images with values in 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
     See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
@@ -303,7 +304,7 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
     return Model(image, x, name="resnet50_v1_5")
 
 
-def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
+def body(image_shape: Shape, name: str, **options: Any) -> Model:
     """Builds a network of keras.applications without its head, with random weights. Raises like `application`."""
     # keras.applications holds these functions and their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))

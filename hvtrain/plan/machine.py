@@ -213,7 +213,7 @@ def read(path: Path) -> list[Measured]:
     advice = "give the allreduce.json of python -m hvtrain allreduce"
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
         by_size = content["seconds"]["hvtrain"]
         # Other keys are kinds of exchanges, or further measurements of benchmarks/allreduce.py.

@@ -132,7 +132,6 @@ def encode(
         env={**os.environ, **threads},
         capture_output=True,
         text=True,
-        check=False,
     )
     if done.returncode:
         raise LostRankError(

@@ -209,10 +209,9 @@ def _table_lines(forecast: Forecast) -> list[str]:
     if not forecast.row_bytes:
         return []
     num_ranks = forecast.plan.size
-    received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
     return [
-        f"{'tables':<15}a rank receives up to {received} of sharded rows in a step, and sends as much of gradients; "
-        "this time is left out"
+        f"{'tables':<15}a rank receives up to {amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)} of sharded "
+        "rows in a step, and sends as much of gradients; this time is left out"
     ]
 
 

@@ -95,7 +95,7 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
         settings=differing([run.config for run in runs]),
-        script=(FOLDER / "sort.js").read_text(encoding="utf-8"),
+        script=(FOLDER / "sort.js").read_text("utf-8"),
     )
 
 
