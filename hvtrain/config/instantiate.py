@@ -1,7 +1,7 @@
 """Builds the object that a configuration group names, with errors that a user can act on."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ def build(
     config: RunConfig,
     group: str,
     kind: type,
-    facts: Mapping[str, Any] | None = None,
+    facts: Settings | None = None,
     source_name: str = "",
     **values: Any,
 ) -> Any:
@@ -71,7 +71,7 @@ def build(
         # If the target is that of one of hvtrain's choices, it must refuse another choice's arguments, so
         # these are kept; only arguments of nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
-            nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+            nested = [name for name, value in settings.items() if isinstance(value, dict)]
             choices = [
                 {name: choice[name] for name in nested if name in choice} for choice in choices
             ]
@@ -91,7 +91,7 @@ def build(
 def declared(
     builder: Callable[..., Any],
     settings: Collection[str],
-    facts: Mapping[str, Any],
+    facts: Settings,
     name: str,
     source_name: str,
 ) -> Settings:
@@ -152,7 +152,7 @@ def _builder_settings(group: Settings, builder) -> Settings:
     return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
 
 
-def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> Settings:
+def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
     """Drops a choice's default arguments if the user's own class does not take them.
 
     With `task.loss._target_=package.Loss` the settings still hold from_logits, a default meant for
@@ -170,9 +170,9 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> Setti
     own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             own[name] = _own_arguments(
-                value, [default for default in defaults if isinstance(default, Mapping)]
+                value, [default for default in defaults if isinstance(default, dict)]
             )
             continue
         # A default that refers to another setting, such as ${task.ignored_label}, has been resolved to
@@ -201,7 +201,7 @@ def _declares(target: Callable[..., Any], argument: str) -> bool:
     return True
 
 
-def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
+def _check_settings(config: RunConfig, group: str, settings: Settings) -> None:
     """Raises ConfigError for a secret redacted in a run's records, or for ${run.dir} before the folder is known."""
     for name, value in flatten({group: settings}).items():
         if HIDDEN in str(value):
@@ -214,7 +214,7 @@ def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) 
         )
 
 
-def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]):
+def _call(config: RunConfig, group: str, target: str, arguments: Settings):
     """Instantiates the arguments' _target_, and turns errors that the user can fix into one line."""
     tree = OmegaConf.create(
         {"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True}

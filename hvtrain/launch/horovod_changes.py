@@ -152,8 +152,10 @@ def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     command = shlex.split(local_command)[0].removeprefix(f"cd {folder} > /dev/null 2>&1 ; ")
     script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'
     remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
-    by_ssh = remote.get_remote_command(remote_command, *arguments, **options)
-    return f'printf %s "${_TRAVELLING}" | {by_ssh}'
+    return (
+        f'printf %s "${_TRAVELLING}" | '
+        f"{remote.get_remote_command(remote_command, *arguments, **options)}"
+    )
 
 
 def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
