@@ -7,7 +7,6 @@ import tempfile
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
@@ -28,9 +27,6 @@ from hvtrain.system.command import (
     positive,
 )
 from hvtrain.system.files import write_json
-
-if TYPE_CHECKING:
-    from hvtrain.plan.forecast import Forecast
 
 # Enough to measure: a run's speed leaves out the first ten steps as warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
@@ -106,7 +102,7 @@ def main() -> int:
     return 0
 
 
-def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
+def _rules(options: argparse.Namespace, run) -> Rules:
     # Without --algorithm, those from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
@@ -117,7 +113,7 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
     )
 
 
-def _measured(options: argparse.Namespace, run: "Forecast") -> float:
+def _measured(options: argparse.Namespace, run) -> float:
     """Measures the step time of the run on one rank of this machine, in seconds.
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.

@@ -40,10 +40,12 @@ MOST_ROWS = 30
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
+# Settings or facts by name.
+Values = Mapping[str, Any]
 # A trial as in sweep.json.
-Trial = Mapping[str, Any]
+Trial = Values
 # The content of sweep.json.
-Results = Mapping[str, Any]
+Results = Values
 
 
 class Study:
@@ -67,7 +69,7 @@ class Study:
         self,
         folder: Path,
         space: SearchSpace,
-        facts: Mapping[str, Any],
+        facts: Values,
         seed: int,
         prune_after: int | None,
     ) -> None:
@@ -175,7 +177,7 @@ def _distribution(setting: Setting):
     return distribution(**setting)
 
 
-def _open_study(folder: Path, facts: Mapping[str, Any]):
+def _open_study(folder: Path, facts: Values):
     """Opens the study in the folder, or creates one with these facts. Raises ConfigError."""
     import optuna
 
@@ -214,7 +216,7 @@ def _open_study(folder: Path, facts: Mapping[str, Any]):
     return study
 
 
-def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def trial_record(trial: Any, settings: Values, folder: Path) -> dict[str, Any]:
     """Describes an optuna trial that has ended, as in sweep.json.
 
     Its value is the best one of a finished trial, the last one of a pruned trial, and None for a failed
@@ -247,14 +249,12 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
-def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+def as_overrides(settings: Values) -> list[str]:
     """Formats the searched settings for a trial's command line."""
     return [override(name, value) for name, value in settings.items()]
 
 
-def train_command(
-    launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
-) -> str:
+def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Values) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
     # Secrets are hidden, since the command is printed and saved; the user has to fill them in.
     return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
