@@ -97,7 +97,7 @@ def parse_command(
     return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust)
 
 
-def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
+def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> FinishedConfig:
     """Finds the run named by RUN or run=RUN, and separates the command's own arguments from its overrides.
 
     checkpoint=NAME belongs to every command; all other arguments override the run's settings.

@@ -100,10 +100,9 @@ def give_gloo_time(args: argparse.Namespace) -> None:
     if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
     if seconds > SECONDS_WORTH_A_LINE:
-        print(
+        sys.stderr.write(
             f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
-            "and seconds over MPI (--mpi)",
-            file=sys.stderr,
+            "and seconds over MPI (--mpi)\n"
         )
 
 

@@ -192,8 +192,8 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     def start_and_report(job: Any, slots: list[Any]) -> None:
         if slots and len(slots) < job.world_size():
             names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
-            _report(
-                f"starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)"
+            sys.stderr.write(
+                f"hvtrain: starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)\n"
             )
         start(job, slots)
 
@@ -232,12 +232,10 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             )
         if waited >= next_line:
             next_line += SECONDS_BETWEEN_LINES
-            _report(f"waiting for {shortage}; gives up after {limit} s (--elastic-timeout)")
+            sys.stderr.write(
+                f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
+            )
         time.sleep(1)
-
-
-def _report(text: str) -> None:
-    print(f"hvtrain: {text}", file=sys.stderr, flush=True)
 
 
 changes.make_in_every_process()

@@ -78,7 +78,7 @@ class Collectives:
     transport: str
     threads: int
     folder: Path
-    sizes: tuple[int, ...] = SIZES
+    sizes: tuple[int, ...]
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     workers: ClassVar[dict[str, str]] = {"hvtrain": WORKER}
 

@@ -244,8 +244,7 @@ class Sizes:
             if not is_out_of_memory(error):
                 raise
             # The error is in this rank's log only; all ranks learn which ranks had one.
-            cause = " ".join(error.message.split())[:200]
-            log.info(f"rank {self.comm.topology.rank}: {cause}")
+            log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
             return False
 
         return True
