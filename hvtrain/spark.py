@@ -154,7 +154,7 @@ def run_ranks(
         if failed:
             rank, code = failed
             name = f"rank {rank}" if rank else "a rank"
-            print(f"hvtrain spark: {name} ended with exit code {code}", file=sys.stderr)
+            sys.stderr.write(f"hvtrain spark: {name} ended with exit code {code}\n")
             return code
         if "Timed out" in text:
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error

@@ -63,7 +63,7 @@ def main() -> int:
     print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
     print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
     if isinstance(ended_by, KeyboardInterrupt):
-        print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
+        sys.stderr.write("hvtrain: interrupted; what was measured so far is written\n")
         return INTERRUPTED
 
     if ended_by:  # A signal: the exit code is 128 plus its number.

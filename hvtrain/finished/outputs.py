@@ -135,8 +135,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         except Exception as error:
             raise run.explain(error) from error
         if batch and not num_done:
-            inputs = keras.tree.map_structure(np.asarray, batch[0])
-            run.check_kind(examples.name, inputs)
+            run.check_kind(examples.name, keras.tree.map_structure(np.asarray, batch[0]))
         return batch
 
     while True:

@@ -79,7 +79,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:
-        print(f"horovodrun: {message_of(error)}", file=sys.stderr)
+        sys.stderr.write(f"horovodrun: {message_of(error)}\n")
         sys.exit(2)
     except Exception as error:
         message = " ".join(str(error).split())
@@ -181,8 +181,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
     if not args.nics:
         # One other host is enough to choose the network; more may come later.
-        first = min(hosts, key=remote_hosts.is_local)
-        args.nics = {remote_hosts.common_interface([first])}
+        args.nics = {remote_hosts.common_interface([min(hosts, key=remote_hosts.is_local)])}
     # The server listens before Horovod knows the job's hosts and how to reach them.
     changes.Server.address = network.get_driver_ip(args.nics)
 

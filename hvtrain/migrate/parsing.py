@@ -173,8 +173,7 @@ def with_args(call: Call, args: Sequence[Arg]) -> Call:
 
     new_args = []
     for arg in args[:-1]:
-        has_own_comma = isinstance(arg.comma, cst.Comma) and arg.comma is not end
-        if not has_own_comma:
+        if not isinstance(arg.comma, cst.Comma) or arg.comma is end:
             arg = arg.with_changes(comma=between)
         new_args.append(arg)
 

@@ -155,8 +155,8 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         "notify=[]",
     ]
     with tempfile.TemporaryDirectory(prefix="hvtrain-plan-") as folder:
-        run_dir = override("run.dir", f"{folder}/run")
-        command = [sys.executable, "-m", "hvtrain", *settings, run_dir]
+        settings.append(override("run.dir", f"{folder}/run"))
+        command = [sys.executable, "-m", "hvtrain", *settings]
         training = train(command, os.sched_getaffinity(0), Path(folder))
     return float(training.result["step_seconds"])
 

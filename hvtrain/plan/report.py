@@ -234,9 +234,9 @@ def advice_lines(
     for method, cost in zip(METHODS, costs):
         sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
         size = amount(sum(memory(forecast, method).values()))
-        speed = costs[0].step_seconds / cost.step_seconds
         lines.append(
-            f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}{speed:>7.2f}  {method.effect}"
+            f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"
+            f"{costs[0].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"
         )
     return [*lines, "", f"{'advice':<15}{advice(costs)}"]
 

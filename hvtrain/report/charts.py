@@ -187,9 +187,8 @@ def charts_of(run: RunFiles) -> list[Chart]:
         validation = Series("validation", _metric(run, f"val_{name}"), color=1)
         charts.append(Chart(name, [curve for curve in (training, validation) if curve.points]))
 
-    rates = [(row.epoch, row.learning_rate) for row in run.history]
     others = {
-        "learning rate": [Series("", rates)],
+        "learning rate": [Series("", [(row.epoch, row.learning_rate) for row in run.history])],
         "examples per second, all ranks": [Series("", _speed(run))],
         "work of a step by rank, ms": _rank_series(run.rank_seconds),
     }

@@ -83,12 +83,15 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
         **values: the template's variables.
     """
     # The style is inlined, so that the page can be shared as one file.
-    page = _templates(folder).get_template(template)
-    return page.render(
-        style=(FOLDER / "style.css").read_text("utf-8"),
-        version=VERSION,
-        made=f"{datetime.now():%Y-%m-%d %H:%M}",
-        **values,
+    return (
+        _templates(folder)
+        .get_template(template)
+        .render(
+            style=(FOLDER / "style.css").read_text("utf-8"),
+            version=VERSION,
+            made=f"{datetime.now():%Y-%m-%d %H:%M}",
+            **values,
+        )
     )
 
 

@@ -125,8 +125,7 @@ class Study:
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
         # fANOVA's trees are random; with a seed, the same trials give the same shares.
-        evaluator = FanovaImportanceEvaluator(seed=0)
-        shares = get_param_importances(self._study, evaluator=evaluator)
+        shares = get_param_importances(self._study, evaluator=FanovaImportanceEvaluator(seed=0))
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:

@@ -236,9 +236,8 @@ class Trials:
             + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
         )
         if exit_code:
-            print(
-                "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
-                file=sys.stderr,
+            sys.stderr.write(
+                "hvtrain: interrupted; all trials so far are kept, and the same command goes on\n"
             )
             return exit_code
 

@@ -236,8 +236,7 @@ class Hub:
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
         self._member.tell(text)
-        culprit = next((state.rank for state in standing.culprits()), None)
-        processes.say(text, 0, culprit)
+        processes.say(text, 0, next((state.rank for state in standing.culprits()), None))
 
         # This process ends last, since it holds the connections.
         for rank, connection in self._connections.ranks.items():
