@@ -88,7 +88,7 @@ def run_command(name: str) -> int:
     Raises ConfigError for an unknown command.
     """
     command = COMMANDS.get(name)
-    if not command:
+    if command is None:
         raise ConfigError(
             f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE"
         )

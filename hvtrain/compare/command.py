@@ -54,7 +54,7 @@ def main() -> int:
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
-    if options.plan and not ended_by:
+    if options.plan and ended_by is None:
         arguments = plan_arguments(comparison, options.plan)
         if arguments:
             comparison["conclusion"] += on_more_ranks(arguments, folder / "plan")

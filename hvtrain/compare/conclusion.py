@@ -68,7 +68,7 @@ def on_speed(speeds: Speeds) -> list[str]:
     slower: list[str] = []
     for name in others:
         speed_ratio = against(speeds[name], speeds[first])
-        if not speed_ratio:
+        if speed_ratio is None:
             continue
         group = equal
         if speed_ratio.coverage <= NO_CONFIDENCE:
@@ -102,7 +102,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
     for name in speeds:
         # Without a run of `single`, the user did not ask this question.
         speed_ratio = against(speeds[name], speeds.get(SINGLE, {}))
-        if name == SINGLE or not speed_ratio:
+        if name == SINGLE or speed_ratio is None:
             continue
         times = f"{ratio_text(speed_ratio)} as fast as one process"
         if speed_ratio.coverage <= NO_CONFIDENCE:

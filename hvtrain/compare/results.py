@@ -209,7 +209,7 @@ def best_of_all(curves: Sequence[Curve]) -> Target | None:
     # A target that a run does not measure would say nothing about that run.
     shared = set.intersection(*names) if names else set()
     metric = next((name for name in _TARGET_METRICS if name in shared), None)
-    if not metric:
+    if metric is None:
         return None
     sign = _sign(metric)
     # The worst of the best values: the value that every run reached.

@@ -79,7 +79,7 @@ def build(
     _check_settings(config, group, settings)
 
     target = f"{group}._target_={settings['_target_']}"
-    if facts is not None and builder:
+    if facts is not None and builder is not None:
         values |= declared(builder, settings, facts, target, source_name)
     built = _call(config, group, target, settings | values)
     if not isinstance(built, kind):
@@ -178,7 +178,7 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
         # A default that refers to another setting, such as ${task.ignored_label}, has been resolved to
         # a value that cannot be compared with it.
         is_default = any(default == value or str(default).startswith("${") for default in defaults)
-        if not is_default or not target or name.startswith("_") or _declares(target, name):
+        if not is_default or target is None or name.startswith("_") or _declares(target, name):
             own[name] = value
     return own
 

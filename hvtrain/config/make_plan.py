@@ -112,7 +112,7 @@ def make_plan(
             for examples, batch in zip(shard_sizes, batch_sizes)
         )
 
-    if not train.steps:
+    if train.steps is None:
         num_steps = train.epochs * steps_per_epoch
     elif train.divide_steps_by_size:
         num_steps = max(1, train.steps // size // accumulate) * accumulate
@@ -176,7 +176,7 @@ def planned_batch_sizes(
     Raises:
         CheckpointError: Both train.batch_size and the number of ranks have changed.
     """
-    if not meta:
+    if meta is None:
         return batch_sizes_by_rank(train.batch_size, hosts)
     is_resized = meta["num_ranks"] != len(hosts)
     if train.resize == "scale" and is_resized and not meta["step_in_epoch"]:
@@ -206,10 +206,10 @@ def resumed_plan(
         train: The current settings.
         size: The current number of ranks.
     """
-    if not meta:
+    if meta is None:
         return plan
     plan = plan.from_position(meta["step"], meta["epoch"], meta["step_in_epoch"])
-    if train.steps and not train.divide_steps_by_size:
+    if train.steps is not None and not train.divide_steps_by_size:
         # train.steps counts all steps of the run, including those done under an earlier plan.
         last = max(meta["step"], train.steps)
         plan = replace(plan, num_steps=last, scheduled_steps=max(1, last - plan.shift))

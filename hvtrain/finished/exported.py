@@ -50,7 +50,7 @@ def export_checked(
             belongs to another model. Nothing is left at the path.
     """
     if model_format == "onnx":
-        missing = [name for name in ONNX_PACKAGES if not find_spec(name)]
+        missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
         if missing:
             raise ConfigError(
                 f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "

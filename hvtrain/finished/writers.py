@@ -59,7 +59,7 @@ class TableWriter(Writer):
     _file: Any = None
 
     def close(self) -> None:
-        if self._file:
+        if self._file is not None:
             with _storage_errors(self.path):
                 self._file.close()
                 self._temporary.replace(self.path)
@@ -70,7 +70,7 @@ class CsvWriter(TableWriter):
 
     def add(self, rows: Rows) -> None:
         with _storage_errors(self.path):
-            if not self._file:
+            if self._file is None:
                 self._file = self._temporary.open("w", newline="", encoding="utf-8")
                 csv.writer(self._file).writerow(rows)
             columns = [array.tolist() for array in rows.values()]
@@ -99,7 +99,7 @@ class ParquetWriter(TableWriter):
         table = pa.concat_tables(self._group, promote_options="permissive")
         self._group = []
         with _storage_errors(self.path):
-            if not self._file:
+            if self._file is None:
                 fields = [
                     column.with_type(pa.string()) if pa.types.is_null(column.type) else column
                     for column in table.schema

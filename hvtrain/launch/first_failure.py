@@ -193,9 +193,9 @@ class Listener:
         Returns True if the message adds nothing to the last line of the launch, and so is not shown.
         """
         match = _search(_BY_MPIRUN, message)
-        if not match and self.lost and re.search(_NOT_STARTED, message):
+        if match is None and self.lost and re.search(_NOT_STARTED, message):
             match = {"host": self.lost[0]}
-        if not match:
+        if match is None:
             return bool(re.search(_NOISE, message))
 
         code = int(match.get("code", LOST))
@@ -277,7 +277,7 @@ def judge(
     elif end.code == RESTART_HELPS:
         # If the watchdog ends all ranks, one without a verdict may end before the one that says why.
         quoted = statement or next(iter(verdicts.values()), None)
-        if not quoted:
+        if quoted is None:
             return Ending(code, f"preempted, saved; {advice}")
         cause = f"{quoted.cause}; {advice}"
         if quoted.cause.endswith(UNSAVED):

@@ -203,7 +203,7 @@ class Server(Store):
         self.close()
 
     def get(self, scope: str, rank: str) -> bytes | None:
-        if not self._driver or scope != rendezvous.GET_RANK_AND_SIZE:
+        if self._driver is None or scope != rendezvous.GET_RANK_AND_SIZE:
             return super().get(scope, rank)
         host, local_rank = rank.split(":")
         self._driver.record_ready(host, int(local_rank))
@@ -216,7 +216,7 @@ class Server(Store):
             return
         # The secret key is not stored: whoever has it can make the worker unpickle anything. A job that is
         # not elastic but calls hvd.elastic.run has no driver, and nobody needs its workers' keys.
-        if not self._driver:
+        if self._driver is None:
             return
         host, local_rank = rank.split(":")
         addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()

@@ -85,7 +85,7 @@ def main() -> None:
         message = " ".join(str(error).split())
         # Horovod raises a RuntimeError for a failed rank, but also for other reasons.
         failed = failed_rank(message)
-        if not failed or not isinstance(error, RuntimeError):
+        if failed is None or not isinstance(error, RuntimeError):
             sys.exit(f"horovodrun: {message}")
         rank, code = failed
         sys.stderr.write(Verdict(rank or "?", code=code).line())
@@ -146,7 +146,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
     network = remote_hosts.check(rank_hosts, ssh)
-    if not network:
+    if network is None:
         return HostCalls(rank_hosts)
 
     # Ranks on other hosts start with the same ssh options as every other command there.

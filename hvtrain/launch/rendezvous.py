@@ -137,7 +137,7 @@ class Store(ThreadingHTTPServer):
         except OSError:
             return False
         match = _WHOLE_GET.fullmatch(request)
-        if not match:
+        if match is None:
             return False
 
         value = self.get(match[1].decode("latin-1"), match[2].decode("latin-1"))

@@ -66,9 +66,9 @@ def run(
             signals.received.wait(seconds)
             if signals.first in (signal.SIGINT, signal.SIGHUP):
                 return 128 + signals.first
-            if signals.first:
+            if signals.first is not None:
                 return RESTART_HELPS
-            if not remaining:
+            if remaining is None:
                 continue
             current = remaining
             if was_new and run_dir and notes.newest_step(Path(run_dir)) is not None:
@@ -96,7 +96,7 @@ def run(
         if ending.is_shown and is_new_run and run_dir:
             remove_if_empty(Path(run_dir))
         # Any other failure would happen again, and a signal asks to end the launch.
-        if code != RESTART_HELPS or signals.first:
+        if code != RESTART_HELPS or signals.first is not None:
             break
         num_failures[ending.host] += 1
     return code
@@ -116,7 +116,7 @@ def _plan_restart(
         # A host that is down is left out until it answers again.
         absent = remote_hosts.absent([host.name for host in hosts], job.ssh)
         choice = choose_hosts(hosts, num_ranks, min_ranks, num_failures, absent)
-        if not choice:
+        if choice is None:
             return (
                 None,
                 f"is left out, for {min_ranks} ranks need more hosts: {'; '.join(absent.values())}",

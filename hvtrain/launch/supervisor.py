@@ -193,7 +193,7 @@ class Launch:
             return Ending(INTERRUPTED)  # Rank 0 has reported what was saved.
 
         listener = self._output.listener
-        if not listener.first:
+        if listener.first is None:
             # No rank was started, and the launcher has said why.
             if code > 0:
                 return Ending(code)

@@ -122,7 +122,7 @@ class Arguments(Pass):
         if decay and is_number(decay.value) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
         # A callback cannot set the learning rate of a schedule, so decay= stays, and undecided.py reports it.
-        if not decay or not rate or self.sets_rates:
+        if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
         self.needs_keras = True
@@ -200,7 +200,7 @@ class Arguments(Pass):
         ):
             return call
         jit_compile = argument(call, "jit_compile")
-        if not jit_compile:
+        if jit_compile is None:
             return with_args(call, [*call.args, keyword("jit_compile", cst.Name("False"))])
         return with_args(call, _replaced(call.args, jit_compile, cst.Name("False")))
 
@@ -226,7 +226,7 @@ def _with_keywords(call: Call, names: list[str]) -> Call:
     """Passes positional arguments by these names, except the first argument and those beyond the names."""
     args = list(call.args)
     for number, name in enumerate(names[: len(args)]):
-        if number and not args[number].keyword and not args[number].star:
+        if number and args[number].keyword is None and not args[number].star:
             args[number] = keyword(name, args[number].value)
     return with_args(call, args)
 
@@ -251,11 +251,11 @@ def _warmup(call: Call) -> Call:
     warmup_epochs came first then. It is recognized as a whole number, which a learning rate never is.
     """
     first = argument(call, "initial_lr", 0)
-    if not first:
+    if first is None:
         return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
-    is_whole = not first.keyword and m.matches(first.value, m.Integer())
+    is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
-    has_epochs = second and not m.matches(second.value, _BOOLEAN)
+    has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
         return with_args(call, [Arg(expression("None")), *call.args])
     return call
@@ -270,19 +270,19 @@ def _schedule(call: Call) -> Call:
         return call
 
     multiplier = argument(call, "multiplier")
-    positional = [arg for arg in call.args if not arg.keyword]
-    if not multiplier and len(positional) == 1:
+    positional = [arg for arg in call.args if arg.keyword is None]
+    if multiplier is None and len(positional) == 1:
         (multiplier,) = positional  # Today's callback needs two.
 
     is_lambda = bool(positional) and isinstance(positional[0].value, cst.Lambda)
     if multiplier in positional or is_lambda:
         initial_lr = Arg(expression("None"))
-    elif multiplier and not positional:
+    elif multiplier is not None and not positional:
         initial_lr = keyword("initial_lr", expression("None"))
     else:
         return call
 
     args = list(call.args)
-    if multiplier and is_number(multiplier.value):
+    if multiplier is not None and is_number(multiplier.value):
         args = _replaced(args, multiplier, expression(f"lambda epoch: {code_of(multiplier.value)}"))
     return with_args(call, [initial_lr, *args])

@@ -154,7 +154,7 @@ def argument(call: Call, keyword: str, position: int | None = None) -> Arg | Non
     for number, arg in enumerate(call.args):
         if arg.star:
             return None
-        has_position = not arg.keyword and number == position
+        has_position = arg.keyword is None and number == position
         if has_position or (arg.keyword and arg.keyword.value == keyword):
             return arg
 

@@ -219,7 +219,11 @@ class _Undecided(Literals):
         """Reports a multiplier that may be a number: older versions took it as a factor, not as the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
-        if not initial_lr or not multiplier or not m.matches(initial_lr.value, m.Name("None")):
+        if (
+            initial_lr is None
+            or multiplier is None
+            or not m.matches(initial_lr.value, m.Name("None"))
+        ):
             return
 
         code = code_of(multiplier.value)
@@ -233,7 +237,7 @@ class _Undecided(Literals):
     def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
         first = argument(node, "initial_lr", 0)
-        if not first or first.keyword or argument(node, "warmup_epochs", 1):
+        if first is None or first.keyword or argument(node, "warmup_epochs", 1):
             return
         code = dotted(first.value)
         if code and code != "None" and not re.search("lr|rate", code):

@@ -134,7 +134,7 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
         return _read_run_folder(path, model)
     if not path.exists():
         raise ConfigError(f"model.weights={path} is not there; choose {SOURCES}")
-    if is_preset and not backbone_of(model):
+    if is_preset and backbone_of(model) is None:
         raise ConfigError(
             f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
             "backbones; choose model=keras_hub"
@@ -184,7 +184,7 @@ def _read_preset(path: Path, model: Model) -> Arrays:
 
     folder = str(path.resolve())
     task = task_of(model)
-    if task and task_config(folder, type(task)):
+    if task is not None and task_config(folder, type(task)):
         return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
     return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
 
@@ -197,7 +197,7 @@ def _of_model(source: Model, model: Model) -> Arrays:
     """
     backbone = backbone_of(model)
     source_backbone = backbone_of(source)
-    if not backbone or not source_backbone:
+    if backbone is None or source_backbone is None:
         return {key: variable.numpy() for key, variable in _keyed(parts(source)).items()}
 
     # The backbone may be nested more deeply in one of the two, where its layers have other paths.

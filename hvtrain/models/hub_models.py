@@ -172,7 +172,7 @@ def _class_for_backbone(chosen, backbone: type):
 def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
     """Builds the backbone of a class, with these options and the facts for which it has arguments."""
     kind = getattr(chosen, "backbone_cls", chosen)
-    if not kind or kind.__name__ == "Backbone":
+    if kind is None or kind.__name__ == "Backbone":
         subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
         examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
@@ -380,7 +380,7 @@ def task_of(model: Model) -> Model | None:
 def _hub_layer(model: Model, class_name: str):
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
-    if not hub:
+    if hub is None:
         return None
     kind = getattr(hub.models, class_name)
     return next((layer for layer in model._flatten_layers() if isinstance(layer, kind)), None)

@@ -206,7 +206,7 @@ def recompute(model: Model) -> None:
     ) -> Any:
         tensors = keras.tree.flatten(inputs)
         # Keras also runs the graph on symbolic inputs, for example to clone a model; nothing is computed then.
-        if call_fn or not all(tf.is_tensor(tensor) for tensor in tensors):
+        if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = dict(zip(map(id, graph.inputs), tensors))

@@ -80,7 +80,7 @@ def head_of(model: Model) -> list[Part]:
     It is everything after a keras-hub backbone, or else the last layer with weights.
     """
     backbone = backbone_of(model)
-    if not backbone:
+    if backbone is None:
         return parts(model)[-1:]
     backbone_ids = set(map(id, backbone._flatten_layers()))
     return [part for part in parts(model) if id(part.layer) not in backbone_ids]

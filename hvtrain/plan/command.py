@@ -119,7 +119,7 @@ def _measured(options: argparse.Namespace, run) -> float:
     If the data set is not on this machine, synthetic data of the same shape takes its place.
     """
     overrides = list(options.overrides)
-    if options.examples:
+    if options.examples is not None:
         overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]

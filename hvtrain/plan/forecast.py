@@ -146,7 +146,7 @@ def forecast(
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
     """Opens the run's data set, or makes a synthetic one of the same shape if it is not on this machine."""
-    if not examples:
+    if examples is None:
         try:
             return build(config, "dataset", Source)
         except DataError as error:

@@ -107,7 +107,7 @@ def try_sizes(
 
     # Reasons come from gathered values, so every rank has the same one and all leave the loop together.
     while not reason:
-        if largest and size > largest:
+        if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
         else:
             reason = sizes.obstacle(size) or sizes.measure(size)
@@ -180,7 +180,7 @@ class Sizes:
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
         memory = RankMemory(self.comm.topology.host, growth, free_bytes(), resident)
         lacking = lacking_host(self.comm.gather(memory), self.limit_bytes)
-        if not lacking:
+        if lacking is None:
             return ""
         host, needed, free = lacking
 

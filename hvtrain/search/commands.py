@@ -140,7 +140,7 @@ A size that would exceed the memory of the host or of its container is not begun
     about = "memory of all ranks of a host; default: what is free"
     add_number(parser, "--memory", positive, about, metavar="GIB")
     options = parser.parse_with_overrides()
-    if options.largest and options.first > options.largest:
+    if options.largest is not None and options.first > options.largest:
         raise ConfigError(
             f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other"
         )

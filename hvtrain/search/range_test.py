@@ -145,7 +145,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
     strategy.comm.on_chief(state.store.send)
     strategy.stop()  # Nothing below needs the others: all ranks return or raise the same.
-    if not suggestion:
+    if suggestion is None:
         raise TrainingError(
             f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
             "take more --steps, or another range"

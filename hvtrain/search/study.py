@@ -93,7 +93,7 @@ class Study:
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
         # Must be set, since optuna prunes by default.
         self._study.pruner = optuna.pruners.NopPruner()
-        if prune_after:
+        if prune_after is not None:
             self._study.pruner = optuna.pruners.MedianPruner(
                 prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH
             )
@@ -301,7 +301,7 @@ def result_lines(results: Results) -> list[str]:
         lines += ["", f"share in the variance of finished trials (fANOVA): {shares}"]
 
     best = results["best"]
-    if not best:
+    if best is None:
         return [*lines, "", "no trial finished, so there is no best one"]
     about = f"best: trial {best['number']} with {results['metric']} {best['value']:.5g}; again by"
     return [*lines, "", about, best["line"]]

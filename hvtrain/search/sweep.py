@@ -294,7 +294,7 @@ class Trials:
         if seconds:
             left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
 
-        if not best:
+        if best is None:
             return left
         return f"best {best['value']:.5g} of trial {best['number']}; {left}"
 

@@ -118,7 +118,7 @@ def code_files(package: str) -> dict[str, str]:
     Empty if the package does not exist.
     """
     origin = origin_of(package)
-    if not origin:
+    if origin is None:
         return {}
     files = [origin]
     if origin.name == "__init__.py":
@@ -130,7 +130,7 @@ def code_files(package: str) -> dict[str, str]:
 def code_facts() -> dict[str, Any]:
     """Returns hvtrain's folder, and a checksum of each of its Python files and configs."""
     origin = origin_of("hvtrain")
-    if not origin:
+    if origin is None:
         return {"folder": None, "files": {}}
     folder = origin.parent
     # conf/ is inside the package in a wheel, and next to it in a checkout.
@@ -215,7 +215,7 @@ def checkout(folder: Path) -> dict[str, Any] | None:
         are listed, but without their content.
     """
     commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
+    if commit is None:
         return None
     changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
     diff = ""

@@ -195,7 +195,7 @@ def _num_shown() -> int:
     """Returns the number of GPUs that the driver shows this process; 0 without a driver, or if the call fails."""
     get_count = getattr(_driver(), "cuDeviceGetCount", None)
     count = ctypes.c_int()
-    if not get_count or get_count(ctypes.byref(count)):
+    if get_count is None or get_count(ctypes.byref(count)):
         return 0
     return count.value
 
@@ -207,7 +207,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
     cuda = _driver() if count else None
-    if not cuda:
+    if cuda is None:
         return ()
 
     # The driver writes its results into these two.

@@ -186,7 +186,7 @@ def sender_main() -> None:
 
     messages = read_messages(0, int(sys.argv[1]))
     begin = next(messages, None)
-    if not begin:
+    if begin is None:
         return
 
     import apprise

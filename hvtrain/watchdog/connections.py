@@ -179,7 +179,7 @@ class Connections:
         The last message from a lost rank is GONE.
         """
         for key, _ in self._selector.select(seconds):
-            if not key.data:
+            if key.data is None:
                 self._accept()
             # A connection may have been closed after an earlier message, or to make room for a stranger.
             elif key.data.is_open:

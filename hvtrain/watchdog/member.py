@@ -168,7 +168,7 @@ class Member(Watchdog):
 
         self._is_leaving = True
         # An elastic job continues without this rank.
-        if not self._reason and not self._closed.is_set() and not self.rules.survives_loss:
+        if self._reason is None and not self._closed.is_set() and not self.rules.survives_loss:
             name = f"rank {self._rank} on {self._host}"
             # The text of a data error may already begin with the rank.
             text = text.removeprefix(f"{name}: ")
@@ -249,7 +249,7 @@ class Member(Watchdog):
         try:
             while not self._closed.is_set():
                 seconds = max(0.0, next_beat - time.monotonic())
-                if not self._connection:
+                if self._connection is None:
                     time.sleep(seconds)
                 elif self._is_readable(seconds):
                     self._read(self._connection)
@@ -293,7 +293,7 @@ class Member(Watchdog):
             processes.exit_now(RESTART_HELPS)
         elif kind == Kind.BYE:
             self._connection = None
-            if not self._reason:
+            if self._reason is None:
                 self._closed.set()
         elif kind == Kind.GONE:
             is_cut = message["is_cut"]
@@ -314,7 +314,7 @@ class Member(Watchdog):
 
     def _stop(self, reason: StopReason) -> None:
         """Records why the run stops. The main thread then has some time to notice it itself."""
-        if not self._reason:
+        if self._reason is None:
             self._reason = reason
             self._decided_at = time.monotonic()
             # First, since the main thread may end this process as soon as it wakes up.

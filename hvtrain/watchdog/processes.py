@@ -221,7 +221,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 def resume_advice(folder: Path | None) -> str:
     """Returns advice for the end of a message: how to resume, and from which checkpoint that would be."""
-    if not folder:
+    if folder is None:
         return "run the same command again"
     checkpoint = within(
         SECONDS_FOR_FILES, lambda: _newest_checkpoint(folder), "the newest checkpoint"
@@ -247,7 +247,7 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
 
     Returns where they are, as part of a message; "" if nothing was written.
     """
-    if not folder or not stacks:
+    if folder is None or not stacks:
         return ""
     return within(SECONDS_FOR_FILES, lambda: _write_stacks(folder, stacks), "")
 

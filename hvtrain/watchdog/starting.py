@@ -70,7 +70,7 @@ def start(
     # Each watchdog has a new token, so that it takes ranks of an earlier one for strangers.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
-    if not address:
+    if address is None:
         log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
         return Watchdog(progress)
 
