@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
     function: str
     about: str
-    takes_settings: bool = True
+    takes_settings: bool
 
     def load(self) -> Callable[[], int]:
         """Imports and returns the command's function, which does the work and returns the exit code."""
@@ -29,70 +29,56 @@ class Command(NamedTuple):
         return getattr(import_module(f"hvtrain.{module}"), name)
 
 
-GROUPS = {
-    "look at a run": {
-        "runs": Command("report.commands.list_runs", "the runs in a folder", takes_settings=False),
-        "report": Command(
-            "report.commands.report_runs",
-            "the page of a run, or several runs compared",
-            takes_settings=False,
-        ),
-    },
-    "look at data": {
-        "inspect": Command(
-            "checks.inspect.main", "what a data set holds, and what a training would refuse"
-        ),
-    },
-    "use a run": {
-        "evaluate": Command("finished.commands.evaluate", "metrics of a finished run"),
-        "predict": Command("finished.commands.predict", "predictions for each example"),
-        "replay": Command("checks.replay.replay", "a stretch of a run repeated, for the same bits"),
-        "bisect": Command("checks.replay.bisect", "the first step at which two runs part, and why"),
-        "export": Command(
-            "finished.commands.export", "the model in another format, compared with the run's"
-        ),
-        "generate": Command("finished.commands.generate", "a text, continued by a language model"),
-    },
-    "search": {
-        "sweep": Command("search.sweep.main", "the settings with which a run learns best"),
-        "find_lr": Command("search.commands.find_lr", "a learning-rate range test"),
-        "find_batch": Command("search.commands.find_batch", "the largest batch, and the fastest"),
-        "compare": Command("compare.command.main", "the same training under several strategies"),
-        "plan": Command(
-            "plan.command.main", "batch, steps, memory and speed on many ranks, without them"
-        ),
-    },
-    "clusters": {
-        "launch": Command(
-            "launch.command.main", "ranks over ssh, one process by hand, or files for a cluster"
-        ),
-        "spark": Command("spark.main", "a run on the executors of a Spark cluster"),
-        "doctor": Command("checks.doctor.main", "what is wrong with these hosts"),
-        "verify": Command("checks.verify.main", "whether the ranks train together"),
-        "allreduce": Command(
-            "plan.allreduce.main",
-            "seconds of an all-reduce by size, for plan --calibrate",
-            takes_settings=False,
-        ),
-        "info": Command(
-            "checks.info.main",
-            "versions, build and devices, to paste into an issue",
-            takes_settings=False,
-        ),
-    },
-    "develop": {
-        "migrate": Command(
-            "migrate.command.main",
-            "a script for Horovod on Keras 2, rewritten for hvtrain.keras",
-            takes_settings=False,
-        ),
-        "completion": Command(
-            "launch.completion.main",
-            "groups, choices and settings on the Tab key",
-            takes_settings=False,
-        ),
-    },
-}
+# The groups of the help text, and in each a command's name, its function under hvtrain as module.name, and its line.
+TABLE = """\
+look at a run
+  runs        report.commands.list_runs    the runs in a folder
+  report      report.commands.report_runs  the page of a run, or several runs compared
+look at data
+  inspect     checks.inspect.main          what a data set holds, and what a training would refuse
+use a run
+  evaluate    finished.commands.evaluate   metrics of a finished run
+  predict     finished.commands.predict    predictions for each example
+  replay      checks.replay.replay         a stretch of a run repeated, for the same bits
+  bisect      checks.replay.bisect         the first step at which two runs part, and why
+  export      finished.commands.export     the model in another format, compared with the run's
+  generate    finished.commands.generate   a text, continued by a language model
+search
+  sweep       search.sweep.main            the settings with which a run learns best
+  find_lr     search.commands.find_lr      a learning-rate range test
+  find_batch  search.commands.find_batch   the largest batch, and the fastest
+  compare     compare.command.main         the same training under several strategies
+  plan        plan.command.main            batch, steps, memory and speed on many ranks, without them
+clusters
+  launch      launch.command.main          ranks over ssh, one process by hand, or files for a cluster
+  spark       spark.main                   a run on the executors of a Spark cluster
+  doctor      checks.doctor.main           what is wrong with these hosts
+  verify      checks.verify.main           whether the ranks train together
+  allreduce   plan.allreduce.main          seconds of an all-reduce by size, for plan --calibrate
+  info        checks.info.main             versions, build and devices, to paste into an issue
+develop
+  migrate     migrate.command.main         a script for Horovod on Keras 2, rewritten for hvtrain.keras
+  completion  launch.completion.main       groups, choices and settings on the Tab key
+"""
+# Commands whose lines never contain settings of a run.
+WITHOUT_SETTINGS = ("runs", "report", "allreduce", "info", "migrate", "completion")
+
+
+def _groups() -> dict[str, dict[str, Command]]:
+    """Returns the table as commands by name, by group."""
+    groups: dict[str, dict[str, Command]] = {}
+    title = ""
+    for line in TABLE.splitlines():
+        if line.startswith(" "):
+            name, function, about = line.split(maxsplit=2)
+            groups[title][name] = Command(function, about, name not in WITHOUT_SETTINGS)
+        else:
+            title = line
+            groups[title] = {}
+    return groups
+
+
+GROUPS = _groups()
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 

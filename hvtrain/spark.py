@@ -82,9 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     controller.add_argument(
         "--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)"
     )
-    options, overrides = parser.parse_known_args(arguments)
-    options.overrides = overrides
-    return options
+    return parser.parse_with_overrides(arguments)
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:
@@ -156,7 +154,7 @@ def run_ranks(
         if failed:
             rank, code = failed
             name = f"rank {rank}" if rank else "a rank"
-            print(f"hvtrain spark: {name} ended with exit code {code}", file=sys.stderr)
+            sys.stderr.write(f"hvtrain spark: {name} ended with exit code {code}\n")
             return code
         if "Timed out" in text:
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
@@ -258,7 +256,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
 
 @functools.cache
-def _open_run(model: SparkModel) -> Any:
+def _open_run(model: SparkModel):
     """Opens a run, once in each of Spark's Python processes, since one process predicts many partitions."""
     with console.quiet_import(verbose=False):
         from hvtrain.finished.arguments import finished_config
@@ -305,7 +303,7 @@ def _smooth_horovod() -> None:
     # what is missing anyway.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
-    def copy_lines(source: Any, target: Any) -> None:
+    def copy_lines(source, target):
         for line in iter(source.stream.readline, b""):
             target.write(line.decode("utf-8", "replace"))
             target.flush()

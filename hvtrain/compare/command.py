@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
 from hvtrain.compare.results import html, summary, table, write_png
@@ -37,22 +39,17 @@ def main() -> int:
     facts = _facts(options)
     exit_at_signals()
     print(
-        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}",
-        flush=True,
+        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True
     )
 
-    ended_by: BaseException | None = None
+    ended_by = None
     try:
         contest.run()
     except (KeyboardInterrupt, SystemExit) as error:
         ended_by = error
 
     # If the runs were interrupted, the finished ones still have results.
-    comparison = {
-        **facts,
-        "interrupted": ended_by is not None,
-        **summary(contest, target),
-    }
+    comparison = {**facts, "interrupted": ended_by is not None, **summary(contest, target)}
     # Warnings qualify the conclusions, so they are shown with them.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
@@ -66,7 +63,7 @@ def main() -> int:
     print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
     print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
     if isinstance(ended_by, KeyboardInterrupt):
-        print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
+        sys.stderr.write("hvtrain: interrupted; what was measured so far is written\n")
         return INTERRUPTED
 
     if ended_by:  # A signal: the exit code is 128 plus its number.
@@ -128,7 +125,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]  # Over the last minute.
     # Of this process: a container or a job may use fewer cores than the host has.
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     return {
         "command": command_line("compare", sys.argv[1:]),
@@ -136,7 +132,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "machine": {
             "host": socket.gethostname(),
             "processor": f"{processor()}, {cores} cores",
-            "memory": f"{memory / 1e9:.0f} GB",
+            "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
             "load before": f"{load:.1f} processes on average",
         },
         "versions": {name: version for name, version in versions().items() if version},

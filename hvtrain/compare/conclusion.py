@@ -10,6 +10,7 @@ from typing import Any
 
 from hvtrain.compare.contest import SINGLE
 from hvtrain.compare.ratios import Ratio, ratio
+from hvtrain.launch.child import failure
 from hvtrain.system.secrets import command_line
 
 # The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.
@@ -110,9 +111,9 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         elif speed_ratio.low <= 1 <= speed_ratio.high:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
-            efficiency = speed_ratio.median / num_ranks
             lines.append(
-                f"{name} pays off here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}."
+                f"{name} pays off here on {num_ranks} ranks: {times}, "
+                f"an efficiency of {speed_ratio.median / num_ranks:.0%}."
             )
         else:
             lines.append(f"{name} does not pay off on {num_ranks} ranks here: {times}.")
@@ -203,20 +204,17 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no error message"]
-        return [
-            f"No forecast for more ranks: hvtrain plan failed ({lines[-1].removeprefix('hvtrain: ')})."
-        ]
+        reason = failure(done.stderr, done.returncode)
+        return [f"No forecast for more ranks: hvtrain plan failed: {reason}."]
 
-    costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
-    again = command_line("plan", arguments)
+    costs = json.loads((folder / "plan.json").read_text("utf-8"))["costs"]
     return [
         pays_from(costs),
-        f"This assumes cores or a GPU for each rank, and the links of this command: {again}",
+        "This assumes cores or a GPU for each rank, and the links of this command: "
+        f"{command_line('plan', arguments)}",
     ]
 
 

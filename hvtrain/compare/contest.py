@@ -14,7 +14,7 @@ from hvtrain.config.compose import composed, override
 from hvtrain.config.make_plan import learning_rate_factor
 from hvtrain.config.schema import RunConfig, round_up_to_accumulation
 from hvtrain.errors import ConfigError, LostRankError
-from hvtrain.launch.measure import Training, in_turns, train
+from hvtrain.launch.measure import ONLY_STEPS, Training, in_turns, train
 from hvtrain.system.command import take_values
 from hvtrain.system.console import progress
 from hvtrain.system.files import remove
@@ -25,15 +25,6 @@ JOINT = "joint"
 RANK = "rank"
 # Data is sharded, then shuffled, so the order of one shard differs from that of several.
 ORDER = "takes the examples in another order, since its data is one shard"
-# A short run takes its steps and nothing else: validation and checkpoints would be timed too.
-_ONLY_STEPS = (
-    "train.divide_steps_by_size=false",
-    "train.validate_every_epochs=null",
-    "train.validate_every_steps=null",
-    "checkpoint.every_epochs=null",
-    "checkpoint.every_steps=null",
-    "checkpoint.every_minutes=null",
-)
 
 # Stands for a whole run, in place of a round's number.
 WHOLE = 0
@@ -69,8 +60,8 @@ class Contestant:
 
     def speed_overrides(self, num_steps: int) -> list[str]:
         """Settings of a short run, which is timed."""
-        steps = round_up_to_accumulation(num_steps, self.accumulate)
-        return [*self.overrides, f"train.steps={steps}", *_ONLY_STEPS]
+        steps = f"train.steps={round_up_to_accumulation(num_steps, self.accumulate)}"
+        return [*self.overrides, steps, *ONLY_STEPS]
 
 
 def contestants(
@@ -135,14 +126,14 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
     differences = []
     if strategy == SINGLE:
         differences.append(ORDER)
-    if strategy == SINGLE and single_batch == RANK:
-        differences.append("takes the batch and the learning rate of one rank")
-    elif strategy == SINGLE:
-        overrides += joint_overrides(config, num_ranks)
-        composed(overrides)  # Raises if the added settings do not fit.
-        is_scaled = learning_rate_factor(config.train, num_ranks) != 1
-        if is_scaled and config.schedule.get("warmup_epochs"):
-            differences.append("has no warm-up: its learning rate begins at the peak")
+        if single_batch == RANK:
+            differences.append("takes the batch and the learning rate of one rank")
+        else:
+            overrides += joint_overrides(config, num_ranks)
+            composed(overrides)  # Raises if the added settings do not fit.
+            is_scaled = learning_rate_factor(config.train, num_ranks) != 1
+            if is_scaled and config.schedule.get("warmup_epochs"):
+                differences.append("has no warm-up: its learning rate begins at the peak")
 
     return Contestant(
         name,
@@ -264,8 +255,10 @@ class Contest:
             try:
                 outcome = _in_short(self._train(contestant, number))
             except LostRankError as error:
-                log = self._folder(contestant, number) / "output.txt"
-                self.errors[contestant.name] = f"{about}: {error}; its output is in {log}"
+                folder = self._folder(contestant, number)
+                self.errors[contestant.name] = (
+                    f"{about}: {error}; its output is in {folder}/output.txt"
+                )
                 outcome = "failed"
 
             progress("")

@@ -115,10 +115,7 @@ def _on_whole_runs(
 
 
 def _entry(
-    contestant: Contestant,
-    contest: Contest,
-    points: Curve,
-    reached: Reached | None,
+    contestant: Contestant, contest: Contest, points: Curve, reached: Reached | None
 ) -> dict[str, Any]:
     """Returns a strategy's entry in compare.json. Fields that only a whole run fills are None or empty without one."""
     name = contestant.name
@@ -129,7 +126,7 @@ def _entry(
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
-    entry: dict[str, Any] = {
+    entry = {
         "name": name,
         "words": list(contestant.overrides),
         "differences": list(
@@ -319,11 +316,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
 
 
 def _draw_curves(
-    axes: Any,
-    strategies: list[Record],
-    metric: str,
-    unit: str,
-    goal: float | None,
+    axes, strategies: list[Record], metric: str, unit: str, goal: float | None
 ) -> None:
     # A strategy has one color in all panels.
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):

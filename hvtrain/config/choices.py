@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 
 
-def own_folders(arguments: list[str]) -> list[Path]:
+def own_folders(arguments: Sequence[str]) -> list[Path]:
     """Returns the folder given with --config-dir, if any."""
     # Does not use compose.parsed(): the arguments may be another program's, whose -c means something else.
     for option, value in pairwise([*arguments, ""]):
@@ -40,7 +40,7 @@ def own_folders(arguments: list[str]) -> list[Path]:
     return []
 
 
-def choice_files(group: str, arguments: list[str]) -> list[Path]:
+def choice_files(group: str, arguments: Sequence[str] = ()) -> list[Path]:
     """Returns the YAML files of a group's choices: hvtrain's own, then those of --config-dir."""
     folders = [CONFIGS, *own_folders(arguments)]
     return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvtrain.config.choices import CONFIGS, own_folders
 from hvtrain.config.mistakes import check_form, explain
-from hvtrain.config.schema import GROUPS, ModelOptions, RunConfig, from_dict
+from hvtrain.config.schema import GROUPS, ModelOptions, RunConfig, Settings, from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.system import console, secrets
 from hvtrain.system.command import Parser
@@ -25,7 +25,7 @@ def composed(overrides: list[str] | None = None) -> RunConfig:
     return from_dict(compose(overrides))
 
 
-def compose(overrides: list[str] | None = None) -> dict[str, Any]:
+def compose(overrides: list[str] | None = None) -> Settings:
     """Composes the run described by these overrides, by default those on the command line.
 
     Returns:
@@ -84,7 +84,7 @@ def quoted(overrides: list[str]) -> list[str]:
     return ["debug='nan'" if text.lower() == "debug=nan" else text for text in overrides]
 
 
-def resolved(tree: Any) -> dict[str, Any]:
+def resolved(tree: Any) -> Settings:
     """Returns a composed run as plain values, with all references resolved except those to ${run.dir}.
 
     They are resolved once the run folder is known; see instantiate.build.
@@ -99,9 +99,9 @@ def resolved(tree: Any) -> dict[str, Any]:
     return values
 
 
-def schema() -> dict[str, Any]:
+def schema() -> Settings:
     """Returns the declared settings with their defaults, the base onto which Hydra composes the groups."""
-    no_choices: dict[str, Any] = {group: {} for group in GROUPS}
+    no_choices: Settings = {group: {} for group in GROUPS}
     defaults = RunConfig(**no_choices).record
     declared = {name: value for name, value in defaults.items() if name not in GROUPS}
     return declared | {"model": dataclasses.asdict(ModelOptions())}

@@ -1,7 +1,7 @@
 """Builds the object that a configuration group names, with errors that a user can act on."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -9,8 +9,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.choices import CONFIGS
-from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
+from hvtrain.config.choices import choice_files
+from hvtrain.config.schema import MODEL_OPTIONS, RunConfig, Settings
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
 from hvtrain.system.text import flatten
@@ -36,7 +36,7 @@ def build(
     config: RunConfig,
     group: str,
     kind: type,
-    facts: Mapping[str, Any] | None = None,
+    facts: Settings | None = None,
     source_name: str = "",
     **values: Any,
 ) -> Any:
@@ -65,12 +65,13 @@ def build(
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
-        files = sorted((CONFIGS / group).glob("*.yaml"))
-        choices: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+        choices: list[Any] = [
+            OmegaConf.to_container(OmegaConf.load(file)) for file in choice_files(group)
+        ]
         # If the target is that of one of hvtrain's choices, it must refuse another choice's arguments, so
         # these are kept; only arguments of nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
-            nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+            nested = [name for name, value in settings.items() if isinstance(value, dict)]
             choices = [
                 {name: choice[name] for name in nested if name in choice} for choice in choices
             ]
@@ -90,10 +91,10 @@ def build(
 def declared(
     builder: Callable[..., Any],
     settings: Collection[str],
-    facts: Mapping[str, Any],
+    facts: Settings,
     name: str,
     source_name: str,
-) -> dict[str, Any]:
+) -> Settings:
     """Selects the facts that a builder declares as arguments.
 
     Args:
@@ -133,7 +134,7 @@ def declared(
     return selected
 
 
-def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
+def _builder_settings(group: Settings, builder) -> Settings:
     """Returns the settings of the group `model` without ModelOptions, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
@@ -151,7 +152,7 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
 
 
-def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
+def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
     """Drops a choice's default arguments if the user's own class does not take them.
 
     With `task.loss._target_=package.Loss` the settings still hold from_logits, a default meant for
@@ -169,9 +170,9 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
     own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             own[name] = _own_arguments(
-                value, [default for default in defaults if isinstance(default, Mapping)]
+                value, [default for default in defaults if isinstance(default, dict)]
             )
             continue
         # A default that refers to another setting, such as ${task.ignored_label}, has been resolved to
@@ -200,7 +201,7 @@ def _declares(target: Callable[..., Any], argument: str) -> bool:
     return True
 
 
-def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
+def _check_settings(config: RunConfig, group: str, settings: Settings) -> None:
     """Raises ConfigError for a secret redacted in a run's records, or for ${run.dir} before the folder is known."""
     for name, value in flatten({group: settings}).items():
         if HIDDEN in str(value):
@@ -213,7 +214,7 @@ def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) 
         )
 
 
-def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:
+def _call(config: RunConfig, group: str, target: str, arguments: Settings):
     """Instantiates the arguments' _target_, and turns errors that the user can fix into one line."""
     tree = OmegaConf.create(
         {"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True}
@@ -230,10 +231,11 @@ def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, An
             innermost = innermost.__cause__
         location = place_of(innermost)
         if location:
-            why = f"{in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
-            raise ConfigError(f"{target} failed: {why}") from innermost
+            raise ConfigError(
+                f"{target} failed: {in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
+            ) from innermost
         if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
-            reason = " ".join(str(cause).split())
-            advice = f"fix the settings of {group}, or see --help"
-            raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
+            raise ConfigError(
+                f"{target} cannot be used: {' '.join(str(cause).split())}; fix the settings of {group}, or see --help"
+            ) from error
         raise cause from None  # A bug: show its traceback without Hydra's frames.

@@ -161,9 +161,7 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
 
 
 def planned_batch_sizes(
-    meta: dict[str, Any] | None,
-    train: TrainConfig,
-    hosts: list[str],
+    meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]
 ) -> list[int]:
     """Returns the batch sizes, by rank, for which make_plan() plans.
 
@@ -195,10 +193,7 @@ def planned_batch_sizes(
 
 
 def resumed_plan(
-    plan: StepPlan,
-    meta: dict[str, Any] | None,
-    train: TrainConfig,
-    size: int,
+    plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int
 ) -> StepPlan:
     """Adapts a plan for planned_batch_sizes() to `size` ranks, starting at the checkpoint's position.
 

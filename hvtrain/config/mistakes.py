@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
-from hvtrain.config.schema import GROUPS, SEVERAL
+from hvtrain.config.schema import GROUPS, SEVERAL, Settings
 from hvtrain.config.validate import closest, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import flatten
 
-Compose: TypeAlias = Callable[[list[str]], dict[str, Any]]
+Compose: TypeAlias = Callable[[list[str]], Settings]
 """The function compose.compose, passed in to find the settings that a refused command line could have used."""
 # An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
@@ -156,7 +156,7 @@ def _meaning(name: str, known: list[str]) -> str | None:
     return match and f"did you mean '{match}'?"
 
 
-def _at(tree: Any, name: str) -> Any:
+def _at(tree, name: str):
     """Returns the part of a settings tree at this dotted name; None if there is none."""
     for part in name.split("."):
         if not isinstance(tree, dict):

@@ -15,6 +15,8 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
 
+# Settings by name, maybe nested. Those of a group hold the `_target_` to build and its arguments.
+Settings = dict[str, Any]
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 # Groups that take any number of choices, each keyed by its name.
 SEVERAL = ("augment", "callbacks", "tracker")
@@ -63,13 +65,13 @@ class TrainConfig:
         low=1,
     )
     jit_compile: bool = setting(False, "compile the forward and backward pass with XLA")
-    class_weights: str | dict[str, Any] | None = setting(  # noqa: RUF009
+    class_weights: str | Settings | None = setting(  # noqa: RUF009
         None,
         "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
     )
     ema: float | None = setting(None, "validate and save a moving average of weights: its decay")
     weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2)", low=0)
-    rates: dict[str, Any] | None = setting(  # noqa: RUF009
+    rates: Settings | None = setting(  # noqa: RUF009
         None, "factors of the learning rate, by names of layers or variables"
     )
     remat: bool = setting(False, "compute activations again in the backward pass, to save memory")
@@ -204,25 +206,22 @@ MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
 class RunConfig:
     """All settings of a run."""
 
-    # Each group holds the `_target_` to build and the target's arguments.
-    model: dict[str, Any]
-    dataset: dict[str, Any]
-    optimizer: dict[str, Any]  # Its learning_rate is that of one rank, before scaling.
-    schedule: dict[str, Any]
-    strategy: dict[str, Any]
-    task: dict[str, Any] = field(
-        default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"}
-    )
+    model: Settings
+    dataset: Settings
+    optimizer: Settings  # Its learning_rate is that of one rank, before scaling.
+    schedule: Settings
+    strategy: Settings
+    task: Settings = field(default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"})
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    augment: dict[str, Any] = field(default_factory=dict)  # Layers by name, in the order of use.
+    augment: Settings = field(default_factory=dict)  # Layers by name, in the order of use.
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    tracker: dict[str, Any] = field(default_factory=dict)
+    callbacks: Settings = field(default_factory=dict)
+    tracker: Settings = field(default_factory=dict)
     notify: str | list[str] | None = setting(  # noqa: RUF009
         None,
         "addresses of apprise that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's",
@@ -239,7 +238,7 @@ class RunConfig:
     tracebacks: bool = setting(False, "show tracebacks also for errors in the input")
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Settings:
         """All settings as plain nested dictionaries with secrets redacted, for records and checkpoints."""
         return _plain(self)
 
@@ -262,12 +261,12 @@ class RunConfig:
         return options
 
     @cached_property
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Settings:
         """The record as one flat dictionary, keyed by dotted names."""
         return flatten(self.record)
 
 
-def from_dict(tree: dict[str, Any]) -> RunConfig:
+def from_dict(tree: Settings) -> RunConfig:
     """Turns Hydra's composed tree into a RunConfig.
 
     Raises:
@@ -309,7 +308,7 @@ def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config) -> Settings:
     tree = {}
     for item in fields(config):
         value = getattr(config, item.name)
@@ -326,7 +325,7 @@ def round_up_to_accumulation(steps: int, accumulate: int) -> int:
     return -(-steps // accumulate) * accumulate
 
 
-def _check_group(name: str, group: dict[str, Any]) -> None:
+def _check_group(name: str, group: Settings) -> None:
     target = group.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
@@ -337,7 +336,7 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
 
 
-def _check_rates(rates: dict[str, Any] | None) -> None:
+def _check_rates(rates: Settings | None) -> None:
     """Raises ConfigError unless every pattern of train.rates has a factor above 0."""
     for pattern, factor in (rates or {}).items():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
@@ -347,7 +346,7 @@ def _check_rates(rates: dict[str, Any] | None) -> None:
             )
 
 
-def _check_optimizer(optimizer: dict[str, Any]) -> None:
+def _check_optimizer(optimizer: Settings) -> None:
     steps = optimizer.get("gradient_accumulation_steps")
     if steps:
         # The guard would compare gradients that each rank is still accumulating on its own. With
@@ -389,9 +388,9 @@ def _align_with_accumulation(config: RunConfig) -> None:
     for name, steps in intervals.items():
         if steps and steps % accumulate:
             choices = [steps - steps % accumulate, round_up_to_accumulation(steps, accumulate)]
-            advice = " or ".join(str(choice) for choice in choices if choice)
             raise ConfigError(
-                f"{name}={steps} is not a multiple of train.accumulate={accumulate}; choose {advice}"
+                f"{name}={steps} is not a multiple of train.accumulate={accumulate}; "
+                f"choose {' or '.join(map(str, filter(None, choices)))}"
             )
 
     config.guard.every = round_up_to_accumulation(config.guard.every, accumulate)

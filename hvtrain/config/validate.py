@@ -74,7 +74,7 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
     return schema(**values)
 
 
-def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
+def _value(name: str, value, hint, rule):
     """Returns the value in its declared type, after checking its range.
 
     3 is accepted for a float, but 3.5 is refused for an int.
@@ -99,9 +99,10 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
         value = str(value)  # As in run.dir=2026.
     # In Python a bool is an int; true is still refused where a number is needed.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        needed = _TYPE_NAMES.get(expected, "a group of settings")
         or_null = " or null" if type(None) in options else ""
-        raise ConfigError(f"{name}={redacted(value, name)} is not {needed}{or_null}")
+        raise ConfigError(
+            f"{name}={redacted(value, name)} is not {_TYPE_NAMES.get(expected, 'a group of settings')}{or_null}"
+        )
 
     choices = rule.get("choices")
     if choices:

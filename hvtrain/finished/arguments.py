@@ -97,7 +97,7 @@ def parse_command(
     return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust)
 
 
-def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
+def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> FinishedConfig:
     """Finds the run named by RUN or run=RUN, and separates the command's own arguments from its overrides.
 
     checkpoint=NAME belongs to every command; all other arguments override the run's settings.
@@ -185,7 +185,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
     return foreign
 
 
-def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
+def _targets(name: str, tree) -> Iterator[tuple[str, str]]:
     """Yields the dotted names and values of all targets in a tree of settings.
 
     Interpolations count as targets, since only OmegaConf knows what they resolve to.

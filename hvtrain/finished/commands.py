@@ -216,12 +216,7 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
     # An existing path may be another export, so it is never replaced.
     if path.exists():
         raise ConfigError(f"--output {path} exists already; choose another path")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--output {path} is in a folder that does not exist; choose another path"
-        )
-
-    return path
+    return page_path(path)
 
 
 def generate() -> int:

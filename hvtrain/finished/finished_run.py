@@ -143,7 +143,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
 
-    def set_weights() -> Any:
+    def set_weights():
         """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
         try:
             return load_weights(config, model, path)
@@ -206,7 +206,7 @@ def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Str
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
     # Keras evaluates only a compiled model, and SGD has no slots that take memory.
-    optimizer: Any = keras.optimizers.SGD()
+    optimizer = keras.optimizers.SGD()
     if config.train.ema:
         # The averages of the weights are variables of the run's own optimizer, so it is needed.
         optimizer = optimizer_at(lambda: 0.0, config)

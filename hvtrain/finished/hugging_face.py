@@ -114,7 +114,7 @@ def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
     return tested.get(step) or {}
 
 
-def _is_array(spec: Any) -> bool:
+def _is_array(spec) -> bool:
     """True for the spec of one array; other specs are dicts or lists of several inputs."""
     return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
 

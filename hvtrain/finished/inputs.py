@@ -224,8 +224,9 @@ def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
     """
     converted = array.astype(dtype)
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
-        wrong = array[converted != array][0]
-        raise DataError(f"{where} has {wrong}, which is not {dtype}; fix the file")
+        raise DataError(
+            f"{where} has {array[converted != array][0]}, which is not {dtype}; fix the file"
+        )
     return converted
 
 
@@ -254,10 +255,8 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
     for name, share in rows.unknown.items():
         if share >= MANY_UNKNOWN and run.is_chief:
             log.warning(
-                "input=%s: %.0f%% of the rows have a %s that training did not have; the model knows nothing of them",
-                path,
-                100 * share,
-                name,
+                f"input={path}: {share:.0%} of the rows have a {name} that training did not have; the model knows "
+                "nothing of them"
             )
 
     def batches() -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -20,6 +21,7 @@ SECONDS_BETWEEN = 10.0
 Rows = dict[str, np.ndarray]
 
 
+@dataclass
 class ProgressLines:
     """Prints how many of `total` examples are done, at most every 10 seconds.
 
@@ -32,31 +34,25 @@ class ProgressLines:
         clock: returns the time in seconds; a test injects its own.
     """
 
-    def __init__(
-        self,
-        verb: str,
-        total: int,
-        is_chief: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.verb = verb
-        self.total = total
-        self.is_chief = is_chief
-        self._clock = clock
-        self._began = clock()
+    verb: str
+    total: int
+    is_chief: bool
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
         self._printed_at = self._began
 
     def update(self, num_done: int) -> None:
         """Prints a line if one is due, given the number of examples that all ranks have done."""
-        now = self._clock()
+        now = self.clock()
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
         # Assumes the mean speed so far. It includes the tracing of the graph, so early estimates are too long.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(
-            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left",
-            flush=True,
+            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
         )
 
 
@@ -84,7 +80,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
             f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
         )
 
-    def check_data() -> None:
+    def check_data():
         """Checks the kind of this rank's first batch, and warns of classes without examples in the split."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
@@ -139,8 +135,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         except Exception as error:
             raise run.explain(error) from error
         if batch and not num_done:
-            inputs = keras.tree.map_structure(np.asarray, batch[0])
-            run.check_kind(examples.name, inputs)
+            run.check_kind(examples.name, keras.tree.map_structure(np.asarray, batch[0]))
         return batch
 
     while True:
@@ -189,7 +184,7 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
     """
-    rows: Rows = {}
+    rows = {}
     for name, array in columns.items():
         if array.ndim == 1 or has_masks:
             rows[name] = array

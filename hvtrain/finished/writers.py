@@ -1,7 +1,6 @@
 """Writes predictions batch by batch, to a CSV or Parquet file that appears once it is complete, or as PNG masks."""
 
 import csv
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +13,13 @@ from PIL import Image
 
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
-from hvtrain.system.files import TEMPORARY, remove
+from hvtrain.system.files import TEMPORARY, page_path, remove
 
 # Size of a Parquet row group in memory. A group for each batch would make the file many times larger.
 ROW_GROUP_BYTES = 2**24
 
 
-class Writer(ABC):
+class Writer:
     """Writes rows to a path; only the chief uses one."""
 
     def __init__(self, path: Path) -> None:
@@ -28,13 +27,12 @@ class Writer(ABC):
         # Beside the file: a rename works only within one file system.
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
 
-    @abstractmethod
     def add(self, rows: Rows) -> None:
         """Writes rows. Raises StorageError."""
+        raise NotImplementedError
 
-    @abstractmethod
     def close(self) -> None:
-        """Completes the output. Raises StorageError."""
+        """Completes the output, if it is not complete after each `add`. Raises StorageError."""
 
     def discard(self) -> None:
         """Removes an unfinished output."""
@@ -58,10 +56,7 @@ class TableWriter(Writer):
     Subclasses open `self._file` on the first `add`, since they need the rows' columns.
     """
 
-    def __init__(self, path: Path) -> None:
-        # If the path is a symbolic link, its target is replaced and the link kept.
-        super().__init__(path.resolve())
-        self._file: Any = None
+    _file: Any = None
 
     def close(self) -> None:
         if self._file is not None:
@@ -137,9 +132,6 @@ class MaskWriter(Writer):
                 dtype = np.uint8 if mask.max() < 256 else np.uint16
                 Image.fromarray(mask.astype(dtype)).save(path)
 
-    def close(self) -> None:
-        pass  # Each image is complete once it is added.
-
 
 def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
     """Returns the writer that fits an output path and the kind of predictions.
@@ -167,11 +159,6 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
 
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; choose the name of a file")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another"
-        )
-
-    return ParquetWriter(output) if output.suffix == ".parquet" else CsvWriter(output)
+    # If the path is a symbolic link, its target is replaced and the link kept.
+    path = page_path(output).resolve()
+    return ParquetWriter(path) if output.suffix == ".parquet" else CsvWriter(path)

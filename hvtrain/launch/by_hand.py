@@ -53,11 +53,9 @@ def start(
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
         own_address = address_towards(host)
-        print(
+        sys.stderr.write(
             f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting up to {seconds:g} s for all "
-            f"processes at {coordinator}",
-            file=sys.stderr,
-            flush=True,
+            f"processes at {coordinator}\n"
         )
         rank_hosts = claim(
             (address, port), rank, names, (socket.gethostname(), own_address), seconds
@@ -155,10 +153,9 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
 
     # Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        print(
+        sys.stderr.write(
             f"hvtrain: {host} is {address} here, which other hosts cannot reach; if there are any, "
-            "give all processes a --coordinator that they can reach",
-            file=sys.stderr,
+            "give all processes a --coordinator that they can reach\n"
         )
     server.serve()
     return server

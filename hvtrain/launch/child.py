@@ -44,7 +44,8 @@ def started(
     def prepare():
         set_parent()
         # Set in the child before it starts threads, which inherit the affinity.
-        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+        if cores:
+            os.sched_setaffinity(0, cores)
 
     with log.open("wb") as output, signals_held() as release:
         # Signals are held back: Python drops what a handler raises during a fork, even for Ctrl-C.

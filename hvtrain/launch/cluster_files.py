@@ -123,7 +123,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     return typed(schema, tree, "cluster.")
 
 
-def _value(text: str, hint: Any) -> Any:
+def _value(text: str, hint):
     """Returns a setting's value. Strings are not parsed: YAML would read the time 12:00:00 as a number."""
     options = types_of(hint)
     if text == "null" and type(None) in options:
@@ -131,7 +131,7 @@ def _value(text: str, hint: Any) -> Any:
     return text if str in options else _yaml(text, text)
 
 
-def _yaml(text: str, source: str) -> Any:
+def _yaml(text: str, source: str):
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -270,17 +270,14 @@ class Spark(ClusterKind):
             raise ConfigError(
                 f"cluster.executors={executors} does not divide {job.num_processes} ranks; each executor takes as many"
             )
-        # Ranks run outside the executor's Java heap, so their memory counts as memory overhead.
-        overhead = int(self.memory_per_rank[:-1]) * ranks_per_executor
         return {
             "words": job.command[3:],
             "executors": executors,
             "ranks_per_executor": ranks_per_executor,
-            "overhead": f"{overhead}{self.memory_per_rank[-1]}",
+            # Ranks run outside the executor's Java heap, so their memory counts as memory overhead.
+            "overhead": f"{int(self.memory_per_rank[:-1]) * ranks_per_executor}{self.memory_per_rank[-1]}",
             "python": self.python or sys.executable,
         }
 
 
-KINDS: dict[str, type[ClusterKind]] = {
-    kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)
-}
+KINDS = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)}

@@ -24,7 +24,7 @@ from hvtrain.launch.cluster_kinds import Slurm
 from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
     ClusterKind,
-    Host,
+    Hosts,
     Job,
     given,
     launcher_command,
@@ -164,16 +164,15 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
     return [*others, "notify=null"]
 
 
-def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+def _hosts(options: argparse.Namespace) -> Hosts:
     """Returns the hosts of -H or --hostfile; empty without either."""
-    if options.hosts:
-        return parse_hosts(options.hosts)
-    if options.hostfile:
-        return parse_hostfile(Path(options.hostfile))
-    return ()
+    if not options.hosts:
+        return ()
+    option, value = options.hosts
+    return parse_hosts(value) if option == "-H" else parse_hostfile(Path(value))
 
 
-def _one_host(hosts: tuple[Host, ...], num_replicas: int) -> tuple[Host, ...]:
+def _one_host(hosts: Hosts, num_replicas: int) -> Hosts:
     """Returns the host of the single process that trains all replicas.
 
     Raises ConfigError if its slots are too few.
@@ -191,7 +190,7 @@ def _job(
     options: argparse.Namespace,
     cluster: ClusterKind | None,
     command: tuple[str, ...],
-    hosts: tuple[Host, ...],
+    hosts: Hosts,
     roles: Roles,
 ) -> Job:
     """Returns the job of the command line. Raises ConfigError for options that exclude each other."""

@@ -121,4 +121,5 @@ _hvtrain_value() { # WORD FOLDER
   [[ $value != *\[* ]] || compopt -o nospace
 }
 
-complete -o bashdefault -o default -F _hvtrain @PROGRAMS@
+# A line that begins with one of these may contain settings of hvtrain. Without a match the shell completes file names.
+complete -o bashdefault -o default -F _hvtrain hvtrain python python3 horovodrun mpirun ./scripts/run

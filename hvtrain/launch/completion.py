@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.commands import COMMANDS
-from hvtrain.config.choices import CONFIGS, settings_of
+from hvtrain.config.choices import choice_files, settings_of
 from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
 from hvtrain.system.text import flatten
 
-# A command line that begins with one of these may contain hvtrain settings. Without a match the
-# shell completes file names.
-PROGRAMS = ("hvtrain", "python", "python3", "horovodrun", "mpirun", "./scripts/run")
 SWITCH = ["true", "false"]
 BASH = Path(__file__).with_name("completion.bash")
 
@@ -48,7 +45,7 @@ def script() -> str:
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
     for group in (*GROUPS, *SEVERAL, *BUNDLES, "sweep"):
-        known[group] = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+        known[group] = [path.stem for path in choice_files(group)]
 
     takes_settings = {name: str(int(command.takes_settings)) for name, command in COMMANDS.items()}
     tables: dict[str, Mapping[str, Iterable[str]]] = {
@@ -56,7 +53,7 @@ def script() -> str:
         "@OWNERS@": owners,
         "@COMMANDS@": takes_settings,
     }
-    text = BASH.read_text("utf-8").replace("@PROGRAMS@", " ".join(PROGRAMS))
+    text = BASH.read_text("utf-8")
     for mark, table in tables.items():
         text = text.replace(
             mark,
@@ -78,7 +75,7 @@ def _choices() -> Iterator[tuple[str, dict[str, list[str]]]]:
     from omegaconf import OmegaConf
 
     for group in (*GROUPS, *SEVERAL):
-        for path in sorted((CONFIGS / group).glob("*.yaml")):
+        for path in choice_files(group):
             settings: Any = OmegaConf.to_container(OmegaConf.load(path))
             values = {
                 name: SWITCH if isinstance(value, bool) else []

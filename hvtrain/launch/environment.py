@@ -10,6 +10,8 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import NOTIFY_VARIABLE as NOTIFY
 from hvtrain.system.secrets import SECRET, without_passwords
 
+Variables = Mapping[str, str]
+
 # Variables with which a rank finds its code, or which tune the libraries that it uses.
 _ALLOWED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
@@ -28,7 +30,7 @@ _OF_THIS_HOST = re.compile(
 MORE = "HVTRAIN_ENV"
 
 
-def for_ranks(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, str]:
+def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]:
     """Returns the variables that ranks get over ssh: those allowed, those of --env, and the notification addresses."""
     variables = {name: value for name, value in environ.items() if travels(name, environ)}
     # Programs of this Python environment are found on every host, even if it is not activated there.
@@ -44,7 +46,7 @@ def for_ranks(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[s
     return variables
 
 
-def asked_for(environ: Mapping[str, str], options: Iterable[str]) -> dict[str, str]:
+def asked_for(environ: Variables, options: Iterable[str]) -> dict[str, str]:
     """Returns the variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other form."""
     variables = {}
     for option in options:
@@ -76,14 +78,14 @@ def of_this_environment(path: str) -> dict[str, str]:
     return variables
 
 
-def for_launcher(environ: Mapping[str, str], rank_variables: Mapping[str, str]) -> dict[str, str]:
+def for_launcher(environ: Variables, rank_variables: Variables) -> dict[str, str]:
     """Returns the launcher's own variables: those of the ranks and those of this host."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
     # The ranks' values take precedence: --env may have changed one of these variables.
     return {**of_host, **rank_variables}
 
 
-def travels(name: str, environ: Mapping[str, str]) -> bool:
+def travels(name: str, environ: Variables) -> bool:
     """True for a variable that may be sent to other hosts: on the allow-list, with no secret in its name or value."""
     is_allowed = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
     value = environ.get(name, "")

@@ -67,7 +67,7 @@ def make() -> None:
     gloo_run.create_rendezvous_handler = lambda driver: driver
     launch_gloo = gloo_run.launch_gloo
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments):
         Server.address = arguments[-1]
         launch_gloo(*arguments)
 
@@ -100,14 +100,13 @@ def give_gloo_time(args: argparse.Namespace) -> None:
     if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
     if seconds > SECONDS_WORTH_A_LINE:
-        print(
+        sys.stderr.write(
             f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
-            "and seconds over MPI (--mpi)",
-            file=sys.stderr,
+            "and seconds over MPI (--mpi)\n"
         )
 
 
-def _find_plain_hosts(script: Any) -> dict[str, int]:
+def _find_plain_hosts(script) -> dict[str, int]:
     """Returns the slots of each host that a script prints, leaving out names that a shell or ssh would misread."""
     slots = _find_hosts(script)
     for name in list(slots):
@@ -143,7 +142,7 @@ def _command_without_variables(
     return command
 
 
-def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
+def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     """Returns the command of a rank on another host, which reads its variables from ssh's stdin."""
     # Horovod has already quoted the command, which begins with its own cd to this folder: not quoted, and with
     # errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh reports a rank killed
@@ -152,8 +151,10 @@ def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
     command = shlex.split(local_command)[0].removeprefix(f"cd {folder} > /dev/null 2>&1 ; ")
     script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'
     remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
-    by_ssh = remote.get_remote_command(remote_command, *arguments, **options)
-    return f'printf %s "${_TRAVELLING}" | {by_ssh}'
+    return (
+        f'printf %s "${_TRAVELLING}" | '
+        f"{remote.get_remote_command(remote_command, *arguments, **options)}"
+    )
 
 
 def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
@@ -161,7 +162,7 @@ def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> N
     supervisor = os.getppid()
     child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
 
-    def pass_on(*_: object) -> None:
+    def pass_on(*_):
         # The supervisor ends the ranks itself. If it was killed, nothing else ends mpirun.
         if os.getppid() != supervisor:
             child.terminate()

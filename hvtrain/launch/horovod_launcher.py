@@ -79,7 +79,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:
-        print(f"horovodrun: {message_of(error)}", file=sys.stderr)
+        sys.stderr.write(f"horovodrun: {message_of(error)}\n")
         sys.exit(2)
     except Exception as error:
         message = " ".join(str(error).split())
@@ -181,8 +181,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
     if not args.nics:
         # One other host is enough to choose the network; more may come later.
-        first = min(hosts, key=remote_hosts.is_local)
-        args.nics = {remote_hosts.common_interface([first])}
+        args.nics = {remote_hosts.common_interface([min(hosts, key=remote_hosts.is_local)])}
     # The server listens before Horovod knows the job's hosts and how to reach them.
     changes.Server.address = network.get_driver_ip(args.nics)
 
@@ -192,8 +191,8 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     def start_and_report(job: Any, slots: list[Any]) -> None:
         if slots and len(slots) < job.world_size():
             names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
-            _report(
-                f"starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)"
+            sys.stderr.write(
+                f"hvtrain: starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)\n"
             )
         start(job, slots)
 
@@ -232,12 +231,10 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             )
         if waited >= next_line:
             next_line += SECONDS_BETWEEN_LINES
-            _report(f"waiting for {shortage}; gives up after {limit} s (--elastic-timeout)")
+            sys.stderr.write(
+                f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
+            )
         time.sleep(1)
-
-
-def _report(text: str) -> None:
-    print(f"hvtrain: {text}", file=sys.stderr, flush=True)
 
 
 changes.make_in_every_process()

@@ -35,6 +35,9 @@ class Host:
     slots: int
 
 
+Hosts = tuple[Host, ...]
+
+
 @dataclass(frozen=True)
 class Job:
     """One training, and how its ranks are started.
@@ -59,7 +62,7 @@ class Job:
 
     command: tuple[str, ...]
     num_ranks: int
-    hosts: tuple[Host, ...] = ()
+    hosts: Hosts = ()
     controller: str = "gloo"
     environment: Mapping[str, str] = field(default_factory=dict)
     min_ranks: int | None = None
@@ -96,7 +99,7 @@ def given(words: Iterable[str]) -> set[str]:
     return {*counts}
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> Hosts:
     """Parses the hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
@@ -116,7 +119,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def parse_hostfile(path: Path) -> tuple[Host, ...]:
+def parse_hostfile(path: Path) -> Hosts:
     """Reads the hosts from a file with lines such as `s1 slots=4`; # begins a comment.
 
     Raises ConfigError.
@@ -138,7 +141,7 @@ def hosts_option(hosts: Iterable[Host]) -> str:
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
-def used_hosts(rank_hosts: Iterable[str]) -> tuple[Host, ...]:
+def used_hosts(rank_hosts: Iterable[str]) -> Hosts:
     """Returns the hosts that have ranks, each with exactly as many slots as ranks.
 
     With Gloo, Horovod's launcher starts a rank in every slot, whatever -np says.
@@ -164,9 +167,7 @@ def place_ranks(job: Job) -> tuple[str, ...]:
 
 
 def launcher_command(
-    job: Job,
-    network: HostNetwork | None = None,
-    folder: Path | None = None,
+    job: Job, network: HostNetwork | None = None, folder: Path | None = None
 ) -> list[str]:
     """Returns the command that starts the job's ranks from this host.
 
@@ -253,18 +254,17 @@ def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     would try an interface that has the same address everywhere (docker0) and wait forever. The
     user's NCCL_SOCKET_IFNAME overrides interface_names.
     """
-    nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
     return [
         *("--prefix", sys.prefix),
         *("-mca", "btl_tcp_if_include", subnet),
         *("-mca", "oob_tcp_if_include", subnet),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={nccl_interface}"),
+        *("-x", f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', interface_names)}"),
     ]
 
 
-def _hosts_of_processes(job: Job) -> tuple[Host, ...]:
+def _hosts_of_processes(job: Job) -> Hosts:
     """Returns the hosts, with a slot for each of their processes.
 
     Ranks of an elastic job may take any slot.

@@ -22,6 +22,15 @@ T = TypeVar("T")
 
 # A sample takes several milliseconds of processor time from the run.
 SECONDS_BETWEEN_SAMPLES = 1.0
+# Settings of a run that is timed: validation and checkpoints would be timed too.
+ONLY_STEPS = (
+    "train.divide_steps_by_size=false",
+    "train.validate_every_epochs=null",
+    "train.validate_every_steps=null",
+    "checkpoint.every_epochs=null",
+    "checkpoint.every_steps=null",
+    "checkpoint.every_minutes=null",
+)
 
 
 @dataclass(frozen=True)

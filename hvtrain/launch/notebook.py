@@ -152,7 +152,7 @@ def _show(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def _value(folder: Path, rank: int) -> Any:
+def _value(folder: Path, rank: int):
     try:
         return read_object(value_file(folder, rank))
     except FileNotFoundError as error:
@@ -223,7 +223,7 @@ def read_object(path: Path) -> Any:
         return cloudpickle.load(file)
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(*_) -> None:
     _is_interrupted.set()
     raise KeyboardInterrupt
 

@@ -58,11 +58,7 @@ def parser() -> Parser:
     add_number(group, "--num-ps", at_least(1), about, metavar="P")
 
     # A job takes its hosts from only one of these three.
-    hosts = group.add_mutually_exclusive_group()
-    hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
-    hosts.add_argument(
-        "--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4"
-    )
+    hosts = options.add_hosts(group)
     hosts.add_argument(
         "--host-discovery-script",
         metavar="FILE",

@@ -286,7 +286,7 @@ class PlainOutput:
         return text
 
 
-@dataclass(eq=False)
+@dataclass
 class PlainStream:
     """One stream as the console shows it: the launcher's and rank 0's text as it arrives, other ranks' in whole lines.
 

@@ -92,11 +92,7 @@ class Ssh:
         return options
 
     def run(
-        self,
-        host: str,
-        command: list[str],
-        stdin: str = "",
-        timeout: float = 60,
+        self, host: str, command: list[str], stdin: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host. Raises subprocess.TimeoutExpired."""
         return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
@@ -140,7 +136,6 @@ def captured(command: list[str], stdin: str, timeout: float) -> subprocess.Compl
         # A host's greeting may be in any encoding.
         errors="replace",
         timeout=timeout,
-        check=False,
     )
 
 
@@ -256,7 +251,7 @@ class HostNetwork:
     interface: str
     interfaces: tuple[str, ...]
     subnet: str
-    oom_kills: Mapping[str, int] = field(default_factory=dict)
+    oom_kills: Mapping[str, int]
 
 
 def is_local(host: str) -> bool:
@@ -326,9 +321,8 @@ def common_interface(hosts: Sequence[str]) -> str:
             "no interface of this host leads to some of the hosts; name one with --network-interfaces NAME"
         )
     if len(names) != 1:
-        listed = ", ".join(sorted(map(str, names)))
         raise RankError(
-            f"different interfaces ({listed}) lead to the hosts; "
+            f"different interfaces ({', '.join(sorted(map(str, names)))}) lead to the hosts; "
             "give the one that joins them all with --network-interfaces NAME"
         )
     return str(names.pop())

@@ -39,7 +39,7 @@ _MAX_GET = 4096
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: "Store"
+    server: Any  # A Store; only a Rendezvous takes claims.
     timeout = 5  # For a caller that sends nothing.
 
     def do_PUT(self) -> None:
@@ -53,6 +53,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self.server.leave(*self._key())
         self._answer(_OK)
+
+    def do_POST(self) -> None:
+        status, content = self.server.claim(json.loads(self._body()))
+        self._answer(status, json.dumps(content).encode())
 
     def log_message(self, *_: Any) -> None:
         """Logs nothing: ranks keep asking for addresses that are not stored yet."""
@@ -85,8 +89,8 @@ class Store(ThreadingHTTPServer):
     request_queue_size = WAITING_CONNECTIONS
     get_waits = False  # True if `get` may wait for other ranks.
 
-    def __init__(self, address: str, port: int, handler: type[_Handler] = _Handler) -> None:
-        super().__init__((address, port), handler)
+    def __init__(self, address: str, port: int) -> None:
+        super().__init__((address, port), _Handler)
         self._lock = threading.Lock()
         self._store: dict[str, dict[str, bytes]] = {}
         self._left: dict[str, set[str]] = {}
@@ -178,14 +182,6 @@ class Store(ThreadingHTTPServer):
             self._left.clear()
 
 
-class _ClaimHandler(_Handler):
-    server: "Rendezvous"
-
-    def do_POST(self) -> None:
-        status, content = self.server.claim(json.loads(self._body()))
-        self._answer(status, json.dumps(content).encode())
-
-
 class Rendezvous(Store):
     """The server at which processes started by hand meet, and which is then their store.
 
@@ -196,7 +192,7 @@ class Rendezvous(Store):
     """
 
     def __init__(self, address: str, port: int, names: Sequence[str]) -> None:
-        super().__init__(address, port, _ClaimHandler)
+        super().__init__(address, port)
         self._names = list(names)
         self._claims: dict[int, dict[str, Any]] = {}
         self._is_complete = False

@@ -15,13 +15,7 @@ from hvtrain.core.run_files import remove_if_empty
 from hvtrain.errors import RESTART_HELPS, RankError, message_of
 from hvtrain.launch import environment, remote_hosts
 from hvtrain.launch.first_failure import Ending
-from hvtrain.launch.job import (
-    Host,
-    Job,
-    hosts_option,
-    launcher_command,
-    place_ranks,
-)
+from hvtrain.launch.job import Host, Hosts, Job, hosts_option, launcher_command, place_ranks
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostCalls
 from hvtrain.launch.supervisor import Launch, Signals
@@ -109,11 +103,7 @@ def run(
 
 
 def _plan_restart(
-    job: Job,
-    run_dir: str | None,
-    min_ranks: int,
-    num_failures: Mapping[str, int],
-    seconds: float,
+    job: Job, run_dir: str | None, min_ranks: int, num_failures: Mapping[str, int], seconds: float
 ) -> tuple[Job | None, str]:
     """Returns the job on the remaining hosts (None if there are too few) and a message about the restart.
 
@@ -152,7 +142,7 @@ def choose_hosts(
     min_ranks: int,
     num_failures: Mapping[str, int],
     absent: Collection[str],
-) -> tuple[tuple[Host, ...], int] | None:
+) -> tuple[Hosts, int] | None:
     """Chooses the hosts and the number of ranks to continue with; None if too few hosts are left.
 
     A host that has failed often is left out if enough remain without it.

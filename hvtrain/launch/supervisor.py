@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
@@ -52,7 +51,7 @@ class Signals:
         while handler and self._waiting:
             handler(self._waiting.pop(0))
 
-    def _receive(self, number: int, *_: object) -> None:
+    def _receive(self, number: int, *_) -> None:
         self.first = self.first or number
         self.received.set()
         if self._handler:
@@ -177,10 +176,9 @@ class Launch:
 
         hosts = self._hosts()
         if self._began_too_late:
-            names = ", ".join(dict.fromkeys(hosts.rank_hosts))
             return _launcher_failed(
-                f"no rank began within {self._seconds_to_begin:g} s on {names}; look there what a login does and what "
-                "ps shows, or give more time with --start-timeout"
+                f"no rank began within {self._seconds_to_begin:g} s on {', '.join(dict.fromkeys(hosts.rank_hosts))}; "
+                "look there what a login does and what ps shows, or give more time with --start-timeout"
             )
 
         number = next(iter(self._signals), signal.SIGUSR1)
@@ -264,9 +262,9 @@ class Launch:
         if count and number == signal.SIGINT:
             console.say_stopping()
         elif not count:
-            name = signal.Signals(number).name
             sys.stderr.write(
-                f"hvtrain: {name} arrived, but no rank was found to pass it to; send it to a rank's host\n"
+                f"hvtrain: {signal.Signals(number).name} arrived, but no rank was found to pass it to; "
+                "send it to a rank's host\n"
             )
             if number != signal.SIGUSR1:
                 self._pass_on(number)
@@ -293,7 +291,7 @@ def _launcher_failed(cause: str) -> Ending:
     return Ending(RESTART_HELPS, f"FIRST FAILURE the launcher host {host}: {cause}", host)
 
 
-def _in_background(work: Any, *arguments: Any) -> threading.Thread:
+def _in_background(work, *arguments) -> threading.Thread:
     """Runs the work in a thread, since a signal handler must not wait for ssh."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
-from libcst import Arg, Call
+from libcst import Arg, BaseExpression, Call
 
 from hvtrain.migrate.parsing import (
     HVTRAIN,
@@ -86,7 +86,7 @@ class Arguments(Pass):
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
-    ) -> cst.BaseExpression:
+    ) -> BaseExpression:
         """Renames optimizer.lr."""
         optimizer = m.Name("optimizer") | m.Name("opt") | m.Attribute(attr=m.Name("optimizer"))
         is_rate = m.matches(updated_node, m.Attribute(value=optimizer, attr=m.Name("lr")))
@@ -94,7 +94,7 @@ class Arguments(Pass):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
 
-    def leave_Call(self, original_node: Call, updated_node: Call) -> cst.BaseExpression:
+    def leave_Call(self, original_node: Call, updated_node: Call) -> BaseExpression:
         name = self.imported(original_node.func)
         if not name:
             return self._method(updated_node)
@@ -129,7 +129,7 @@ class Arguments(Pass):
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
-    def _method(self, call: Call) -> cst.BaseExpression:
+    def _method(self, call: Call) -> BaseExpression:
         if not isinstance(call.func, cst.Attribute):
             return call
 
@@ -205,7 +205,7 @@ class Arguments(Pass):
         return with_args(call, _replaced(call.args, jit_compile, cst.Name("False")))
 
 
-def _replaced(args: Sequence[Arg], old: Arg, value: cst.BaseExpression) -> list[Arg]:
+def _replaced(args: Sequence[Arg], old: Arg, value: BaseExpression) -> list[Arg]:
     """Returns the arguments, with the value of one of them replaced."""
     return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
@@ -233,7 +233,7 @@ def _with_keywords(call: Call, names: list[str]) -> Call:
 
 def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
     """Renames keyword arguments, and drops those whose new name is None."""
-    args: list[Arg] = []
+    args = []
     for arg in call.args:
         name = arg.keyword.value if arg.keyword else ""
         new_name = new_names.get(name, name)

@@ -4,14 +4,10 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 from hvtrain.system.files import TEMPORARY, write_atomic
-
-if TYPE_CHECKING:
-    from hvtrain.migrate.rewriting import Rewritten
 
 END_COLOR = "\x1b[0m"
 COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
@@ -59,8 +55,8 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
     from hvtrain.migrate.rewriting import migrate
 
     # All files are read before any is written, so an error leaves them as they were.
-    scripts: dict[Path, Rewritten] = {}
-    faults: list[ConfigError] = []
+    scripts = {}
+    faults = []
     for path in map(Path, options.paths):
         for file in _files(path):
             try:
@@ -126,7 +122,7 @@ def _read(file: Path) -> str:
 
 def _write(texts: dict[Path, str]) -> None:
     """Writes all files, or none if one cannot be written: a half-migrated folder does not run."""
-    temporaries: dict[Path, Path] = {}
+    temporaries = {}
     try:
         for file, text in texts.items():
             temporary = file.with_name(f"{TEMPORARY}{file.name}")
@@ -140,7 +136,7 @@ def _write(texts: dict[Path, str]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _report(file: Path, script: "Rewritten", is_written: bool) -> None:
+def _report(file: Path, script, is_written: bool) -> None:
     """Prints the changes and the lines left to decide, numbered as in the file that is now on disk."""
     if script.text == script.old:
         print(f"{file}: nothing to change")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import Attribute, Import, ImportFrom
+from libcst import Attribute, BaseExpression, Import, ImportFrom
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import RemoveImportsVisitor
 
@@ -60,13 +60,11 @@ class _Names(Pass):
     def visit_Attribute(self, node: Attribute) -> bool:
         return not dotted(node)  # A dotted name is renamed as a whole.
 
-    def leave_Attribute(
-        self, original_node: Attribute, updated_node: Attribute
-    ) -> cst.BaseExpression:
+    def leave_Attribute(self, original_node: Attribute, updated_node: Attribute) -> BaseExpression:
         """Renames a dotted name, unless renaming its import is enough."""
         name = self.imported(original_node)
         # The first name, which an import has bound: `tf` in tf.keras.layers.Dense.
-        base: cst.BaseExpression = original_node
+        base = original_node
         while isinstance(base, Attribute):
             base = base.value
 
@@ -91,7 +89,7 @@ class _Names(Pass):
                 return expression(written + new[len(module) :])
         return expression(new)
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> BaseExpression:
         """Renames a class or function that was imported under its own name."""
         name = self.imported(original_node)
         if (

@@ -46,8 +46,8 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
 
     imported = []
     for item in statement.names:
-        name = dotted(item.name)
-        alias = dotted(item.asname.name) if item.asname else ""
+        name = item.evaluated_name
+        alias = item.evaluated_alias or ""
         if module:
             imported.append(Imported(f"{module}.{name}", alias or name))
         else:
@@ -173,8 +173,7 @@ def with_args(call: Call, args: Sequence[Arg]) -> Call:
 
     new_args = []
     for arg in args[:-1]:
-        has_own_comma = isinstance(arg.comma, cst.Comma) and arg.comma is not end
-        if not has_own_comma:
+        if not isinstance(arg.comma, cst.Comma) or arg.comma is end:
             arg = arg.with_changes(comma=between)
         new_args.append(arg)
 

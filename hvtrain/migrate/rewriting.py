@@ -181,7 +181,7 @@ def _pins(statement: cst.BaseStatement) -> bool:
     if not isinstance(statement, cst.For | cst.If | cst.Try):
         return False
 
-    inner: list[cst.BaseStatement] = list(statement.body.body)
+    inner = list(statement.body.body)
     orelse = getattr(statement, "orelse", None)
     if isinstance(orelse, cst.If):  # an elif
         return False

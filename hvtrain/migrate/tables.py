@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
@@ -21,9 +21,9 @@ KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
 
-_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
+_TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
 _BACKEND = _TABLES["backend_in_ops"].split()
-_EXACT: dict[str, str] = {f"keras.backend.{name}": f"keras.ops.{name}" for name in _BACKEND}
+_EXACT = {f"keras.backend.{name}": f"keras.ops.{name}" for name in _BACKEND}
 _EXACT |= _TABLES["exact"]
 ADVICE: dict[str, str] = _TABLES["advice"] | {
     f"{module}.{name}": _TABLES["graph_mode"]["advice"]

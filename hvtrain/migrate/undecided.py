@@ -14,6 +14,7 @@ from hvtrain.migrate.parsing import (
     argument,
     code_of,
     dotted,
+    imports,
     is_number,
     method_of,
     names_used,
@@ -113,16 +114,13 @@ class _Undecided(Literals):
     visit_IfExp = visit_If
     leave_IfExp = leave_If
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        if not isinstance(node.names, cst.ImportStar) and not node.relative:
-            for alias in node.names:
-                self._name(alias, f"{dotted(node.module)}.{dotted(alias.name)}")
+    def visit_Import(self, node: cst.Import | cst.ImportFrom) -> bool:
+        if not isinstance(node.names, cst.ImportStar):
+            for alias, item in zip(node.names, imports(node)):
+                self._name(alias, item.name)
         return False  # The names have been checked, so the parts of the statement are not visited.
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        for alias in node.names:
-            self._name(alias, dotted(alias.name))
-        return False
+    visit_ImportFrom = visit_Import
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         name = self.imported(node)
@@ -263,12 +261,13 @@ class _Undecided(Literals):
             )
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
-        if method == "fit" and self.uses_horovod and not self.broadcasts:
+        trains = method == "fit" and self.uses_horovod
+        if trains and not self.broadcasts:
             self.report(
                 node,
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
-        if method == "fit" and self.uses_horovod and not self.reduces:
+        if trains and not self.reduces:
             self.report(
                 node,
                 "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)",
@@ -291,21 +290,23 @@ class _Undecided(Literals):
 
     def _optimizer(self, node: Call) -> None:
         rate = argument(node, "learning_rate", 0)
-        values = [rate.value, *self.values.get(dotted(rate.value), [])] if rate else []
-        if any(
+        if rate and any(
             isinstance(value, Call) and self.imported(value.func) == "tensorflow.Variable"
-            for value in values
+            for value in self._values(rate)
         ):
             self.report(
                 node,
                 "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead",
             )
         for arg in node.args:
-            options = (
-                [arg.value, *self.values.get(dotted(arg.value), [])] if arg.star == "**" else []
-            )
-            if any(re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in options):
+            if arg.star == "**" and any(
+                re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in self._values(arg)
+            ):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
+
+    def _values(self, arg: cst.Arg) -> list[cst.BaseExpression]:
+        """Returns the argument's value, and those assigned to the name that it may be."""
+        return [arg.value, *self.values.get(dotted(arg.value), [])]
 
     def _written_by_all(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):

@@ -111,7 +111,7 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     A layer after removed strides has to skip as many positions as they did (algorithme à trous).
     """
     stride: dict[str, int] = {}  # The stride of each layer's output, before the changes.
-    changes: dict[str, dict[str, Any]] = {}
+    changes = {}
     for layer in trunk.layers:
         parents = [node.operation for node in layer._inbound_nodes[0].parent_nodes]
         input_stride = max((stride[parent.name] for parent in parents), default=1)
@@ -135,7 +135,7 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     return changes
 
 
-def _pyramid(features: Any, filters: int, rates: Sequence[int]) -> Any:
+def _pyramid(features, filters: int, rates: Sequence[int]):
     """Atrous spatial pyramid pooling: features at several scales, and their mean over the image."""
     branches = [_pointwise(features, filters, "aspp_point")]
     for number, rate in enumerate(rates, start=1):
@@ -147,36 +147,26 @@ def _pyramid(features: Any, filters: int, rates: Sequence[int]) -> Any:
     return _pointwise(layers.Concatenate(name="aspp_concat")(branches), filters, "aspp_project")
 
 
-def _pointwise(x: Any, filters: int, name: str) -> Any:
-    x = layers.Conv2D(
-        filters,
-        1,
-        use_bias=False,
-        kernel_initializer="he_normal",
-        name=name,
-    )(x)
+def _pointwise(x, filters: int, name: str):
+    x = layers.Conv2D(filters, 1, use_bias=False, kernel_initializer="he_normal", name=name)(x)
     return _normalized(x, name)
 
 
-def _separable(x: Any, filters: int, rate: int, name: str) -> Any:
+def _separable(x, filters: int, rate: int, name: str):
     """Separable 3x3 convolution, with normalization after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
-        3,
-        padding="same",
-        dilation_rate=rate,
-        use_bias=False,
-        name=depthwise,
+        3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise
     )(x)
     return _pointwise(_normalized(x, depthwise), filters, name)
 
 
-def _normalized(x: Any, name: str) -> Any:
+def _normalized(x, name: str):
     x = layers.BatchNormalization(epsilon=1e-5, name=f"{name}_norm")(x)
     return layers.ReLU(name=f"{name}_relu")(x)
 
 
-def _resize(x: Any, shape: Sequence[int | None]) -> Any:
+def _resize(x, shape: Sequence[int | None]):
     """Resizes bilinearly to the height and width of a shape [batch, height, width, ...].
 
     Not with keras.layers.Resizing: its call defaults to training=True, which later batch

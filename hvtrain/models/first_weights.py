@@ -85,14 +85,11 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
     suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
     log.info(
-        "weights        %s parameters from %s%s",
-        f"{sum(arrays[key].size for key in taken):,}",
-        path,
-        suffix,
+        f"weights        {sum(arrays[key].size for key in taken):,} parameters from {path}{suffix}"
     )
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
-        log.info("               not taken from there: %s", named)
+        log.info(f"               not taken from there: {named}")
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
@@ -105,18 +102,18 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     return variables
 
 
-def _whole_shape(value: Any) -> tuple[int, ...]:
+def _whole_shape(value) -> tuple[int, ...]:
     """Returns the shape of an array or variable; for a sharded table, that of the whole table."""
     part = getattr(value, "rank_part", None)
     return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
 
 
-def _path(key: str, variable: Any) -> str:
+def _path(key: str, variable) -> str:
     """Returns a variable's path LAYER/NAME, for messages."""
     return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
 
 
-def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigError:
+def _difference(source: str, path: str, array, variable) -> ConfigError:
     def describe(value: Any) -> str:
         return "nothing" if value is None else f"shape {_whole_shape(value)}"
 
@@ -241,7 +238,7 @@ def _read_h5(path: Path) -> Arrays:
     """
     import h5py
 
-    arrays: Arrays = {}
+    arrays = {}
 
     def walk(group: Any, layer: str) -> None:
         for key in group:

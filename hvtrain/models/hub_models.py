@@ -31,6 +31,9 @@ MASK = "padding_mask"
 SEGMENTS = "segment_ids"
 POSITIONS = "mask_positions"
 
+# Options, facts or tensors by name.
+Named = Mapping[str, Any]
+
 
 def hub_model(
     input_spec: Any,
@@ -42,7 +45,7 @@ def hub_model(
     preset: str | None = None,
     padding_token: int | None = None,
     length: int | None = None,
-    backbone: Mapping[str, Any] | None = None,
+    backbone: Named | None = None,
     **options: Any,
 ) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
@@ -115,7 +118,7 @@ def hub_model(
     return Model(inputs, outputs, name=kind.__name__)
 
 
-def _import_keras_hub() -> Any:
+def _import_keras_hub():
     try:
         import keras_hub
     except ImportError as error:
@@ -135,7 +138,7 @@ def _classes() -> dict[str, Any]:
     return {name: kind for name, kind in classes if issubclass(kind, bases)}
 
 
-def _find_class(name: str) -> Any:
+def _find_class(name: str):
     classes = _classes()
     if name not in classes:
         # If no name is similar, two examples show what such names look like.
@@ -150,7 +153,7 @@ def _find_class(name: str) -> Any:
     return chosen
 
 
-def _class_for_backbone(chosen: Any, backbone: type) -> Any:
+def _class_for_backbone(chosen, backbone: type):
     """Returns the chosen class, or its subclass for that backbone.
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
@@ -166,11 +169,7 @@ def _class_for_backbone(chosen: Any, backbone: type) -> Any:
     return matches.pop()
 
 
-def _new_backbone(
-    chosen: Any,
-    options: dict[str, Any],
-    facts: Mapping[str, Any],
-) -> Model:
+def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
     """Builds the backbone of a class, with these options and the facts for which it has arguments."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind is None or kind.__name__ == "Backbone":
@@ -191,11 +190,7 @@ def _new_backbone(
 
 
 def _new_task(
-    kind: Any,
-    backbone: Model,
-    folder: str | None,
-    options: dict[str, Any],
-    num_outputs: int | None,
+    kind, backbone: Model, folder: str | None, options: dict[str, Any], num_outputs: int | None
 ) -> Model:
     """Builds the task model. Options are the preset's, then the run's, then the user's, which win."""
     parameters = _user_parameters(kind)
@@ -220,17 +215,12 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in _parameters(kind).items() if name not in OURS}
 
 
-def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
+def _parameters(kind) -> dict[str, inspect.Parameter]:
     # Not of the class: if it inherits __init__, Python 3.10's signature() returns that of Keras's __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 
-def _check_options(
-    name: str,
-    setting: str,
-    options: Mapping[str, Any],
-    known: Collection[str],
-) -> None:
+def _check_options(name: str, setting: str, options: Named, known: Collection[str]) -> None:
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
@@ -238,7 +228,7 @@ def _check_options(
         )
 
 
-def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
+def _check_size(backbone, facts: Named) -> None:
     """Raises ConfigError if the data set has tokens or positions beyond the backbone's embeddings."""
     # Checked here because on a GPU such lookups return zeros, without an error.
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
@@ -286,11 +276,11 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     return inputs, named if has_names else named["image"]
 
 
-def _shapes(tensors: Mapping[str, Any]) -> str:
+def _shapes(tensors: Named) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
-def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) -> Any:
+def _derived(name: str, inputs: Named, padding_token: int | None):
     """Derives the input `name` from the matching tokens; returns None if it cannot be derived.
 
     The mask selects tokens that are not padding, all tokens belong to one segment, and all positions
@@ -310,11 +300,7 @@ def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) ->
 
 
 def fit_outputs(
-    outputs: Any,
-    inputs: Any,
-    shape: Sequence[Any] | None,
-    dropout: float,
-    has_head: bool,
+    outputs: Any, inputs: Any, shape: Sequence[Any] | None, dropout: float, has_head: bool
 ) -> Any:
     """Turns the network's outputs into float32 logits.
 
@@ -343,7 +329,7 @@ def fit_outputs(
     return outputs
 
 
-def _features(outputs: Any, mask: Any, is_pooled: bool) -> Any:
+def _features(outputs, mask, is_pooled: bool):
     """Returns features for the head: pooled per example, or one vector per position."""
     if isinstance(outputs, Mapping):
         if is_pooled and "pooled_output" in outputs:
@@ -391,7 +377,7 @@ def task_of(model: Model) -> Model | None:
     return _hub_layer(model, "Task")
 
 
-def _hub_layer(model: Model, class_name: str) -> Any:
+def _hub_layer(model: Model, class_name: str):
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:

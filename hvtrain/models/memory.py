@@ -108,7 +108,7 @@ def example_shape(layer: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _activation_bytes(model: Any, batch_size: int) -> int | None:
+def _activation_bytes(model, batch_size: int) -> int | None:
     total = 0
     for layer in innermost_layers(model):
         # One layer of unknown shape makes the whole estimate worthless.
@@ -195,16 +195,14 @@ def recompute(model: Model) -> None:
             f"{type(model).__name__}; call its blocks through keras.remat, or leave the setting out"
         )
 
-    graph: Any = max(graphs, key=lambda graph: len(graph._nodes))
+    graph = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
     weight_ids = set(map(id, model.weights))
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
     def run(
-        inputs: Any,
-        operation_fn: Callable[[Any], Any] = lambda op: op,
-        call_fn: Any = None,
+        inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None
     ) -> Any:
         tensors = keras.tree.flatten(inputs)
         # Keras also runs the graph on symbolic inputs, for example to clone a model; nothing is computed then.
@@ -240,7 +238,7 @@ def divide(graph: Any) -> list[Segment]:
         if node.operation and not node.is_input
     ]
 
-    last_use: dict[int, int] = {}
+    last_use = {}
     for index, node in enumerate(nodes):
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
@@ -276,11 +274,11 @@ def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
     return Segment(nodes, takes, gives)
 
 
-def _elements(tensor: Any) -> int:
+def _elements(tensor) -> int:
     return math.prod(extent or 1 for extent in tensor.shape)
 
 
-def _is_floating(tensor: Any) -> bool:
+def _is_floating(tensor) -> bool:
     return keras.backend.is_float_dtype(tensor.dtype)
 
 
@@ -293,10 +291,7 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
 
 
 def _run_twice(
-    segment: Segment,
-    known: dict[int, Any],
-    operation_fn: Callable[[Any], Any],
-    states: list[Any],
+    segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any], states: list[Any]
 ) -> None:
     """Runs the segment like _run; its gradient runs it again, starting from the same states.
 
@@ -314,7 +309,7 @@ def _run_twice(
     gives = list(filter(_is_floating, segment.gives))
     is_again = False
 
-    def forward(*tensors: Any) -> Any:
+    def forward(*tensors):
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 

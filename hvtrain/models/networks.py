@@ -16,6 +16,9 @@ from keras import Model, layers, ops
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 
+# Height, width and channels, or any other shape of an example.
+Shape = Sequence[int]
+
 # Filters of resnet20; the second and the third stage begin with a stride of 2.
 STAGES = (16, 32, 64)
 # Filters of separable_cnn's convolutions; each block ends with pooling.
@@ -28,7 +31,7 @@ COLOR_MEANS = (0.485, 0.456, 0.406)
 COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
 
-def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
+def image_input(image_shape: Shape, network: str, min_side: int) -> Any:
     """Makes the input layer for images of shape (height, width, channels).
 
     Args:
@@ -63,10 +66,7 @@ def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform")
     """Adds the dense layer `logits`, without activation; returns float32 logits of shape [..., num_outputs]."""
     # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
     return layers.Dense(
-        num_outputs,
-        kernel_initializer=initializer,
-        dtype="float32",
-        name="logits",
+        num_outputs, kernel_initializer=initializer, dtype="float32", name="logits"
     )(features)
 
 
@@ -81,7 +81,7 @@ def check_counts(network: str, **counts: int) -> None:
 
 
 def mlp(
-    input_shape: Sequence[int],
+    input_shape: Shape,
     num_outputs: int,
     hidden: Sequence[int] = (128, 64),
     activation: str = "relu",
@@ -105,11 +105,7 @@ def mlp(
     return Model(inputs, logits(x, num_outputs), name="mlp")
 
 
-def cnn(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    dropout: Sequence[float] = (0.25, 0.5),
-) -> Model:
+def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> Model:
     """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
     1,199,882 parameters on 28x28x1 with 10 classes.
@@ -135,11 +131,7 @@ def cnn(
     return Model(image, logits(x, num_outputs), name="cnn")
 
 
-def resnet20(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    blocks_per_stage: int = 3,
-) -> Model:
+def resnet20(image_shape: Shape, num_outputs: int, blocks_per_stage: int = 3) -> Model:
     """Builds the residual network of He et al. 2015 for CIFAR-10, in three stages.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
@@ -164,13 +156,11 @@ def resnet20(
 
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     return Model(
-        image,
-        logits(x, num_outputs, "he_normal"),
-        name=f"resnet{6 * blocks_per_stage + 2}",
+        image, logits(x, num_outputs, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}"
     )
 
 
-def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
+def _residual_block(x, filters: int, strides: int, name: str):
     shortcut = x
     # Blocks that halve the image also double the filters; all others keep the shape.
     if strides > 1:
@@ -183,7 +173,7 @@ def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
     return layers.ReLU(name=f"{name}_relu2")(x)
 
 
-def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
+def _convolve(x, filters: int, strides: int, name: str, size: int = 3):
     """Adds a convolution and batch normalization, whose offset makes a bias superfluous."""
     options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
     x = layers.Conv2D(filters, size, strides=strides, name=name, **options)(x)
@@ -192,7 +182,7 @@ def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> A
 
 
 def separable_cnn(
-    image_shape: Sequence[int],
+    image_shape: Shape,
     num_outputs: int,
     activation: str = "selu",
     initializer: str = "lecun_normal",
@@ -217,7 +207,7 @@ def separable_cnn(
     """
     # Each block's pooling halves the image.
     image = image_input(image_shape, "separable_cnn", min_side=2 ** len(BLOCKS))
-    dense: Any = {"activation": activation, "kernel_initializer": initializer}
+    dense = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
 
     for block, block_filters in enumerate(BLOCKS, start=1):
@@ -246,11 +236,7 @@ def _depthwise(name: str) -> keras.initializers.Initializer:
 
 
 def application(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    name: str,
-    dropout: float = 0.0,
-    **options: Any,
+    image_shape: Shape, num_outputs: int, name: str, dropout: float = 0.0, **options: Any
 ) -> Model:
     """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
@@ -279,7 +265,7 @@ def application(
     return Model(image, logits(x, num_outputs), name=trunk.name)
 
 
-def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
+def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     """Builds ResNet-50 for RGB images with values in 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
     See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
@@ -318,7 +304,7 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
     return Model(image, x, name="resnet50_v1_5")
 
 
-def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
+def body(image_shape: Shape, name: str, **options: Any) -> Model:
     """Builds a network of keras.applications without its head, with random weights. Raises like `application`."""
     # keras.applications holds these functions and their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
@@ -327,18 +313,11 @@ def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
             f"keras.applications has no network {name!r}; {nearest(name, list(networks))}"
         )
     return networks[name](
-        include_top=False,
-        weights=None,
-        input_shape=tuple(image_shape),
-        **options,
+        include_top=False, weights=None, input_shape=tuple(image_shape), **options
     )
 
 
-def clone(
-    trunk: Model,
-    image: Any,
-    changes: Mapping[str, dict[str, Any]] | None = None,
-) -> Model:
+def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]] | None = None) -> Model:
     """Rebuilds a network of keras.applications on another input, with fresh names.
 
     Args:
@@ -350,7 +329,7 @@ def clone(
     names = _fresh_names(trunk)
     changes = changes or {}
 
-    def rebuild(layer: Any) -> Any:
+    def rebuild(layer):
         name = names.get(layer.name, layer.name)
         if (
             isinstance(layer, (layers.Rescaling, layers.Normalization))

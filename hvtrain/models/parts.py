@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from keras import Model, layers
@@ -41,7 +42,7 @@ class Part:
     def names(self, variable: Any) -> tuple[str, ...]:
         """Returns the names that a pattern may match: the variable's path, and its layers' names and paths."""
         layer_names = self.path.split("/")
-        paths = ("/".join(layer_names[:depth]) for depth in range(1, len(layer_names) + 1))
+        paths = accumulate(layer_names, "{}/{}".format)
         return tuple(
             dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")])
         )
@@ -54,7 +55,7 @@ def parts(model: Model) -> list[Part]:
     Sequential, for example, is in Keras's path if its first call built it, but not if it was loaded.
     """
     # By identity: layers may be shared, and == on Keras variables compares their values.
-    seen: set[int] = set()
+    seen = set()
     num_uses = Counter[str]()
 
     def walk(layer: Any, path: str) -> Iterator[Part]:
@@ -142,7 +143,7 @@ def describe_trainable(model: Model) -> str:
     return f"{num_trained:,} of {num_trainable:,} parameters, in {len(model.trainable_variables)} variables"
 
 
-def _size(variable: Any) -> int:
+def _size(variable) -> int:
     return math.prod(variable.shape)
 
 
@@ -189,9 +190,9 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:
-        head = parts(model)[-1].path
         raise ConfigError(
-            f"model.freeze=[{','.join(patterns)}] leaves nothing that trains; leave out a layer, such as {head}"
+            f"model.freeze=[{','.join(patterns)}] leaves nothing that trains; leave out a layer, "
+            f"such as {parts(model)[-1].path}"
         )
 
 
@@ -236,13 +237,13 @@ def add_lora(model: Model, rank: int) -> None:
         _save_plain(layer)
 
 
-def _constraint(layer: Any) -> Any:
+def _constraint(layer):
     # Keras cannot add the matrices to a kernel with a constraint, so such a layer stays frozen. In an
     # Embedding the attribute has another name.
     return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
-def _save_plain(layer: Any) -> None:
+def _save_plain(layer) -> None:
     """Makes a layer with LoRA save its config as a plain layer."""
     # Keras saves the sum as the kernel. With lora_rank in its config, a loaded layer would get new matrices too.
     get_config = layer.get_config

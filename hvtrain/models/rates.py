@@ -6,7 +6,6 @@ include it, and at the end of training it replaces the weights. Moving statistic
 they are averages already.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,9 +33,7 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
 
 
 def multiply_rates(
-    optimizer: Optimizer,
-    variables: Sequence[Any],
-    factors: Sequence[float],
+    optimizer: Optimizer, variables: Sequence[Any], factors: Sequence[float]
 ) -> None:
     """Multiplies the learning rate of each variable by its factor, changing the optimizer in place.
 
@@ -61,19 +58,17 @@ def multiply_rates(
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         factor = factor_of.get(index_of(variable), 1.0)
         return update_step(gradient, variable, learning_rate * factor)
 
-    def decay(variables: Any) -> None:
-        groups = defaultdict(list)
-        for variable in variables:
-            groups[factor_of.get(index_of(variable), 1.0)].append(variable)
-        # Keras reads weight_decay once per call, so variables are passed in groups with the same factor.
+    def decay(variables):
+        # Keras reads weight_decay once per call.
         weight_decay = inner.weight_decay
-        for factor, group in groups.items():
+        for variable in variables:
+            factor = factor_of.get(index_of(variable), 1.0)
             inner.weight_decay = weight_decay and weight_decay * factor
-            apply_weight_decay(group)
+            apply_weight_decay([variable])
         inner.weight_decay = weight_decay
 
     inner.update_step = update
@@ -101,7 +96,7 @@ def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
     inner = _plain_steps(optimizer, f"train.weight_decay={weight_decay}")
     update_step = inner.update_step
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def update(gradient, variable, learning_rate):
         if len(variable.shape) > 1:
             # The sparse gradient of an embedding becomes dense, because all rows decay.
             gradient = tf.convert_to_tensor(gradient) + weight_decay * variable
@@ -137,7 +132,7 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     if accumulate:
         average = inner._update_model_variables_moving_average
 
-        def average_after_steps(variables: Any) -> None:
+        def average_after_steps(variables):
             changes_weights = (inner._iterations + 1) % accumulate == 0
             keras.ops.cond(changes_weights, lambda: average(variables), lambda: None)
 
@@ -172,12 +167,12 @@ def take_averages(model: keras.Model) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer):
     """Returns the optimizer inside a LossScaleOptimizer, or the optimizer itself if it is not one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _plain_steps(optimizer: Any, setting: str) -> Any:
+def _plain_steps(optimizer, setting: str):
     """Returns the inner optimizer. Raises ConfigError if it overrides Keras's step."""
     inner = _inner(optimizer)
     # A distributed optimizer's class has two bases: a mixin, and the class that the user chose.

@@ -78,7 +78,7 @@ def two_tower(
     return Model(inputs, ops.stack(vectors, axis=1), name="two_tower")
 
 
-def _dense(x: Any, units: Sequence[int], name: str) -> Any:
+def _dense(x, units: Sequence[int], name: str):
     for number, width in enumerate(units, start=1):
         x = layers.Dense(width, activation="relu", name=f"{name}{number}")(x)
     return x

@@ -107,15 +107,7 @@ def transformer(
     return Model(tokens, outputs, name="transformer")
 
 
-def _block(
-    x: Any,
-    name: str,
-    causal: bool,
-    heads: int,
-    mlp_ratio: int,
-    dropout: float,
-    mask: Any,
-) -> Any:
+def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask):
     """Adds attention, over the positions in the mask or all, and then an MLP to x of shape [batch, length, width]."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
@@ -129,10 +121,7 @@ def _block(
 
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
     hidden = layers.Dense(
-        mlp_ratio * width,
-        "gelu",
-        kernel_initializer=_normal(),
-        name=f"{name}_mlp1",
+        mlp_ratio * width, "gelu", kernel_initializer=_normal(), name=f"{name}_mlp1"
     )(hidden)
     hidden = layers.Dense(width, kernel_initializer=_normal(), name=f"{name}_mlp2")(hidden)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout2")(hidden)

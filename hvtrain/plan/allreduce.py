@@ -78,7 +78,7 @@ class Collectives:
     transport: str
     threads: int
     folder: Path
-    sizes: tuple[int, ...] = SIZES
+    sizes: tuple[int, ...]
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     workers: ClassVar[dict[str, str]] = {"hvtrain": WORKER}
 
@@ -112,8 +112,10 @@ class Collectives:
                 end(process)
 
         if process.returncode:
-            cause = failure(log.read_text(errors="replace"), process.returncode)
-            raise LostRankError(f"{method}: {cause}; all output is in {log}")
+            output = log.read_text(errors="replace")
+            raise LostRankError(
+                f"{method}: {failure(output, process.returncode)}; all output is in {log}"
+            )
         return [json.loads(path.read_text()) for path in folder.glob("report.*")]
 
     def bus_bandwidth(self, method: str, size: int) -> float:
@@ -128,9 +130,9 @@ class Collectives:
 
     def table(self) -> list[str]:
         """Returns the lines to print, with medians over the rounds."""
-        num_rounds = len(self.seconds["hvtrain"]["gather"])
         lines = [
-            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; medians of {num_rounds} rounds",
+            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
+            f"medians of {len(self.seconds['hvtrain']['gather'])} rounds",
             f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}",
         ]
         for size in self.sizes:
@@ -141,9 +143,9 @@ class Collectives:
             )
 
         gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
-        moved = human_bytes(FACTOR_BYTES)
         lines.append(
-            f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"
+            f"{human_bytes(FACTOR_BYTES)} in half precision: {half:,.0f} us; "
+            f"gathered, not added: {gather:,.0f} us"
         )
         return lines
 
@@ -177,8 +179,8 @@ allreduce.json, which plan --calibrate reads.""",
     options = parser.parse_args()
     # Ranks share the cores, as in a run.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
-    started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = Path(options.output or f"allreduce/{started}-{options.transport}").absolute()
+    default = f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
+    folder = Path(options.output or default).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = kind(options.ranks, options.transport, threads, folder, sizes)

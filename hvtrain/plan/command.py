@@ -8,16 +8,15 @@ import tempfile
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
-from hvtrain.launch.measure import train
+from hvtrain.launch.measure import ONLY_STEPS, train
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
-from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
+from hvtrain.plan.step_cost import Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import (
     RUN_SETTINGS,
@@ -29,9 +28,6 @@ from hvtrain.system.command import (
     positive,
 )
 from hvtrain.system.files import write_json
-
-if TYPE_CHECKING:
-    from hvtrain.plan.forecast import Forecast
 
 # Enough to measure: a run's speed leaves out the first ten steps as warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
@@ -66,8 +62,8 @@ def main() -> int:
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
-    costs: list[Cost] = []
-    method_costs: list[Cost] = []
+    costs = []
+    method_costs = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
         if options.calibrate:  # Measured times include waiting for Horovod's cycle already.
@@ -107,7 +103,7 @@ def main() -> int:
     return 0
 
 
-def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
+def _rules(options: argparse.Namespace, run) -> Rules:
     # Without --algorithm, those from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
@@ -118,7 +114,7 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
     )
 
 
-def _measured(options: argparse.Namespace, run: "Forecast") -> float:
+def _measured(options: argparse.Namespace, run) -> float:
     """Measures the step time of the run on one rank of this machine, in seconds.
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.
@@ -152,21 +148,16 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         # One rank without Horovod takes all of the steps, with nothing in between.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
-        "train.divide_steps_by_size=false",
-        "train.validate_every_epochs=null",
-        "train.validate_every_steps=null",
+        *ONLY_STEPS,
         "train.max_time=null",
-        "checkpoint.every_epochs=null",
-        "checkpoint.every_steps=null",
-        "checkpoint.every_minutes=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
         # This training is part of the command, so it sends no notices.
         "notify=[]",
     ]
     with tempfile.TemporaryDirectory(prefix="hvtrain-plan-") as folder:
-        run_dir = override("run.dir", f"{folder}/run")
-        command = [sys.executable, "-m", "hvtrain", *settings, run_dir]
+        settings.append(override("run.dir", f"{folder}/run"))
+        command = [sys.executable, "-m", "hvtrain", *settings]
         training = train(command, os.sched_getaffinity(0), Path(folder))
     return float(training.result["step_seconds"])
 
@@ -198,9 +189,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
     classes = "number of its classes, if no setting gives it; default: 1000"
     add_number(parser, "--classes", at_least(1), classes, metavar="C")
     option(
-        "--output",
-        metavar="DIR",
-        help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL",
+        "--output", metavar="DIR", help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL"
     )
 
     group = parser.add_argument_group(

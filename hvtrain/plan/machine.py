@@ -120,14 +120,12 @@ def corrected(
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     name = machine.slowest(measurements[0].num_ranks)
-    link: Any = replace(getattr(machine, name), corrections=corrections)
+    link = replace(getattr(machine, name), corrections=corrections)
     return replace(machine, **{name: link})
 
 
 def machine_of(
-    options: argparse.Namespace,
-    files: Sequence[Sequence[Measured]],
-    algorithms: Sequence[str],
+    options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]
 ) -> tuple[Machine, list[str]]:
     """Returns the machine that the options describe, and a line for each link in use.
 
@@ -215,7 +213,7 @@ def read(path: Path) -> list[Measured]:
     advice = "give the allreduce.json of python -m hvtrain allreduce"
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
         by_size = content["seconds"]["hvtrain"]
         # Other keys are kinds of exchanges, or further measurements of benchmarks/allreduce.py.

@@ -132,7 +132,6 @@ def encode(
         env={**os.environ, **threads},
         capture_output=True,
         text=True,
-        check=False,
     )
     if done.returncode:
         raise LostRankError(
@@ -205,11 +204,7 @@ def method_cost(
 
 
 def sent_bytes(
-    method: Method,
-    work: Work,
-    encoded: Mapping[Wire, Encoded],
-    num_ranks: int,
-    accumulate: int = 1,
+    method: Method, work: Work, encoded: Mapping[Wire, Encoded], num_ranks: int, accumulate: int = 1
 ) -> float:
     """Returns the bytes that a rank sends in a step, as the mean over the steps between two reductions."""
     code = encoded.get(method.wire)
@@ -251,8 +246,10 @@ def advice(costs: Sequence[Cost]) -> str:
         parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
     if parts:
         return "; ".join(parts)
-    share = base.exposed_seconds / base.compute_seconds
-    return f"none pays: the reduction adds {share:.0%} to a step, and no method makes it {WORTH_IT:g} times as fast"
+    return (
+        f"none pays: the reduction adds {base.exposed_seconds / base.compute_seconds:.0%} to a step, "
+        f"and no method makes it {WORTH_IT:g} times as fast"
+    )
 
 
 def main() -> None:
@@ -271,10 +268,10 @@ def main() -> None:
     errors = [tf.Variable(tf.zeros_like(gradient)) for gradient in gradients]
 
     def measured(compression: str, rank: int) -> tuple[float, list[float]]:
-        wire: Any = getattr(hvd.Compression, compression)
+        wire = getattr(hvd.Compression, compression)
         if compression == "powersgd":
             wire = wire(rank)
-        projections: list[Any] = []
+        projections = []
         if isinstance(wire, WireFormat):
             kept = [wire.projection_shape(gradient.shape) for gradient in gradients]
             projections = [

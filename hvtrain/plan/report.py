@@ -82,7 +82,6 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     config = forecast.config
     plan = forecast.plan
     num_hosts = -(-plan.size // options.ranks_per_host)
-    precision = config.train.precision
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
@@ -100,7 +99,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     lines = [
         (
             "model",
-            f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {precision}",
+            f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {config.train.precision}",
         ),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),
@@ -166,10 +165,7 @@ def _memory(forecast: Forecast) -> str:
 
 
 def step_lines(
-    forecast: Forecast,
-    costs: Sequence[Cost],
-    links: Sequence[str],
-    rules: Rules,
+    forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules
 ) -> list[str]:
     """Returns the lines about the predicted step and its assumptions.
 
@@ -180,13 +176,12 @@ def step_lines(
         rules: How the ranks reduce.
     """
     num_messages = len(forecast.messages)
-    step_seconds = costs[0].step_seconds
     # With buckets, the reduction overlaps with the backward pass.
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
     lines += [
-        f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
+        f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
         f"{moment}",
         *_table_lines(forecast),
@@ -214,10 +209,9 @@ def _table_lines(forecast: Forecast) -> list[str]:
     if not forecast.row_bytes:
         return []
     num_ranks = forecast.plan.size
-    received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
     return [
-        f"{'tables':<15}a rank receives up to {received} of sharded rows in a step, and sends as much of gradients; "
-        "this time is left out"
+        f"{'tables':<15}a rank receives up to {amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)} of sharded "
+        "rows in a step, and sends as much of gradients; this time is left out"
     ]
 
 
@@ -240,9 +234,9 @@ def advice_lines(
     for method, cost in zip(METHODS, costs):
         sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
         size = amount(sum(memory(forecast, method).values()))
-        speed = costs[0].step_seconds / cost.step_seconds
         lines.append(
-            f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}{speed:>7.2f}  {method.effect}"
+            f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"
+            f"{costs[0].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"
         )
     return [*lines, "", f"{'advice':<15}{advice(costs)}"]
 

@@ -128,7 +128,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
 
     # Total time of the reductions, hidden or not.
     busy = 0.0
-    buffers: list[tuple[int, str]] = []
+    buffers = []
     first = 0
     while first < len(sizes):
         # After a reduction, Horovod starts a waiting one at once; when idle, it waits for its next cycle.

@@ -41,12 +41,7 @@ _HEIGHT = 2.6
 
 @contextmanager
 def picture(
-    path: Path,
-    width: float,
-    height: float,
-    columns: int = 1,
-    rows: int = 1,
-    dpi: int = 130,
+    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, dpi: int = 130
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, and saves the figure as `path` when the block ends.
 
@@ -192,9 +187,8 @@ def charts_of(run: RunFiles) -> list[Chart]:
         validation = Series("validation", _metric(run, f"val_{name}"), color=1)
         charts.append(Chart(name, [curve for curve in (training, validation) if curve.points]))
 
-    rates = [(row.epoch, row.learning_rate) for row in run.history]
     others = {
-        "learning rate": [Series("", rates)],
+        "learning rate": [Series("", [(row.epoch, row.learning_rate) for row in run.history])],
         "examples per second, all ranks": [Series("", _speed(run))],
         "work of a step by rank, ms": _rank_series(run.rank_seconds),
     }
@@ -226,10 +220,10 @@ def svg(chart: Chart, has_legend: bool = True) -> str:
 def scatter_svg(figure: dict[str, Any]) -> str:
     """Draws a core.figures.Scatter, in its form in review.json, as an SVG element for a page."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes):
         x, y = zip(*figure["points"])
         axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
-        dashes: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+        dashes = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
         if figure["line"] == "diagonal":
             axes.axline((min(x), min(x)), slope=1, **dashes)
         else:
@@ -304,7 +298,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     ]
 
 
-def _draw(chart: Chart, axes: Any, has_legend: bool = True) -> None:
+def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
     for series in chart.series:
         axes.plot(
             [epoch for epoch, _ in series.points],

@@ -51,10 +51,7 @@ going or has failed. Several runs are compared on one page: a sortable table of 
 the settings that differ.""",
     )
     parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="a run folder; python -m hvtrain runs lists them",
+        "runs", nargs="+", metavar="RUN", help="a run folder; python -m hvtrain runs lists them"
     )
     parser.add_argument(
         "--output",
@@ -98,7 +95,7 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
         settings=differing([run.config for run in runs]),
-        script=(FOLDER / "sort.js").read_text(encoding="utf-8"),
+        script=(FOLDER / "sort.js").read_text("utf-8"),
     )
 
 
@@ -207,7 +204,7 @@ def run_row(path: Path, folder: Path) -> Row:
     if path != folder:
         name = str(path.relative_to(folder))
 
-    row: Row = dict.fromkeys(COLUMNS)
+    row = dict.fromkeys(COLUMNS)
     # One damaged run must not hide the others.
     row.update(run=name, state="damaged", resumable=False, began="")
     try:

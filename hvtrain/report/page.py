@@ -39,10 +39,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:  # Matplotlib and templates may raise anything.
         log.warning(
-            "%s is not written: %s; python -m hvtrain report %s tries again",
-            REPORT_FILE,
-            in_one_line(error),
-            folder,
+            f"{REPORT_FILE} is not written: {in_one_line(error)}; python -m hvtrain report {folder} tries again"
         )
 
 
@@ -86,17 +83,20 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
         **values: the template's variables.
     """
     # The style is inlined, so that the page can be shared as one file.
-    page = _templates(folder).get_template(template)
-    return page.render(
-        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
-        version=VERSION,
-        made=f"{datetime.now():%Y-%m-%d %H:%M}",
-        **values,
+    return (
+        _templates(folder)
+        .get_template(template)
+        .render(
+            style=(FOLDER / "style.css").read_text("utf-8"),
+            version=VERSION,
+            made=f"{datetime.now():%Y-%m-%d %H:%M}",
+            **values,
+        )
     )
 
 
 @cache
-def _templates(folder: Path) -> Any:
+def _templates(folder: Path):
     import jinja2
 
     environment = jinja2.Environment(

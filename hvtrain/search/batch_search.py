@@ -5,7 +5,7 @@ import logging
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -96,8 +96,7 @@ def try_sizes(
     start = runner.restore(run, model, None)
     description = describe(run, model, start)
     log.info(
-        "%s",
-        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE}),
+        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE})
     )
 
     on_chief = strategy.comm.on_chief
@@ -118,13 +117,13 @@ def try_sizes(
             on_chief(lambda: write_sizes(run.folder, trials))
             size *= 2
 
-    log.info("ended: %s", reason)
+    log.info(f"ended: {reason}")
     if not trials:
         raise TrainingError(
             f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
         )
 
-    def write_results() -> None:
+    def write_results():
         write_sizes(run.folder, trials, reason)
         write_png(run.folder, trials)
         run.state.store.send()
@@ -136,22 +135,24 @@ def try_sizes(
     return trials
 
 
+@dataclass
 class Sizes:
     """Measures batch sizes one after another, and says what prevents the next (every rank).
 
-    Args:
+    Attributes:
         run: the run; each size replaces its plan.
         model: the run's model, with its weights set.
         start: where the run begins.
         limit_bytes: memory that all ranks of a host may use together; None: what is free.
     """
 
-    def __init__(self, run: Run, model: keras.Model, start: Start, limit_bytes: int | None) -> None:
-        self.run = run
-        self.model = model
-        self.start = start
-        self.limit_bytes = limit_bytes
-        self.comm = run.strategy.comm
+    run: Run
+    model: keras.Model
+    start: Start
+    limit_bytes: int | None
+
+    def __post_init__(self) -> None:
+        self.comm = self.run.strategy.comm
         self.trials: list[Trial] = []
         self._peaks = [(0, resident_bytes())]  # Pairs of a size and this rank's peak on the host.
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
@@ -230,7 +231,7 @@ class Sizes:
         """
         model = self.model
 
-        def gradients_alone(batch: Any) -> Any:
+        def gradients_alone(batch):
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
@@ -243,7 +244,7 @@ class Sizes:
             if not is_out_of_memory(error):
                 raise
             # The error is in this rank's log only; all ranks learn which ranks had one.
-            log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
+            log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
             return False
 
         return True
@@ -266,13 +267,11 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
     if ranks > 1:
         python = f"horovodrun -np {ranks} python"
 
-    log.info("largest that fits, of those tried: train.batch_size=%d", trials[-1].batch_size)
+    log.info(f"largest that fits, of those tried: train.batch_size={trials[-1].batch_size}")
     log.info(
-        "fastest: train.batch_size=%d, with %s examples/s",
-        best.batch_size,
-        f"{best.examples_per_second:,.0f}",
+        f"fastest: train.batch_size={best.batch_size}, with {best.examples_per_second:,.0f} examples/s"
     )
-    log.info("  %s -m hvtrain %s", python, settings)
+    log.info(f"  {python} -m hvtrain {settings}")
     log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
-    log.info("  %s -m hvtrain find_lr %s", python, settings)
-    log.info("picture and figures in %s", run.folder)
+    log.info(f"  {python} -m hvtrain find_lr {settings}")
+    log.info(f"picture and figures in {run.folder}")

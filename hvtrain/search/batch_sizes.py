@@ -129,8 +129,7 @@ def lacking_host(
         # Ranks have asked at slightly different times; the smallest answer is the safe one.
         free = min(rank.free_bytes for rank in of_host)
         if limit_bytes is not None:
-            resident = sum(rank.resident_bytes for rank in of_host)
-            free = min(free, max(0, limit_bytes - resident))
+            free = min(free, max(0, limit_bytes - sum(rank.resident_bytes for rank in of_host)))
 
         if MARGIN * growth >= free:
             return host, growth, free

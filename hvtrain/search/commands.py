@@ -177,10 +177,7 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
     # as_trial has set steps, rounded up to whole accumulations.
     steps = trial.train.steps or call_steps
     train = replace(
-        trial.train,
-        batch_size=first_size,
-        steps=CALLS * steps,
-        steps_per_execution=steps,
+        trial.train, batch_size=first_size, steps=CALLS * steps, steps_per_execution=steps
     )
 
     return replace(trial, train=train)

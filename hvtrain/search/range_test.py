@@ -131,7 +131,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     start = runner.restore(run, model, None)
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
-    log.info("%s", summary(describe(run, model, start)))
+    log.info(summary(describe(run, model, start)))
     # By as_trial, a call of the graph is one update of the weights, after which the recorder reads the loss.
     steps = call_steps(run, [recorder])
 
@@ -139,7 +139,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
         with explain_errors(context):
             strategy.fit(model, run.batches_from, run.plan, 0, [context.position, recorder], steps)
     except TrainingError as error:  # A non-finite gradient ends the test on all ranks.
-        log.info("%s", str(error).partition(";")[0])
+        log.info(str(error).partition(";")[0])
 
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
@@ -154,12 +154,12 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     # Shown as the value to set, which the run multiplies by the factor for its ranks.
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
-    rate = suggestion.rate / factor
     log.info(
-        "the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate, note
+        "the loss fell fastest, and is suggested, at "
+        f"optimizer.learning_rate={suggestion.rate / factor:.2g}{note}"
     )
     log.info(
-        "it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, run.folder
+        f"it was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
     )
     return suggestion
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.choices import CONFIGS, own_folders
+from hvtrain.config.choices import choice_files
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.core.run_files import EpochRecord, lower_is_better
@@ -58,7 +58,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
     import yaml
     from omegaconf import OmegaConf
 
-    path = _space_file(name, list(overrides))
+    path = _space_file(name, overrides)
 
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
@@ -69,14 +69,14 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         raise ConfigError(
             f"{path} defines no settings; each line is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}"
         )
-    settings: dict[str, Any] = {str(key): line for key, line in tree.items()}
+    settings = {str(key): line for key, line in tree.items()}
     for name, line in settings.items():
         _check_line(f"{path}: {name}", line)
 
     return SearchSpace(path, settings)
 
 
-def _space_file(name: str, overrides: list[str]) -> Path:
+def _space_file(name: str, overrides: Sequence[str]) -> Path:
     # A path is used as given; a name is looked up in the folders.
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
@@ -86,8 +86,7 @@ def _space_file(name: str, overrides: list[str]) -> Path:
         return Path(name)
 
     # The user's folder comes last, so its spaces replace hvtrain's of the same name.
-    folders = (CONFIGS, *own_folders(overrides))
-    known = {path.stem: path for folder in folders for path in (folder / "sweep").glob("*.yaml")}
+    known = {path.stem: path for path in choice_files("sweep", overrides)}
     if name not in known:
         raise ConfigError(
             f"sweep={name} is not a search space; {nearest(name, list(known))} (or name a YAML file)"
@@ -96,7 +95,7 @@ def _space_file(name: str, overrides: list[str]) -> Path:
     return known[name]
 
 
-def _check_line(location: str, line: Any) -> None:
+def _check_line(location: str, line) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
@@ -119,7 +118,7 @@ def _check_line(location: str, line: Any) -> None:
             )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | Number)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvtrain.config.compose import override, override_value
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
-from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
+from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
 from hvtrain.search.search_space import MAX, SearchSpace, Setting
 from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.system.secrets import command_line
@@ -40,10 +40,12 @@ MOST_ROWS = 30
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
+# Settings or facts by name.
+Values = Mapping[str, Any]
 # A trial as in sweep.json.
-Trial = Mapping[str, Any]
+Trial = Values
 # The content of sweep.json.
-Results = Mapping[str, Any]
+Results = Values
 
 
 class Study:
@@ -67,7 +69,7 @@ class Study:
         self,
         folder: Path,
         space: SearchSpace,
-        facts: Mapping[str, Any],
+        facts: Values,
         seed: int,
         prune_after: int | None,
     ) -> None:
@@ -123,8 +125,7 @@ class Study:
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
         # fANOVA's trees are random; with a seed, the same trials give the same shares.
-        evaluator = FanovaImportanceEvaluator(seed=0)
-        shares = get_param_importances(self._study, evaluator=evaluator)
+        shares = get_param_importances(self._study, evaluator=FanovaImportanceEvaluator(seed=0))
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:
@@ -154,16 +155,16 @@ class Study:
 
         return self._study.tell(trial, value)
 
-    def _try_again_later(self, trial: Any) -> None:
+    def _try_again_later(self, trial) -> None:
         # Its run folder is not used again; a later trial gets the same settings.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
-    def _trials_in(self, *states: Any) -> list[Any]:
+    def _trials_in(self, *states) -> list[Any]:
         return self._study.get_trials(deepcopy=False, states=states)
 
 
-def _distribution(setting: Setting) -> Any:
+def _distribution(setting: Setting):
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if "choices" in setting:
@@ -175,7 +176,7 @@ def _distribution(setting: Setting) -> Any:
     return distribution(**setting)
 
 
-def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
+def _open_study(folder: Path, facts: Values):
     """Opens the study in the folder, or creates one with these facts. Raises ConfigError."""
     import optuna
 
@@ -214,20 +215,19 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
     return study
 
 
-def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def trial_record(trial: Any, settings: Values, folder: Path) -> dict[str, Any]:
     """Describes an optuna trial that has ended, as in sweep.json.
 
     Its value is the best one of a finished trial, the last one of a pruned trial, and None for a failed
     trial.
     """
-    seconds = trial.duration.total_seconds() if trial.duration else None
     return {
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
         # JSON keys are strings.
         "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
-        "seconds": seconds and round(seconds, 1),
+        "seconds": round(trial.duration.total_seconds(), 1),
         "settings": settings,
         "error": trial.user_attrs.get(ERROR),
         "run": str(folder),
@@ -239,8 +239,7 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     sign = -1 if direction == MAX else 1
     # Trials of equal value keep the order in which they ran.
     return sorted(
-        trials,
-        key=lambda trial: (_ORDER.index(trial["state"]), sign * (trial["value"] or 0.0)),
+        trials, key=lambda trial: (_ORDER.index(trial["state"]), sign * (trial["value"] or 0.0))
     )
 
 
@@ -249,14 +248,12 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
-def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+def as_overrides(settings: Values) -> list[str]:
     """Formats the searched settings for a trial's command line."""
     return [override(name, value) for name, value in settings.items()]
 
 
-def train_command(
-    launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
-) -> str:
+def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Values) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
     # Secrets are hidden, since the command is printed and saved; the user has to fill them in.
     return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
@@ -333,9 +330,7 @@ def write_picture(results: Results, path: Path) -> None:
     """
     # Ordered by importance, once there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
-    panels: list[Panel] = [
-        (f"{results['metric']} by trial", partial(_draw_history, results=results))
-    ]
+    panels = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
 
     for name in names:
         share = results["importances"].get(name)
@@ -345,7 +340,7 @@ def write_picture(results: Results, path: Path) -> None:
     write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
 
 
-def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) -> None:
+def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:
     """Draws the values of finished and pruned trials over the position that each trial has."""
     for state, color in _COLORS.items():
         trials = [
@@ -363,7 +358,7 @@ def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) 
         )
 
 
-def _draw_history(axes: Any, results: Results) -> None:
+def _draw_history(axes, results: Results) -> None:
     _draw_trials(axes, results, lambda trial: trial["number"])
     finished = [trial for trial in results["trials"] if trial["state"] == FINISHED]
     better = max if results["direction"] == MAX else min
@@ -375,7 +370,7 @@ def _draw_history(axes: Any, results: Results) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_setting(axes: Any, results: Results, name: str) -> None:
+def _draw_setting(axes, results: Results, name: str) -> None:
     setting = results["space"][name]
     choices = setting.get("choices")
     if not choices:

@@ -170,9 +170,7 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
         help="a column of history.csv; default: checkpoint.best, that of the task",
     )
     option(
-        "--direction",
-        choices=(MAX, MIN),
-        help="which of its values is best; default: by its name",
+        "--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name"
     )
     about = "finished trials before others are pruned, from epoch 2 on"
     add_number(parser, "--prune-after", at_least(1), about, 5)
@@ -215,9 +213,8 @@ class Trials:
         # Results from an earlier start count, so the same command continues a sweep.
         already = len(self.results["trials"])
         note = f"; {already} of them are there" if already else ""
-        num_ranks = self.results["num_ranks"]
         print(
-            f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}",
+            f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
             flush=True,
         )
 
@@ -239,9 +236,8 @@ class Trials:
             + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
         )
         if exit_code:
-            print(
-                "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
-                file=sys.stderr,
+            sys.stderr.write(
+                "hvtrain: interrupted; all trials so far are kept, and the same command goes on\n"
             )
             return exit_code
 
@@ -310,15 +306,8 @@ class Trials:
         ]
         best = best_of(trials, self.goal.direction)
         if best:
-            best = {
-                **best,
-                "line": train_command(self.launcher, self.overrides, best["settings"]),
-            }
-        self.results |= {
-            "trials": trials,
-            "best": best,
-            "importances": self.study.importances(),
-        }
+            best = {**best, "line": train_command(self.launcher, self.overrides, best["settings"])}
+        self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
         write_results(self.results, self.folder)
 
 

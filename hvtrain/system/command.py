@@ -50,30 +50,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Leaves out the name of a subcommand, whose help is part of its command's help.
-        num_words = 3
-        if "-m hvtrain" in self.prog:
-            num_words = 4
-        command = " ".join(self.prog.split()[:num_words])
-        raise ConfigError(f"{message}; see {command} --help")
+        num_words = 4 if "-m hvtrain" in self.prog else 3
+        raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:num_words])} --help")
 
-    def add_hosts(self) -> None:
-        """Adds -H and --hostfile. `hosts` of the result holds the given one, as words for hvtrain launch."""
-        hosts = self.add_mutually_exclusive_group()
+    def add_hosts(self, group: Any = None) -> Any:
+        """Adds -H and --hostfile, in a group of arguments if one is given, and returns the group of the two.
+
+        `hosts` of the result holds the given one, as words for hvtrain launch.
+        """
+        hosts = (group or self).add_mutually_exclusive_group()
         hosts.add_argument(
             "-H",
             dest="hosts",
             type=lambda text: ["-H", text],
             default=[],
             metavar="s1:4,s2:4",
-            help="hosts and their slots, as for hvtrain launch",
+            help="hosts and their slots",
         )
         hosts.add_argument(
             "--hostfile",
             dest="hosts",
             type=lambda path: ["--hostfile", path],
             metavar="FILE",
-            help="the same from a file",
+            help="the same from a file with lines such as: s1 slots=4",
         )
+        return hosts
 
     def add_ssh(self) -> None:
         """Adds -H, -p and -i, for commands that connect to the hosts themselves."""
@@ -121,11 +122,7 @@ def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], 
 def add_ssh_options(options: Any) -> None:
     """Adds -p and -i to a parser, or to an argument group of one."""
     options.add_argument(
-        "-p",
-        dest="port",
-        type=int,
-        metavar="PORT",
-        help="ssh port; users go in ~/.ssh/config",
+        "-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config"
     )
     options.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
 

@@ -153,7 +153,7 @@ def log_to_file(folder: Path, rank: int) -> None:
             raise OSError(f"{path} is behind a symbolic link, and may lie outside the run folder")
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        log.warning("rank %d keeps no log file: %s", rank, error)
+        log.warning(f"rank {rank} keeps no log file: {error}")
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for logger in _LOGGERS:
@@ -181,7 +181,7 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         for logger in _LOGGERS:
             logger.removeHandler(self)
-        log.warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
+        log.warning(f"{self.baseFilename} was not written: {sys.exc_info()[1]}")
 
 
 def note_signal(*_: object) -> None:

@@ -127,7 +127,7 @@ class LiveDisplay:
             self._live = None
 
 
-def _console() -> Any:
+def _console():
     """Returns a rich console for stdout.
 
     Users may print [brackets], which must not be taken as markup.
@@ -137,7 +137,7 @@ def _console() -> Any:
     return Console(markup=False, emoji=False, highlight=False)
 
 
-def _picture(drawing: Drawing) -> Any:
+def _picture(drawing: Drawing):
     """Returns a rich renderable: bars of equal length, and below them the text, wrapped."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar

@@ -128,12 +128,10 @@ def new_folder(default: Path) -> Path:
 
 
 def page_path(text: str | Path) -> Path:
-    """Returns the path of the page that --output names. Raises ConfigError if no file can be written there."""
+    """Returns the path of the file that --output names. Raises ConfigError if no file can be written there."""
     path = Path(text)
     if path.is_dir():
-        raise ConfigError(
-            f"--output {path} is a folder; name a file in it, such as {path}/page.html"
-        )
+        raise ConfigError(f"--output {path} is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
             f"--output {path}: there is no folder {path.parent}; make it, or choose another file"

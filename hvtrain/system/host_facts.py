@@ -134,10 +134,9 @@ def code_facts() -> dict[str, Any]:
         return {"folder": None, "files": {}}
     folder = origin.parent
     # conf/ is inside the package in a wheel, and next to it in a checkout.
-    configs = next(
-        (path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()),
-        folder / "conf",
-    )
+    configs = folder / "conf"
+    if not configs.is_dir():
+        configs = folder.parent / "conf"
     of_configs = {
         f"conf/{path.relative_to(configs)}": _checksum(path)
         for path in sorted(configs.rglob("*.yaml"))

@@ -168,11 +168,8 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
     host = socket.gethostname()
     if not has_cuda:
         log.warning(
-            "%s has %d GPU(s), which are not used: TensorFlow %s here is built for CPUs only; "
-            "HVTRAIN_VARIANT=gpu ./scripts/run makes the environment for GPUs",
-            host,
-            num_shown,
-            version,
+            f"{host} has {num_shown} GPU(s), which are not used: TensorFlow {version} here is built for CPUs only; "
+            "HVTRAIN_VARIANT=gpu ./scripts/run makes the environment for GPUs"
         )
         return
     raise RankError(
@@ -182,7 +179,7 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
     )
 
 
-def _driver() -> Any:
+def _driver():
     """Returns the CUDA driver's library, initialized; None without a driver, or if that fails.
 
     Each of its functions returns 0 on success.
@@ -209,10 +206,8 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    cuda: Any = _driver() if count else None
-    # An old driver lacks the function.
-    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None)
-    if get_uuid is None:
+    cuda = _driver() if count else None
+    if cuda is None:
         return ()
 
     # The driver writes its results into these two.
@@ -220,7 +215,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     buffer = (ctypes.c_ubyte * 16)()
     uuids = []
     for index in range(count):
-        if cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device):
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid_v2(buffer, device):
             return ()
         uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
     return tuple(uuids)
@@ -268,7 +263,7 @@ def busy_percent(uuid: str | None) -> int | None:
 
 
 @cache
-def _gpu_handle(uuid: str) -> Any:
+def _gpu_handle(uuid: str):
     """Returns NVML's handle of a GPU, which is valid as long as this process lives."""
     import pynvml
 

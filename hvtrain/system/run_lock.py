@@ -92,9 +92,7 @@ class RunLock(AbstractContextManager["RunLock"]):
             if not _create(claim):
                 return False
             log.warning(
-                "%s has no locks; %s keeps other runs out, and stays behind after kill -9",
-                claim.parent,
-                claim,
+                f"{claim.parent} has no locks; {claim} keeps other runs out, and stays behind after kill -9"
             )
             self._claim = claim
         return True

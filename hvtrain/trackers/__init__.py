@@ -49,9 +49,8 @@ class Tracker(ABC):
 
         if missing:
             verb = "is" if len(missing) == 1 else "are"
-            packages = " and ".join(missing)
             raise ConfigError(
-                f"tracker={name} needs {packages}, which {verb} not installed; install: {INSTALL}"
+                f"tracker={name} needs {' and '.join(missing)}, which {verb} not installed; install: {INSTALL}"
             )
 
     @abstractmethod

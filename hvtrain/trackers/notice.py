@@ -102,9 +102,8 @@ class Notice:
         if unknown != []:
             self._sender = None
         if unknown:
-            name = self._name(unknown[0])
             raise ConfigError(
-                f"notify: {name} is not an address that apprise takes; see docs/notices.md"
+                f"notify: {self._name(unknown[0])} is not an address that apprise takes; see docs/notices.md"
             )
 
     def finished(self, text: str) -> None:
@@ -139,9 +138,8 @@ class Notice:
             if failed is None:  # The sender is gone.
                 failed = list(range(len(self._addresses)))
             for index in failed:
-                name = self._name(index)
                 log.warning(
-                    "the notice could not be sent to %s; test it with the command apprise", name
+                    f"the notice could not be sent to {self._name(index)}; test it with the command apprise"
                 )
         self._sender = None
 

@@ -21,12 +21,8 @@ class TensorBoard(Tracker):
     def __init__(self, dir: str) -> None:
         self.folder = Path(dir).absolute()
         self._writer: Any = None
-        self._scalar: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-
-        self._scalar = scalar_pb
         self._writer = tf.summary.create_file_writer(str(self.folder))
         # Relative if possible, so that a run is still known after its folder was moved.
         place = str(self.folder)
@@ -43,9 +39,11 @@ class TensorBoard(Tracker):
         return place
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
         # tf.summary.scalar would write the same, but it runs several operations for each number, while
         # the other ranks wait.
-        summaries = [self._scalar(name, value) for name, value in values.items()]
+        summaries = [scalar_pb(name, value) for name, value in values.items()]
         summary = b"".join(each.SerializeToString() for each in summaries)
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(summary, step=step)

@@ -127,7 +127,7 @@ def notice_cuts(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
 
 
-@dataclass(eq=False)
+@dataclass
 class Connection:
     """A connection to the hub. process and state are None until it has proved its rank."""
 
@@ -148,7 +148,7 @@ class Connection:
             self.socket.send(encode({"kind": kind, **values}))
 
 
-@dataclass(eq=False)
+@dataclass
 class Connections:
     """Accepts and reads all connections to the hub.
 

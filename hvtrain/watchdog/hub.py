@@ -172,9 +172,8 @@ class Hub:
         seconds = standing.stalled_seconds(self._rules.limit / 10)
         if seconds and not self._has_warned:
             log.warning(
-                "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it",
-                seconds,
-                standing.describe({}),
+                f"no progress for {seconds:.0f} s: {standing.describe({})}; the run ends after "
+                "watchdog.abort_seconds of it"
             )
         # After some progress, the next stall gets a warning again.
         self._has_warned = seconds > 0
@@ -237,8 +236,7 @@ class Hub:
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
         self._member.tell(text)
-        culprit = next((state.rank for state in standing.culprits()), None)
-        processes.say(text, 0, culprit)
+        processes.say(text, 0, next((state.rank for state in standing.culprits()), None))
 
         # This process ends last, since it holds the connections.
         for rank, connection in self._connections.ranks.items():

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, UserError, in_one_line, message_of
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
@@ -184,17 +183,18 @@ class Member(Watchdog):
         self._send(Kind.ASK)
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
-        while self._is_ending and self._thread.is_alive():
-            time.sleep(1)  # The watchdog is about to say why, and to end this process.
-        self._is_leaving = self._reason is not None
-        return self._reason
+        return self._settled()
 
     def wait(self) -> StopReason | None:
         # Short intervals, since Python handles signals between them.
         while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
             pass
+        return self._settled()
+
+    def _settled(self) -> StopReason | None:
+        """Returns the reason, unless the watchdog's thread is about to say why and to end this process."""
         while self._is_ending and self._thread.is_alive():
-            time.sleep(0.2)  # The watchdog is about to end this process.
+            time.sleep(0.2)
         self._is_leaving = self._reason is not None
         return self._reason
 
@@ -229,7 +229,7 @@ class Member(Watchdog):
             raise WireError(f"the hub sent no {kind.value}")
         return messages[0]
 
-    def _send(self, kind: Kind, **values: Any) -> None:
+    def _send(self, kind: Kind, **values) -> None:
         # If this fails, the next read finds out why.
         # The watchdog's thread may let go of the connection at any moment.
         connection = self._connection
@@ -262,8 +262,7 @@ class Member(Watchdog):
                     self._tick(now)
         except Exception:
             log.exception(
-                "the watchdog of rank %d failed, which is a bug; the run continues without it",
-                self._rank,
+                f"the watchdog of rank {self._rank} failed, which is a bug; the run continues without it"
             )
             self._send(Kind.BYE)
         if self._connection:

@@ -46,7 +46,7 @@ class Status:
 class SuspensionClock:
     """Measures how long this process itself was suspended, for which other ranks must not be blamed."""
 
-    def __init__(self, usual_seconds: float = 1.0) -> None:
+    def __init__(self, usual_seconds: float) -> None:
         # A slow thread may be late by a whole interval without having been suspended.
         self._longest_gap = max(1.0, 2 * usual_seconds)
         self._last_call = time.monotonic()
@@ -319,8 +319,10 @@ class Standing:
         )
 
     def _since(self, state: RankState) -> str:
-        seconds = state.status.seconds + self.silence(state)
-        return f"{state.status.phase} since step {_step(state)} ({wall_clock(seconds)})"
+        return (
+            f"{state.status.phase} since step {_step(state)} "
+            f"({wall_clock(state.status.seconds + self.silence(state))})"
+        )
 
 
 def _step(state: RankState) -> str:

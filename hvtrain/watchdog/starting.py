@@ -81,7 +81,7 @@ def start(
     try:
         member.join(address, token)
     except (OSError, WireError) as error:
-        log.warning("no watchdog on rank %d on %s: %s", rank, host, error)
+        log.warning(f"no watchdog on rank {rank} on {host}: {error}")
         return Watchdog(progress)
     return member
 

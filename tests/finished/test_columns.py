@@ -147,5 +147,5 @@ def test_batches_share_row_groups(tmp_path, monkeypatch):
 
 def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "p.csv").mkdir()
-    with pytest.raises(ConfigError, match=r"p.csv is a folder; choose the name of a file"):
+    with pytest.raises(ConfigError, match=r"p.csv is a folder; name a file in it"):
         writer_for(tmp_path / "p.csv", has_masks=False)

@@ -323,7 +323,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
         ),
         (
             ["format=onnx", "--output", "no/m.onnx"],
-            "--output no/m.onnx is in a folder that does not exist",
+            "--output no/m.onnx: there is no folder no",
         ),
     ],
 )

@@ -233,7 +233,7 @@ def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
         ssh=Ssh(2222, "key"),
         mpirun=True,
     )
-    line = launcher_command(job, HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
+    line = launcher_command(job, HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24", {}))
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
