@@ -70,11 +70,6 @@ class Classification(ClassTask):
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        is_wrong = (targets < 0) | (targets >= source.num_classes)
-        last = source.num_classes - 1
-        return first_fault(is_wrong, lambda row: f"label {targets[row]} is outside 0 ... {last}")
-
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
         # MixUp and CutMix blend these one-hot rows into shares of the classes.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
@@ -88,14 +88,7 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
-            # The same seed on all ranks, so that all of them accept or refuse a metric.
-            rng = np.random.default_rng(0)
-            targets = keras.tree.map_structure(
-                lambda spec: draw(rng, spec.shape, spec.dtype.name),
-                source.element_spec[1],
+            specs = keras.tree.map_structure(
+                lambda output: tf.TensorSpec(output.shape[1:], output.dtype), outputs
             )
-            predictions = keras.tree.map_structure(
-                lambda output: draw(rng, output.shape[1:], output.dtype),
-                outputs,
-            )
-            self.check_metrics(targets, predictions)
+            self.check_metrics(*draw(source.element_spec[1], specs))

@@ -12,7 +12,7 @@ from keras import Model
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.examples import Fault, ReviewedExamples, draw_classes, first_fault
+from hvtrain.tasks.examples import ReviewedExamples, draw_classes
 from hvtrain.tasks.task import ClassTask, Losses
 
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
@@ -73,11 +73,6 @@ class Language(ClassTask):
         return keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         )
-
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        size = source.facts()["vocabulary_size"]
-        is_wrong = (targets < 0) | (targets >= size)
-        return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # A short text and a small vocabulary suffice to check that a metric's state adds up.

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients
-from hvtrain.tasks.examples import Columns, Fault, first_fault
+from hvtrain.tasks.examples import Columns, Fault, out_of_range
 from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
@@ -114,11 +114,7 @@ class Retrieval(Task):
         super().prepare(source)
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        number = len(self._catalogue)
-        is_wrong = (targets < 0) | (targets >= number)
-        return first_fault(
-            is_wrong, lambda row: f"names item {targets[row]} of a catalogue of {number}"
-        )
+        return out_of_range(targets, len(self._catalogue))
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
         """Checks nothing, because metrics need the catalogue's vectors, which only a model can compute."""

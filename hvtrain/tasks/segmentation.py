@@ -11,7 +11,7 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.examples import Columns, Fault, ReviewedExamples, as_bytes, first_fault, png
+from hvtrain.tasks.examples import Columns, ReviewedExamples, as_bytes, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
@@ -85,17 +85,6 @@ class Segmentation(ClassTask):
                 f"task=segmentation needs masks of the size of the images, and {source.name} gives "
                 f"images of {image_size} and masks of {mask_size}; resize one of them"
             )
-
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        is_wrong = (targets < 0) | (targets >= source.num_classes)
-        # If ignored_label is None, no label equals it.
-        is_wrong &= targets != self.ignored_label
-
-        def problem(row: int) -> str:
-            label = targets[row][is_wrong[row]][0]
-            return f"label {label} in its mask is outside 0 ... {source.num_classes - 1}"
-
-        return first_fault(is_wrong, problem)
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         return {"mask": self.decode(outputs)}

@@ -30,6 +30,7 @@ from hvtrain.tasks.examples import (
     first_fault,
     fresh_all,
     of_logits,
+    out_of_range,
 )
 
 Losses: TypeAlias = Loss | Mapping[str, Loss] | None
@@ -129,13 +130,10 @@ class Task(ABC):
                 f"gives {types}; choose another task or data set"
             )
 
-    def examples(self, source: Source) -> tuple[Any, Any]:
+    def examples(self, source: Source) -> tuple[Any, ...]:
         """Draws targets and outputs of NUM_CHECKED examples, on which to try metrics."""
-        # The same seed on all ranks, so that all of them accept or refuse a metric.
-        rng = np.random.default_rng(0)
-        target = source.element_spec[1]
-        targets = draw(rng, target.shape, target.dtype.name)
-        return targets, draw(rng, self.output_shape(source) or (), "float32")
+        output = tf.TensorSpec(self.output_shape(source) or (), tf.float32)
+        return draw(source.element_spec[1], output)
 
     def fault(self, targets: Any, source: Source) -> Fault:
         """Returns the row and the problem of a batch's first wrong target; None if all are right."""
@@ -365,6 +363,8 @@ class ClassTask(Task):
     """The number of axes of a target; 0 for one class per example."""
     num_classes: ClassVar[str] = "num_classes"
     """The name of the data set's fact with the number of classes."""
+    ignored_label: int | None = None
+    """The label of positions that do not count; None: all count."""
 
     def default_metrics(self) -> Metrics:
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
@@ -374,6 +374,9 @@ class ClassTask(Task):
 
     def takes(self, target: Any) -> bool:
         return is_integer(target, self.rank)
+
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
+        return out_of_range(targets, self.output_shape(source)[-1], self.ignored_label)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # Small targets suffice, since metrics treat all positions alike.
