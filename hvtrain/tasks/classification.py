@@ -293,14 +293,44 @@ def _class_figures(
     logits: np.ndarray,
     source: Source,
 ) -> list[Figure]:
-    """Returns confusions and worst errors, for targets [examples] and logits [examples, classes]."""
+    """Returns confusions and the worst errors, if any, for targets [examples] and logits [examples, classes].
+
+    The worst errors are those with the lowest probability of the true class.
+    """
     names = class_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
+    figures = [_confusions(reviewed, targets, predicted, names)]
+
+    # Logarithms still distinguish probabilities so small that they would be rounded to 0.
     log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
-    return [
-        _confusions(reviewed, targets, predicted, names),
-        *_worst_errors(reviewed, targets, predicted, log_probabilities, names, source),
-    ]
+    of_true_class = log_probabilities[np.arange(len(targets)), targets]
+    # A stable sort, so that ties keep the order of the examples.
+    order = np.argsort(of_true_class, kind="stable").tolist()
+    worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
+    if not worst:
+        return figures
+
+    title = "Worst examples"
+    note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
+
+    cells = source.cells(reviewed.split, worst)
+    pictures = []
+    rows = []
+    for row, *values in zip(worst, *cells.values()):
+        true_name = names[targets[row]]
+        predicted_name = names[predicted[row]]
+        probability = f"{np.exp(log_probabilities[row, predicted[row]]):.0%}"
+        if reviewed.has_images:
+            caption = f"{true_name}, predicted {predicted_name} ({probability})"
+            pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
+
+        true_probability = f"{np.exp(of_true_class[row]):.1%}"
+        rows.append([row, true_name, predicted_name, probability, true_probability, *values])
+
+    if pictures:
+        return [*figures, Pictures(title, note, pictures)]
+    columns = ["example", "true", "predicted", "probability", "of the true class", *cells]
+    return [*figures, Table(title, note, columns, rows)]
 
 
 def _confusions(
@@ -325,43 +355,3 @@ def _confusions(
 
     columns = ["true", "predicted", "examples"]
     return Table("Most frequent confusions", f"{accuracy}.", columns, rows)
-
-
-def _worst_errors(
-    reviewed: ReviewedExamples,
-    targets: np.ndarray,
-    predicted: np.ndarray,
-    log_probabilities: np.ndarray,
-    names: Sequence[str],
-    source: Source,
-) -> list[Figure]:
-    """Returns the errors with the lowest probability of the true class; an empty list if there is no error."""
-    # Logarithms still distinguish probabilities so small that they would be rounded to 0.
-    of_true_class = log_probabilities[np.arange(len(targets)), targets]
-    # A stable sort, so that ties keep the order of the examples.
-    order = np.argsort(of_true_class, kind="stable").tolist()
-    worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
-    if not worst:
-        return []
-
-    title = "Worst examples"
-    note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
-
-    cells = source.cells(reviewed.split, worst)
-    pictures = []
-    rows = []
-    for row, *values in zip(worst, *cells.values()):
-        true_name = names[targets[row]]
-        predicted_name = names[predicted[row]]
-        probability = f"{np.exp(log_probabilities[row, predicted[row]]):.0%}"
-        if reviewed.has_images:
-            caption = f"{true_name}, predicted {predicted_name} ({probability})"
-            pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
-
-        true_probability = f"{np.exp(of_true_class[row]):.1%}"
-        rows.append([row, true_name, predicted_name, probability, true_probability, *values])
-
-    if pictures:
-        return [Pictures(title, note, pictures)]
-    columns = ["example", "true", "predicted", "probability", "of the true class", *cells]
-    return [Table(title, note, columns, rows)]

@@ -113,28 +113,19 @@ class Segmentation(ClassTask):
             intersection[:, label] = (in_target & in_prediction & counts).sum(axis=(1, 2))
             union[:, label] = ((in_target | in_prediction) & counts).sum(axis=(1, 2))
 
-        figures = [_overlaps(reviewed, intersection.sum(axis=0), union.sum(axis=0), names)]
+        # A class that occurs nowhere has no IoU.
+        rows = [
+            [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
+            for name, correct, total in zip(names, intersection.sum(axis=0), union.sum(axis=0))
+        ]
+        note = f"Intersection over union of each class's pixels, in {reviewed.description}."
+        figures: list[Figure] = [Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)]
         if reviewed.has_images:
             # An example's mean IoU is taken over the classes that occur in one of its masks.
             iou = np.where(union > 0, intersection / np.maximum(union, 1), 0)
             mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
             figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
         return figures
-
-
-def _overlaps(
-    reviewed: ReviewedExamples,
-    intersection: np.ndarray,
-    union: np.ndarray,
-    names: Sequence[str],
-) -> Figure:
-    # A class that occurs nowhere has no IoU.
-    rows = [
-        [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
-        for name, correct, total in zip(names, intersection, union)
-    ]
-    note = f"Intersection over union of each class's pixels, in {reviewed.description}."
-    return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
 
 def _overlays(
