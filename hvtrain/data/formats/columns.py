@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 from pyarrow import types
 
 from hvtrain.data.formats.cell_texts import DATE_FORMATS, numbers_in, only, share, times_in, unit_in
@@ -22,30 +23,8 @@ from hvtrain.errors import DataError
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# Texts that are read as gaps, the same as in pandas.read_csv.
-GAPS = pa.array(
-    [
-        "",
-        "#N/A",
-        "#N/A N/A",
-        "#NA",
-        "-1.#IND",
-        "-1.#QNAN",
-        "-NaN",
-        "-nan",
-        "1.#IND",
-        "1.#QNAN",
-        "<NA>",
-        "N/A",
-        "NA",
-        "NULL",
-        "NaN",
-        "None",
-        "n/a",
-        "nan",
-        "null",
-    ]
-)
+# Texts that are read as gaps, the same as in pandas.read_csv; Arrow's own lack two.
+GAPS = pa.array([*pa.csv.ConvertOptions().null_values, "<NA>", "None"])
 # A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
 MOSTLY = 0.9
 # Number and date formats are tried on about this many rows before a whole column is parsed.

@@ -36,28 +36,15 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 # The first bytes of files that people mistake for tables.
 OTHER_FORMATS = {
     b"ARROW1\0": "a Feather file",
-    b"FEA1\0": "a Feather file",
-    b"ORC\n\x06": "an ORC file",
-    b"ORC\x11\0": "an ORC file",
-    b"\xd0\xcf\x11\xe0": "an old Excel file",
-    b"\x89HDF": "an HDF5 file",
-    b"SQLite format 3\0": "a database",
     b'{"': "JSON",
     b'[{"': "JSON",
     b"<!DOCTYPE": "a web page",
     b"<!doctype": "a web page",
     b"<html": "a web page",
-    b"<?xml": "XML",
 }
 DELIMITERS = ",;\t|"
-# Byte order marks. UTF-32 precedes UTF-16, whose little-endian mark is a prefix of UTF-32's.
-MARKS = {
-    b"\xef\xbb\xbf": "utf-8",
-    b"\xff\xfe\0\0": "utf-32",
-    b"\0\0\xfe\xff": "utf-32",
-    b"\xff\xfe": "utf-16",
-    b"\xfe\xff": "utf-16",
-}
+# Byte order marks.
+MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
 # The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
@@ -223,10 +210,11 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
             for name in archive.namelist()
             if is_table(Path(name)) and not name.startswith("__MACOSX")
         ]
-        if "xl/workbook.xml" in archive.namelist():
-            raise ValueError("it is an Excel file; save it as CSV")
         if len(names) != 1:
-            raise ValueError(f"it is a zip file with {len(names)} tables instead of one")
+            # An Excel file is a zip file of XML.
+            raise ValueError(
+                f"it is a zip file with {len(names)} tables instead of one; save an Excel file as CSV"
+            )
         return _decompressed(pa.py_buffer(archive.read(names[0])))
 
 

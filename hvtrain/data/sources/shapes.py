@@ -24,9 +24,6 @@ CONTRAST = 60
 # The least difference in grey levels between the colours of a shape and of the ground, modulo 256.
 COLOUR_DISTANCE = 64
 
-# One number per pixel, [h, w].
-Field = np.ndarray
-
 
 def shapes(
     image_shape: Sequence[int] = (96, 96, 3),
@@ -164,37 +161,20 @@ def _direction(rng: np.random.Generator) -> tuple[float, float]:
             return x / length, y / length
 
 
-def _disc(x: Field, y: Field, radius: float) -> Field:
-    return np.sqrt(x * x + y * y) - radius
-
-
-def _square(x: Field, y: Field, radius: float) -> Field:
-    return np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5)
-
-
-def _triangle(x: Field, y: Field, radius: float) -> Field:
-    return np.maximum(-y, math.sqrt(0.75) * np.abs(x) + 0.5 * y) - radius / 2
-
-
-def _ring(x: Field, y: Field, radius: float) -> Field:
-    return np.abs(np.sqrt(x * x + y * y) - 0.75 * radius) - 0.25 * radius
-
-
-def _cross(x: Field, y: Field, radius: float) -> Field:
-    x = np.abs(x)
-    y = np.abs(y)
-    # The ends of the bars reach the circumscribed circle: 0.28² + 0.96² = 1.
-    return np.maximum(np.minimum(x, y) - 0.28 * radius, np.maximum(x, y) - 0.96 * radius)
-
-
 # The shapes by name, as classes from 1 on; class 0 is the ground.
 # Each function returns the distance of each pixel from the outline, in pixels, negative inside. Near
 # corners, it is less than the true distance. x and y are offsets from the centre, and radius is that of
 # the circumscribed circle.
 DISTANCES = {
-    "disc": _disc,
-    "square": _square,
-    "triangle": _triangle,
-    "ring": _ring,
-    "cross": _cross,
+    "disc": lambda x, y, radius: np.sqrt(x * x + y * y) - radius,
+    "square": lambda x, y, radius: np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5),
+    "triangle": lambda x, y, radius: (
+        np.maximum(-y, math.sqrt(0.75) * np.abs(x) + 0.5 * y) - radius / 2
+    ),
+    "ring": lambda x, y, radius: np.abs(np.sqrt(x * x + y * y) - 0.75 * radius) - 0.25 * radius,
+    # The ends of the bars reach the circumscribed circle: 0.28² + 0.96² = 1.
+    "cross": lambda x, y, radius: np.maximum(
+        np.minimum(np.abs(x), np.abs(y)) - 0.28 * radius,
+        np.maximum(np.abs(x), np.abs(y)) - 0.96 * radius,
+    ),
 }
