@@ -18,7 +18,7 @@ from hvtrain.data.description import counted, listed
 from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_far, members_ahead
-from hvtrain.data.pipeline.decoding import decode, decode_batch
+from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
@@ -27,7 +27,6 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
-CACHE_BATCH = 32  # Images decoded at a time when a shard is cached.
 IS_DONE = tf.TensorSpec((), tf.bool)
 BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, since each read waits for the network.
 
@@ -35,19 +34,13 @@ BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, si
 Files = list[tuple[str, Any]]
 
 
-def read_member(path: Any) -> tf.Tensor:
-    """Like tf.io.read_file, for members of shards and files in object storage; reads one path or an array of them."""
+def read_members(paths: tf.Tensor) -> tf.Tensor:
+    """Like tf.io.read_file for each path, for members of shards and files in object storage."""
 
     def read(encoded):
-        # A single path is bytes in a graph, and an array in eager mode.
-        addresses = np.asarray(encoded)
-        contents = np.empty(addresses.size, object)
-        contents[:] = [members_ahead.take(path.decode()) for path in addresses.ravel().tolist()]
-        return contents.reshape(addresses.shape)
+        return np.array([members_ahead.take(path.decode()) for path in encoded], object)
 
-    return tf.ensure_shape(
-        tf.numpy_function(read, [path], tf.string), tf.convert_to_tensor(path).shape
-    )
+    return tf.ensure_shape(tf.numpy_function(read, [paths], tf.string), paths.shape)
 
 
 class ListedImages(FileSource, IndexedSource):
@@ -55,13 +48,12 @@ class ListedImages(FileSource, IndexedSource):
 
     FAR = SUFFIXES
     _files: dict[str, Files]
-    read_file: Callable[[Any], tf.Tensor] = staticmethod(tf.io.read_file)
     read_files: Callable[[Any], tf.Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
 
     def __init__(self, dir: str, *settings: Any, **more: Any) -> None:
         super().__init__(dir, *settings, **more)
         if is_remote(dir):
-            self.read_file = self.read_files = read_member
+            self.read_files = read_members
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -113,7 +105,8 @@ class ListedImages(FileSource, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
-        return [self.sizing.whole(self.read_file(path)).numpy() for path in paths[:number]]
+        encoded = (self.read_files(path[None])[0] for path in paths[:number])
+        return [self.sizing.whole(image).numpy() for image in encoded]
 
 
 class ImageFolder(ListedImages):
@@ -296,24 +289,24 @@ class ImageFolder(ListedImages):
 
     def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Decodes all images of this rank, uint8 [n, h, w, c], and returns them with their labels, int32 [n]."""
-        paths, labels = self.shard(split, topology)
-        pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
+        read = self.sure_reader(split, topology)
+        number = topology.share_size(self.num_examples(split))
+        pixels = np.zeros([number, *self.image_shape], np.uint8)
         # An unreadable image keeps the label -1. When it is used, it is read again and reported.
-        readable_labels = np.full([len(paths)], -1, np.int32)
+        labels = np.full(number, -1, np.int32)
 
-        def read(number, path):
-            return number, decode(self.read_file(path), self.sizing)
+        def read_single(index):
+            return index, *read(index)
 
-        # Images are enumerated, since ignore_errors() drops unreadable ones.
-        numbered = Dataset.from_tensor_slices(paths).enumerate()
-        images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
-        batches = finish(images.batch(CACHE_BATCH), topology)
-        for numbers, batch in batches.as_numpy_iterator():
-            pixels[numbers] = batch
-            readable_labels[numbers] = np.array(labels)[numbers]
+        # Read one by one, since ignore_errors() drops a whole batch.
+        singles = Dataset.range(number).batch(1)
+        images = singles.map(read_single, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
+        for index, image, label in finish(images, topology).as_numpy_iterator():
+            pixels[index] = image
+            labels[index] = label
 
         with tf.device("CPU:0"):
-            return tf.constant(pixels), tf.constant(readable_labels)
+            return tf.constant(pixels), tf.constant(labels)
 
 
 def class_folders(folder: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ from hvtrain.data.formats.tar_files import (
 from hvtrain.data.manifest import data_path
 from hvtrain.data.source import LEAVE_OUT, Phrases, Source, Unreadable
 from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.image_folder import Files, ImageFolder, ListedImages, read_member
+from hvtrain.data.sources.image_folder import Files, ImageFolder, ListedImages, read_members
 from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
@@ -207,7 +207,7 @@ class Shards:
 class _Sharded(ListedImages):
     name = "webdataset"
     ADVICE = "write or fetch the shard again"
-    read_file = read_files = staticmethod(read_member)
+    read_files = staticmethod(read_members)
     _shards: Shards
 
     def _refuse(self, problem: Unreadable) -> None:
