@@ -8,7 +8,7 @@ run's seed, and each step's batch is checked to be complete.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from tensorflow.data import Dataset
@@ -149,13 +149,7 @@ class FunctionSource(Source):
         def open_epoch(epoch):
             # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
-            examples = self._examples(shards, share, epoch, share.begin(step))
-            return cut_epoch(
-                examples.batch(share.batch_size),
-                share,
-                step,
-                partial(self._wrong_number, shards, share),
-            )
+            return self._batches(shards, share, epoch, step)
 
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
@@ -167,10 +161,7 @@ class FunctionSource(Source):
 
         share = Share(batch_size, -(-number // batch_size), number)
         shards = self._readers(split, topology, batch_size=batch_size)
-        batches = self._examples(shards, share).batch(batch_size)
-        # With ends=True, surplus examples are an error too.
-        wrong_number = partial(self._wrong_number, shards, share)
-        return finish(cut_epoch(batches, share, 0, wrong_number, ends=True), topology)
+        return finish(self._batches(shards, share, ends=True), topology)
 
     def explain(self, error: Exception) -> Exception:
         return self._function.explain(error)
@@ -188,34 +179,46 @@ class FunctionSource(Source):
             )
         return [ShardReader(self._function, key, values) for key in _shard_keys(topology, split)]
 
-    def _examples(
+    def _batches(
         self,
         shards: list["ShardReader"],
         share: Share,
         epoch: int = 0,
-        start: int = 0,
+        step: int = 0,
+        ends: bool = False,
     ) -> Dataset:
-        """Returns a rank's examples of an epoch from `start` on.
+        """Returns a rank's batches of an epoch from `step` on.
+
+        Args:
+            ends: If True, surplus examples are an error too.
 
         Raises:
             DataError: if a shard is the whole data set, too small, or of other types than the data set.
         """
+        _, num_shards, split = shards[0].key
         call = shards[0].call
+        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
+
+        def wrong_number(number: int) -> Exception:
+            return self._function.fail(
+                f"{call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
+            )
+
         # Several shards are joined before examples are skipped, since the start may be in any of them.
         is_alone = len(shards) == 1
+        start = share.begin(step)
         opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
         parts, counts = zip(*opened)
 
         # Known numbers are checked now; otherwise, cut_epoch() checks them as examples are read.
         if None not in counts:
             number = sum(counts)
-            _, num_shards, split = shards[0].key
             if len(shards) < num_shards and number == self._num_examples.get(split):
                 raise DataError(
                     f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}"
                 )
             if number < share.num_examples:
-                raise self._wrong_number(shards, share, number)
+                raise wrong_number(number)
 
         # The model was built for the types that the whole training part has.
         if parts[0].element_spec != self.element_spec:
@@ -224,17 +227,10 @@ class FunctionSource(Source):
                 f"{kinds_in_words(self.element_spec)}; all parts of the data need one kind"
             )
 
-        if is_alone:
-            return parts[0]
-        return reduce(Dataset.concatenate, parts).skip(start)
-
-    def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
-        """Makes the error for a number of examples that is not the share's."""
-        *_, split = shards[0].key
-        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
-        return self._function.fail(
-            f"{shards[0].call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
-        )
+        examples = reduce(Dataset.concatenate, parts)
+        if not is_alone:
+            examples = examples.skip(start)
+        return cut_epoch(examples.batch(share.batch_size), share, step, wrong_number, ends)
 
     def _count(self, key: ShardKey) -> int:
         """Returns a shard's number of examples, counting them once; 0 if the function returns None."""
@@ -280,7 +276,12 @@ class ShardReader:
         Returns:
             The examples, and their number in the whole epoch, or None if it is unknown.
         """
-        shard = self._open(epoch, start)
+        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
+        shard: Any = self.kept
+        if shard is None or shard.epoch > epoch:
+            shard = self.function.open(self.key, epoch=epoch, start=start, **self.values)
+            if shard is None:
+                raise self.function.fail(f"{self.call} returned None, and examples were expected")
         if isinstance(shard, PyDatasetExamples):
             # A function that declares epoch is called for each epoch.
             if "epoch" not in self.function.declared:
@@ -295,17 +296,6 @@ class ShardReader:
         if number is not None:
             number += num_left_out
         return shard.examples(start - num_left_out), number
-
-    def _open(self, epoch: int, start: int) -> Any:
-        """Opens the shard for an epoch, or returns the PyDataset that was kept."""
-        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
-        if self.kept and self.kept.epoch <= epoch:
-            return self.kept
-
-        shard = self.function.open(self.key, epoch=epoch, start=start, **self.values)
-        if shard is None:
-            raise self.function.fail(f"{self.call} returned None, and examples were expected")
-        return shard
 
 
 def _whole(split: str) -> ShardKey:
