@@ -40,7 +40,9 @@ NUMBERS = "numbers"
 # Instead of Keras's [UNK], which could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
-TAKEN = re.compile(r"(features|where|isnan|take|cast|logical_not|layer|mlp|numbers)(_\d+)?$")
+TAKEN = re.compile(
+    r"(features|where|isnan|take|cast|logical_not|maximum|log1p|concatenate|add|layer|mlp|numbers)(_\d+)?$"
+)
 
 
 def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
@@ -282,11 +284,7 @@ class TableFeatures:
                 pieces.append((encoder(numbers), span))
 
         pieces.sort(key=lambda piece: piece[1][0])
-        features = pieces[0][0]
-        if len(pieces) > 1:
-            # The type is explicit: mixed precision would make it float16.
-            concatenate = self._layer(keras.layers.Concatenate, dtype="float32")
-            features = concatenate([piece for piece, _ in pieces])
+        features = keras.ops.concatenate([piece for piece, _ in pieces], axis=1)
         places = [index for _, indices in pieces for index in indices]
         if places != sorted(places):
             # The columns of the shared input are not adjacent among the features.
