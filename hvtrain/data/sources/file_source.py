@@ -69,6 +69,15 @@ class FileSource(NotesFailure, StreamedSource):
 
     A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
 
+    Args:
+        dir: the folder of the files.
+        image_shape: [height, width, channels] to which images are resized.
+        num_classes: number of classes.
+        class_names: the name of each class.
+        shift_pixels, flip: augmentation of training images; see Transform.
+        scale: the number by which pixels are divided.
+        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+
     on_error="stop": an unreadable example ends the stream; explain() returns the error.
     on_error="skip": the example is noted. In training, a good example of the same batch replaces it,
         so that batches stay full and a stream stays a function of the files' content. In evaluation,

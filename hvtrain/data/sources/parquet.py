@@ -60,10 +60,8 @@ class Parquet(DealtSource):
         image_column, label_column: names of columns; `record.field` names the field of a struct.
         scale: the number by which pixels are divided.
         shuffle_groups: number of row groups whose rows are shuffled together.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        class_names: the name of each class, if labels are text; None: the sorted labels of the training
-            part.
-        sizing: how encoded images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        images: class_names, shift_pixels, flip, and how encoded images are resized; see FileSource.
+            If labels are text, class_names are by default the sorted labels of the training part.
 
     Raises:
         ConfigError: if a setting is out of range.
@@ -85,10 +83,7 @@ class Parquet(DealtSource):
         label_column: str = "label",
         scale: float = 255.0,
         shuffle_groups: int = 4,
-        shift_pixels: int = 0,
-        flip: bool = False,
-        class_names: Sequence[str] | None = None,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
         if not scale > 0:
             raise ConfigError(
@@ -96,9 +91,7 @@ class Parquet(DealtSource):
             )
         check_least("dataset.shuffle_groups", shuffle_groups, 1)
 
-        super().__init__(
-            dir, image_shape, num_classes, class_names, shift_pixels, flip, scale, **sizing
-        )
+        super().__init__(dir, image_shape, num_classes, scale=scale, **images)
         self._ranges: dict[Path, tuple[float, float]] = {}  # Pixel ranges by file.
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)

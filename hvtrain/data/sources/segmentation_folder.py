@@ -51,12 +51,11 @@ class SegmentationFolder(ListedImages):
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
         num_classes: number of classes, including the background.
-        class_names: the name of each class.
-        shift_pixels, flip: augmentation of training images, with their masks; pixels that a
-            shift brings in at a border are ignored.
+        flip: mirrors half of the training images, and their masks.
         colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
-        sizing: resize, fit, crop_fraction and exif, for images and masks; see Sizing.
+        images: class_names, shift_pixels (pixels that a shift brings in at a border are ignored), and
+            how images and masks are resized; see FileSource.
 
     Raises:
         ConfigError: if there are too many classes, or not one name, or color, for each.
@@ -71,17 +70,15 @@ class SegmentationFolder(ListedImages):
         dir: str,
         image_shape: Sequence[int],
         num_classes: int,
-        class_names: Sequence[str] | None = None,
-        shift_pixels: int = 0,
         flip: bool = True,
         colors: Sequence[Any] | None = None,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
         if num_classes > IGNORED:
             raise ConfigError(
                 f"dataset.num_classes={num_classes}: masks have 8 bits, and at most {IGNORED} classes; merge some"
             )
-        super().__init__(dir, image_shape, num_classes, class_names, shift_pixels, flip, **sizing)
+        super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
         if not self._files.get("train"):
             raise DataError(

@@ -63,13 +63,12 @@ class TFRecords(DealtSource):
         image_shape: [height, width, channels] to which images are resized.
         num_classes: number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: names of the features of a tf.train.Example.
-        class_names: the name of each class, if labels are text; None: the sorted labels of the training
-            part, if its files are small enough to be read in advance.
         shuffle_buffer: number of records that are shuffled together; below 2, only files are shuffled.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        sizing: resize, fit, crop_fraction and exif; see Sizing.
         first_label: the label of class 0; 1 in files of TensorFlow's scripts for ImageNet, where 0
             stands for the background.
+        images: class_names, shift_pixels, flip, and how images are resized; see FileSource. If labels
+            are text, class_names are by default the sorted labels of the training part, if its files
+            are small enough to be read in advance.
 
     Raises:
         DataError: if there is no training file; once counted, if a file is damaged.
@@ -88,13 +87,10 @@ class TFRecords(DealtSource):
         image_key: str = "image",
         label_key: str = "label",
         shuffle_buffer: int = 10_000,
-        shift_pixels: int = 0,
-        flip: bool = False,
-        class_names: Sequence[str] | None = None,
         first_label: int = 0,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
-        super().__init__(dir, image_shape, num_classes, class_names, shift_pixels, flip, **sizing)
+        super().__init__(dir, image_shape, num_classes, **images)
         self._image_key = image_key
         self._label_key = label_key
         self._first_label = first_label

@@ -47,12 +47,10 @@ def web_dataset(
     test: str | Sequence[str] = ("test*.tar", "test*/*.tar"),
     image_key: Sequence[str] = ("jpg", "jpeg", "png", "gif", "bmp", "webp", "tif", "tiff"),
     label_key: str = "cls",
-    class_names: Sequence[str] | None = None,
     num_validation: int = 0,
-    shift_pixels: int = 0,
     flip: bool = False,
     colors: Sequence[Any] | None = None,
-    **sizing: Any,
+    **images: Any,
 ) -> Source:
     """Makes a source of images with classes or masks in tar files, such as KEY.jpg beside KEY.cls.
 
@@ -68,11 +66,11 @@ def web_dataset(
         image_key: endings of images' names; the first of these that an example has is its image.
         label_key: ending of labels' names, for numbers or class names; json.NAME: a field of
             KEY.json; seg.png, or another image: a mask, as in SegmentationFolder.
-        class_names: the name of each class; needed if labels are names.
         num_validation: number of examples taken out of train at random, with a fixed seed.
-        shift_pixels, flip: augmentation of training images, with their masks; see Transform.
+        flip: mirrors half of the training images, and their masks.
         colors: the colors of classes in colored masks; see SegmentationFolder.
-        sizing: resize, fit, crop_fraction and exif; see Sizing.
+        images: class_names, which are needed if labels are names, shift_pixels, and how images are
+            resized; see FileSource.
 
     Raises:
         ConfigError: if num_validation does not fit the shards.
@@ -80,10 +78,10 @@ def web_dataset(
     """
     names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
     shards = Shards(data_path(dir, far=("",)), names, image_key, label_key, num_validation)
-    settings = (image_shape, num_classes, class_names, shift_pixels, flip)
+    images["flip"] = flip
     if label_key.lower().endswith(SUFFIXES):
-        return ShardedMasks(shards, *settings, colors=colors, **sizing)
-    return ShardedImages(shards, *settings, **sizing)
+        return ShardedMasks(shards, image_shape, num_classes, colors=colors, **images)
+    return ShardedImages(shards, image_shape, num_classes, **images)
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,8 @@ class _Sharded(ListedImages):
 class ShardedImages(_Sharded, ImageFolder):
     """Images and classes in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **sizing: Any) -> None:
-        FileSource.__init__(self, str(shards.folder), *settings, **sizing)
+    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
+        FileSource.__init__(self, str(shards.folder), *settings, **images)
         self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
         self._shards = shards
         self._cache = False
@@ -261,9 +259,9 @@ class ShardedImages(_Sharded, ImageFolder):
 class ShardedMasks(_Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **more: Any) -> None:
+    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
         self._shards = shards
-        super().__init__(str(shards.folder), *settings, **more)
+        super().__init__(str(shards.folder), *settings, **images)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         return self._shards.examples(address, self._refuse), []
