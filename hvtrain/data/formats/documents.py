@@ -212,11 +212,21 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
 
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
-    parts = _deal_documents(lengths, validation, test)
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(lengths))
     # One long document may cover the span of a whole split, which then stays empty. Then documents are
     # counted instead of characters.
-    if not all(parts.values()):
-        parts = _deal_documents([1] * len(lengths), validation, test)
+    for sizes in (lengths, [1] * len(lengths)):
+        # Documents are laid end to end in random order; each goes to the split that contains its middle.
+        in_row = np.take(sizes, order)
+        middles = np.empty(len(sizes), np.int64)
+        middles[order] = np.cumsum(in_row) - in_row + in_row // 2
+        # Within a split, documents keep their original order.
+        parts = {
+            split: [number for number, middle in enumerate(middles.tolist()) if middle in span]
+            for split, span in _ranges(sum(sizes), validation, test).items()
+        }
+        if all(parts.values()):
+            break
     return parts
 
 
@@ -243,16 +253,3 @@ def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> di
         ]
         parts[split] = list(filter(None, pieces))
     return parts
-
-
-def _deal_documents(sizes: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
-    """Lays documents end to end in random order; each one's index goes to the split that contains its middle."""
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(sizes))
-    in_row = np.take(sizes, order)
-    middles = np.empty(len(sizes), np.int64)
-    middles[order] = np.cumsum(in_row) - in_row + in_row // 2
-    # Within a split, documents keep their original order.
-    return {
-        split: [number for number, middle in enumerate(middles) if span.start <= middle < span.stop]
-        for split, span in _ranges(sum(sizes), validation, test).items()
-    }

@@ -17,7 +17,6 @@ from hvtrain.config.validate import check_choice, check_least
 from hvtrain.data.formats.cell_texts import by_value, number_formats
 from hvtrain.data.formats.columns import (
     DATE_PARTS,
-    SAMPLE_ROWS,
     Cells,
     Column,
     infer,
@@ -176,7 +175,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     texts = [array for array in used.values() if pa.types.is_string(array.type)]
     # In a file with types, text columns are meant to be text.
     is_typed = len(texts) < len(used)
-    formats = number_formats(texts, settings.decimal, settings.thousands, SAMPLE_ROWS)
+    formats = number_formats(texts, settings.decimal, settings.thousands)
     inferred = {
         column: infer(column, used[column], formats, is_typed)
         for column in with_progress(list(used), f"{name}: kinds")

@@ -12,7 +12,6 @@ import lzma
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,14 +57,6 @@ COLUMNS_AT_ONCE = 100
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """The format of a CSV file. None: detected from the file."""
-
-    delimiter: str | None = None
-    encoding: str | None = None
 
 
 def is_table(path: Path) -> bool:
@@ -118,16 +109,16 @@ def _partitions(file: Path) -> Iterator[tuple[str, str]]:
 def read_table(
     locations: str | Path | Sequence[str | Path],
     setting: str,
-    text_format: TextFormat = TextFormat(),
     column: str | None = None,
+    **text_format: str | None,
 ) -> pa.Table:
     """Reads a table from one or several files, concatenating their rows.
 
     Args:
         locations: as in table_files(), one or several.
         setting: the setting that names them, for messages.
-        text_format: format of CSV files.
         column: the only column that is needed; a Parquet file's other columns are not read. None: all.
+        text_format: delimiter and encoding of CSV files. None: detected from the file.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.
@@ -139,7 +130,7 @@ def read_table(
     tables = []
     for path, partitions in files:
         try:
-            table = _read(path, text_format, column)
+            table = _read(path, column, **text_format)
         except UserError:
             raise
         except Exception as error:  # Arrow, csv and decompression raise errors of many types.
@@ -166,7 +157,7 @@ def read_table(
         ) from error
 
 
-def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
+def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table:
     if path.stat().st_size == 0:
         raise ValueError("it is empty")
     stored = pa.memory_map(str(path)).read_buffer()
@@ -176,7 +167,7 @@ def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
         if start.startswith(mark):
             raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
     if not start.startswith(b"PAR1"):
-        return _read_csv(data, text_format)
+        return _read_csv(data, **text_format)
 
     # Opened by path, not from the memory map, whose pages would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
@@ -218,12 +209,12 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
         return _decompressed(pa.py_buffer(archive.read(names[0])))
 
 
-def _read_csv(data: pa.Buffer, text_format: TextFormat) -> pa.Table:
-    data = _as_utf8(data, text_format.encoding)
+def _read_csv(
+    data: pa.Buffer, delimiter: str | None = None, encoding: str | None = None
+) -> pa.Table:
+    data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
-    names, num_lines, delimiter = _header(
-        sample, len(sample.encode()) < len(data), text_format.delimiter
-    )
+    names, num_lines, delimiter = _header(sample, len(sample.encode()) < len(data), delimiter)
 
     # Numbers stand in for names, since two columns may share a name, or have none.
     numbers = [str(number) for number in range(len(names))]

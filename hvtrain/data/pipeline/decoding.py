@@ -47,7 +47,12 @@ _FOR_PILLOW = {
 }
 
 RESIZES = ("bilinear", "area", "antialias")
-FITS = ("crop", "pad", "stretch")
+# Values of `fit`, as phrases.
+FITS = {
+    "crop": "cropped to the aspect ratio",
+    "pad": "padded to the aspect ratio",
+    "stretch": "stretched",
+}
 # Crops drawn for each image, of which the first that fits is used; as in torchvision.
 ATTEMPTS = 10
 # libjpeg can decode a JPEG at a reduced size, with its sides divided by one of these numbers.
@@ -174,13 +179,8 @@ class Sizing:
 
     def phrase(self) -> str:
         """Describes the sizing for the header of a run."""
-        parts = {
-            "crop": "cropped to the aspect ratio",
-            "pad": "padded to the aspect ratio",
-            "stretch": "stretched",
-        }
         part = "" if self.crop_fraction == 1 else f", the central {self.crop_fraction:g} of it"
-        return f"{parts[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
+        return f"{FITS[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
 
     def window(self, height: Any, width: Any) -> list[tf.Tensor]:
         """Returns the part of an image that is resized to `size`: [top, left, height, width], as Keras computes it.

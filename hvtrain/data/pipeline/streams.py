@@ -138,6 +138,8 @@ class StreamedSource(Source):
     """A source that reads batches, then augments (in training) and normalizes them with its `transform`."""
 
     transform: Transform = Transform()
+    has_masks = False
+    """True if targets are masks, which are augmented together with their images."""
 
     @abstractmethod
     def reader(self, split: str, topology: Topology) -> Read:
@@ -199,6 +201,9 @@ class StreamedSource(Source):
     def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""
         inputs, *others = elements
+        if self.has_masks:
+            masks, *weights = others
+            return *self.transform.augment_with_masks(inputs, masks, seed), *weights
         return self.transform.augment(inputs, seed), *others
 
     def finish(self, inputs: Any) -> Any:

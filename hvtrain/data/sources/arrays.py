@@ -211,6 +211,7 @@ class ImagesWithMasks(ArraySource):
     Augmentation transforms images and masks together.
     """
 
+    has_masks = True
     _has_labels = False
     _is_binary = False
     """True if 255 is class 1, not ignored."""
@@ -248,10 +249,6 @@ class ImagesWithMasks(ArraySource):
     def description(self) -> Phrases:
         masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
         return super().description() | {"masks": masks}
-
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
-        images, masks, *weights = elements
-        return *self.transform.augment_with_masks(images, masks, seed), *weights
 
 
 def class_indices(labels: np.ndarray, where: str) -> np.ndarray:

@@ -63,6 +63,7 @@ class SegmentationFolder(ListedImages):
     """
 
     name = "segmentation_folder"
+    has_masks = True
     no_random_crop = "has masks, which such a crop does not move"
 
     def __init__(
@@ -166,10 +167,6 @@ class SegmentationFolder(ListedImages):
             return images, *call_python(read_masks, [local, indices], [spec])
 
         return read
-
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
-        images, masks = elements
-        return self.transform.augment_with_masks(images, masks, seed)
 
 
 def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:

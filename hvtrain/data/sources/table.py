@@ -22,7 +22,7 @@ from hvtrain.data.formats.schema import (
     unknown_share,
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
-from hvtrain.data.formats.tables import TextFormat, read_table
+from hvtrain.data.formats.tables import read_table
 from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
@@ -111,7 +111,7 @@ class Table(MemorySource):
             "validation": validation_file,
             "test": test_file,
         }
-        self._text_format = TextFormat(delimiter, encoding)
+        self._text_format = {"delimiter": delimiter, "encoding": encoding}
         self._settings = Settings(target, **columns)
         self._known_features: TableFeatures | None = None
         # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
@@ -184,7 +184,7 @@ class Table(MemorySource):
         if file in EMBEDDED:
             return _embedded_table(file)
         setting = "dataset.file" if split == "train" else f"dataset.{split}_file"
-        table = read_table(file, setting, self._text_format)
+        table = read_table(file, setting, **self._text_format)
         if not table.num_rows:
             raise DataError(f"{setting}={file} holds no rows; give a table that has some")
         return table
@@ -331,7 +331,7 @@ class Table(MemorySource):
         """
         features = self._features
         schema = features.schema
-        table = read_table(file, "input", self._text_format)
+        table = read_table(file, "input", **self._text_format)
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
         values = {}

@@ -136,9 +136,8 @@ class Text(MemorySource):
         return self.tokenizer.end
 
     def facts(self) -> dict[str, Any]:
-        num_tokens = self.tokenizer.size
-        if self._is_masked:
-            num_tokens += 1  # The mask comes after the tokenizer's own tokens.
+        # The mask comes after the tokenizer's own tokens.
+        num_tokens = self.tokenizer.size + self._is_masked
         facts = super().facts() | {
             "vocabulary_size": num_tokens,
             "length": self._length,
@@ -164,10 +163,10 @@ class Text(MemorySource):
 
     @property
     def buckets(self) -> LengthBuckets | None:
-        if self._is_packed or not self.bucket_by_length:
+        lengths = self.lengths("train")
+        if lengths is None or not self.bucket_by_length:
             return None
-        self.num_examples("train")
-        return LengthBuckets(self._boundaries(), self._lengths["train"])
+        return LengthBuckets(self._boundaries(), lengths)
 
     def _boundaries(self) -> list[int]:
         return choose_boundaries(self.bucket_by_length, self._length)
