@@ -7,8 +7,7 @@ model's outputs in the report, with images as PNG.
 import base64
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -56,10 +55,7 @@ def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.n
     return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
 
 
-def first_fault(
-    is_wrong: np.ndarray,
-    problem: Callable[[int], str],
-) -> Fault:
+def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
     """Finds the first example with a True in a boolean array [examples, ...], and describes its problem.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
@@ -212,8 +208,7 @@ MAX_SIDE_PIXELS = 192
 """The longest side of an image in the report."""
 
 
-@dataclass(frozen=True)
-class ReviewedExamples:
+class ReviewedExamples(NamedTuple):
     """The first examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
@@ -45,7 +46,7 @@ class InBatchSoftmax(keras.losses.Loss):
             )
         self.temperature = temperature
 
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Returns losses [batch], given items [batch] and vectors [batch, 2, width]."""
         # Keras has converted the items to floats, which are exact up to 2**24.
         targets = tf.cast(y_true, tf.int32)
@@ -133,7 +134,7 @@ class Retrieval(Task):
         # graph, and lookups in a sharded table are collectives.
         inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
 
-        def item_vectors() -> tf.Tensor:
+        def item_vectors() -> Tensor:
             rows = {name: tf.convert_to_tensor(part) for name, part in inputs.items()}
             return model(rows, training=False)[:, 1]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +28,7 @@ class Segmentation(ClassTask):
 
     Args:
         loss: Default: cross-entropy of the logits, without pixels that have the ignored label.
-        metrics: Default: mean IoU, without these pixels.
+        metrics, best: Default: mean IoU, without these pixels.
         ignored_label: The label of pixels that do not count, such as 255 in PASCAL VOC. None: all count.
 
     Example:
@@ -47,29 +48,18 @@ class Segmentation(ClassTask):
     targets_are_masks = True
     num_reviewed = 200
 
-    def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
-        ignored_label: int | None = 255,
-    ) -> None:
+    def __init__(self, *settings: Any, ignored_label: int | None = 255, **more: Any) -> None:
         self.ignored_label = ignored_label
-        super().__init__(loss, metrics, best)
+        super().__init__(*settings, **more)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True,
-            ignore_class=self.ignored_label,
+            from_logits=True, ignore_class=self.ignored_label
         )
 
     def default_metrics(self) -> Metrics:
         # A partial, because num_classes is known only from the data set; see Task.complete.
-        iou = partial(
-            keras.metrics.MeanIoU,
-            sparse_y_pred=False,
-            ignore_class=self.ignored_label,
-        )
+        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, ignore_class=self.ignored_label)
         return {"mean_iou": iou}
 
     def check_targets(self, source: Source) -> None:
@@ -90,10 +80,7 @@ class Segmentation(ClassTask):
         return {"mask": self.decode(outputs)}
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         """Returns a table of each class's overlap and, if the inputs are images, some of them with their masks."""
         targets = reviewed.targets

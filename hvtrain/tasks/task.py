@@ -87,10 +87,7 @@ class Task(ABC):
     """True if targets have a class for each pixel, so that they must be cropped or flipped with their image."""
 
     def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
+        self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None
     ) -> None:
         self.loss = self.default_loss() if loss is None else loss
         self.metrics = dict(self.default_metrics() if metrics is None else metrics)
@@ -107,9 +104,12 @@ class Task(ABC):
     def default_metrics(self) -> Metrics:
         return {}
 
-    @abstractmethod
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Returns the shape of the model's output for one example of the source; None if any shape will do."""
+        """Returns the shape of the model's output for one example of the source; None if any shape will do.
+
+        The default is the shape of the targets. For single numbers it is a row of one, as a dense layer outputs it.
+        """
+        return tuple(source.element_spec[1].shape) or (1,)
 
     @abstractmethod
     def takes(self, target: Any) -> bool:
