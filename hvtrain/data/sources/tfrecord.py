@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
@@ -216,9 +217,7 @@ class TFRecords(DealtSource):
     def paths(self, split: str) -> list[str]:
         return self._paths.get(split, [])
 
-    def _files(
-        self, split: str, topology: Topology, in_order: bool = False
-    ) -> tuple[tf.Tensor, ...]:
+    def _files(self, split: str, topology: Topology, in_order: bool = False) -> tuple[Tensor, ...]:
         """Returns this rank's files as arguments of stream_records(), as they were dealt or, in_order, sorted."""
         # Computed here, since it refuses images that would be misread.
         self._look  # noqa: B018
@@ -258,7 +257,7 @@ class TFRecords(DealtSource):
         return files.flat_map(stream_records).batch(batch_size).map(_flat).enumerate()
 
     def _shuffled(
-        self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor
+        self, files: tuple[Tensor, ...], request: StreamRequest, epoch: Tensor
     ) -> Dataset:
         """Streams each of this rank's records once, in the order of the epoch."""
         seed = request.seed
@@ -312,7 +311,7 @@ class TFRecords(DealtSource):
             self._scans[path] = scan_records(Path(path), self.skips)
         return self._scans[path]
 
-    def _classes(self, labels: tf.Tensor) -> tf.Tensor:
+    def _classes(self, labels: Tensor) -> Tensor:
         """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
         if labels.dtype == tf.string:
             is_name = labels[:, None] == tf.constant(self.class_names)
@@ -324,7 +323,8 @@ class TFRecords(DealtSource):
             is_class &= labels == tf.floor(labels)
         return tf.cast(tf.where(is_class, labels, -1), tf.int32)
 
-    def locate_row(self, piece: str, row: int, example: Example, problem: str) -> Unreadable:
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        piece, row = self.piece_and_row(example[-1])
         record = example[0][0]
         if not record and not self.skips:
             # The file may have changed since it was last scanned.
@@ -358,7 +358,7 @@ class TFRecords(DealtSource):
         return problem
 
 
-def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
+def _shuffle(rows: Any, seed: Tensor) -> Any:
     """Shuffles the rows of all tensors in the same order."""
     return tf.nest.map_structure(
         lambda part: tf.random.experimental.stateless_shuffle(part, seed=seed), rows
@@ -366,6 +366,6 @@ def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
 
 
 @unconverted
-def _flat(readable: tuple[tf.Tensor, tf.Tensor], codes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _flat(readable: tuple[Tensor, Tensor], codes: Tensor) -> tuple[Tensor, Tensor]:
     """Converts an element of stream_records(), or a batch of them, to the reader's arguments: records and codes."""
     return readable[0], codes
