@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import class_labels, listed, percent
@@ -146,15 +147,15 @@ class SegmentationFolder(ListedImages):
 
     @property
     def element_spec(self) -> Parts:
-        mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
-        return tf.TensorSpec(self.image_shape, tf.float32), mask
+        mask = TensorSpec(self.image_shape[:2], tf.uint8)
+        return TensorSpec(self.image_shape, tf.float32), mask
 
     def paths(self, split: str) -> list[str]:
         return [path for pair in self._files.get(split, ()) for path in pair]
 
     def reader(self, split: str, topology: Topology) -> Read:
         paths, masks = self.shard(split, topology)
-        spec = tf.TensorSpec([None, *self.image_shape[:2]], tf.uint8)
+        spec = TensorSpec([None, *self.image_shape[:2]], tf.uint8)
 
         # Masks are read with Pillow, since TensorFlow would convert palette indices to colours.
         def read_masks(images, indices):

@@ -22,9 +22,8 @@ from hvtrain.data.formats.tar_files import (
     member_bytes,
 )
 from hvtrain.data.manifest import data_path
-from hvtrain.data.source import LEAVE_OUT, Phrases, Source, Unreadable
-from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.image_folder import Files, ImageFolder, ListedImages, read_members
+from hvtrain.data.source import LEAVE_OUT, Source, Unreadable
+from hvtrain.data.sources.image_folder import Files, LabelledImages, ListedImages, read_members
 from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
@@ -157,8 +156,9 @@ class Shards:
             raise DataError(
                 f"{self.folder}: the shards of train hold no example; see image_key and label_key of dataset"
             )
-        is_left = 0 <= self.num_validation < len(rows)
-        if not is_left or (self.num_validation and "validation" in examples):
+        if not 0 <= self.num_validation < len(rows) or (
+            self.num_validation and "validation" in examples
+        ):
             raise ConfigError(
                 f"dataset.num_validation={self.num_validation} cannot be taken out of {len(rows)} training examples, "
                 "or validation has shards of its own; change it"
@@ -217,14 +217,13 @@ class _Sharded(ListedImages):
         return self._shards.paths(split)
 
 
-class ShardedImages(_Sharded, ImageFolder):
+class ShardedImages(_Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
     def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
-        FileSource.__init__(self, str(shards.folder), *settings, **images)
+        super().__init__(str(shards.folder), *settings, **images)
         self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
         self._shards = shards
-        self._cache = False
         # Computed here, since it refuses missing shards.
         shards.by_split  # noqa: B018
 
@@ -251,9 +250,6 @@ class ShardedImages(_Sharded, ImageFolder):
                 "dataset.class_names"
             )
         return label
-
-    def description(self) -> Phrases:
-        return FileSource.description(self)
 
 
 class ShardedMasks(_Sharded, SegmentationFolder):
