@@ -43,7 +43,7 @@ OTHER_FORMATS = {
 }
 DELIMITERS = ",;\t|"
 # Byte order marks.
-MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
 # The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
@@ -239,8 +239,6 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
     start = data[:4].to_pybytes()
     for mark, name in MARKS.items():
         if start.startswith(mark):
-            if name == "utf-8":
-                return data[len(mark) :]
             encoding = name
             break
 
