@@ -154,12 +154,24 @@ def read_texts(path: Path, column: str | None) -> list[str | None]:
 
 
 def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:
-    """Reads a column of a table, or a key of a .jsonl file. Raises ConfigError if there is no such column.
+    """Reads a column of a table, or a key of a file with a JSON object on each line.
 
     Messages refer to `setting`, the user's setting that names the column.
+
+    Raises:
+        ConfigError: There is no such column.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     if path.suffix.lower() in JSON_LINES:
-        table = read_json_lines(path)
+        try:
+            # Arrow needs each line to fit into one block, and a line may be as long as the file.
+            block_bytes = max(path.stat().st_size, 1)
+            options = pa.json.ReadOptions(block_size=block_bytes, use_threads=False)
+            table = pa.json.read_json(path, read_options=options)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
+            ) from error
     else:
         table = read_table(path, "dataset.file", column=column or "")
     names = table.column_names
@@ -170,22 +182,6 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
             f"{setting}{problem}; it names the column of {purpose}, one of {', '.join(names)}"
         )
     return table[column]
-
-
-def read_json_lines(path: Path) -> pa.Table:
-    """Reads a file with a JSON object on each line, whose keys become columns.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not a JSON object.
-    """
-    try:
-        # Arrow needs each line to fit into one block, and a line may be as long as the file.
-        options = pa.json.ReadOptions(block_size=max(path.stat().st_size, 1), use_threads=False)
-        return pa.json.read_json(path, read_options=options)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
-        ) from error
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
