@@ -97,9 +97,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def with_files(
-    manifest: dict[str, Any],
-    folder: Path,
-    paths_of: Callable[[str], Sequence[str]],
+    manifest: dict[str, Any], folder: Path, paths_of: Callable[[str], Sequence[str]]
 ) -> dict[str, Any]:
     """Adds describe_files() of each split's paths_of(split) to the manifest, in place, and returns it."""
     for split, part in manifest["splits"].items():

@@ -93,10 +93,8 @@ class ArraySource(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        _, targets, *weights = super().element_spec
-        if self._has_labels:
-            targets = tf.TensorSpec((), tf.int32)
-        return tf.TensorSpec(self.image_shape, tf.float32), targets, *weights
+        _, *others = super().element_spec
+        return tf.TensorSpec(self.image_shape, tf.float32), *others
 
     @property
     def _has_labels(self) -> bool:

@@ -19,9 +19,9 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -67,8 +67,7 @@ CIFAR_CLASSES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KerasFiles:
+class KerasFiles(NamedTuple):
     """The files of one of the data sets in keras.datasets."""
 
     name: str

@@ -9,7 +9,6 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
 from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ImagesWithMasks
-from hvtrain.errors import ConfigError
 
 # The least height and width of an image, in pixels.
 MIN_SIDE = 16
@@ -55,10 +54,8 @@ def shapes(
         ConfigError: if a value is out of range.
     """
     shape = check_image_shape(image_shape)
-    if min(shape[:2]) < MIN_SIDE:
-        raise ConfigError(
-            f"dataset.image_shape={list(image_shape)} is too small for shapes; give sides of at least {MIN_SIDE}"
-        )
+    for side in shape[:2]:
+        check_least("a side of dataset.image_shape", side, MIN_SIDE)
 
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
@@ -93,10 +90,7 @@ def shapes(
 
 
 def draw(
-    rng: np.random.Generator,
-    image_shape: ImageShape,
-    noise: int,
-    border: int,
+    rng: np.random.Generator, image_shape: ImageShape, noise: int, border: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
 
@@ -130,11 +124,7 @@ def draw(
     return np.clip(np.rint(image), 0, 255).astype(np.uint8), mask
 
 
-def _textured(
-    rng: np.random.Generator,
-    image_shape: ImageShape,
-    colour: np.ndarray,
-) -> np.ndarray:
+def _textured(rng: np.random.Generator, image_shape: ImageShape, colour: np.ndarray) -> np.ndarray:
     """Returns an image of one colour, with smoothly varying random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
