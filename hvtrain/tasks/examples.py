@@ -239,9 +239,9 @@ class ReviewedExamples(NamedTuple):
     @property
     def has_images(self) -> bool:
         """True if the inputs are grey or RGB images."""
-        if not isinstance(self.inputs, np.ndarray):
-            return False
-        return self.inputs.ndim == 4 and self.inputs.shape[-1] in (1, 3)
+        inputs = self.inputs
+        is_array = isinstance(inputs, np.ndarray)
+        return is_array and inputs.ndim == 4 and inputs.shape[-1] in (1, 3)
 
 
 def as_bytes(image: np.ndarray) -> np.ndarray:

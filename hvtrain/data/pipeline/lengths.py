@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import BUCKETS, derive_seed, step_sizes, unconverted
@@ -46,7 +47,7 @@ def bucketed_batches(
     epoch: tf.Tensor,
     request: StreamRequest,
     share: Share,
-) -> tf.data.Dataset:
+) -> Dataset:
     """Returns an epoch's batches: (indices within the rank's shard, length to which the batch is padded).
 
     Args:
@@ -95,4 +96,4 @@ def bucketed_batches(
             rows = tf.ensure_shape(rows, [share.batch_size])
         return rows, lengths[part]
 
-    return tf.data.Dataset.range(share.steps).map(batch_of)
+    return Dataset.range(share.steps).map(batch_of)
