@@ -55,7 +55,7 @@ def shapes(
     """
     shape = check_image_shape(image_shape)
     for side in shape[:2]:
-        check_least("a side of dataset.image_shape", side, MIN_SIDE)
+        check_least("dataset.image_shape (each side)", side, MIN_SIDE)
 
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
