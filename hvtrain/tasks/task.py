@@ -105,10 +105,8 @@ class Task(ABC):
         return {}
 
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Returns the shape of the model's output for one example of the source; None if any shape will do.
-
-        The default is the shape of the targets. For single numbers it is a row of one, as a dense layer outputs it.
-        """
+        """Returns the shape of the model's output for one example; None if any will do. Default: the targets' shape."""
+        # For a single number a dense layer outputs a row.
         return tuple(source.element_spec[1].shape) or (1,)
 
     @abstractmethod
@@ -364,7 +362,7 @@ class ClassTask(Task):
     num_classes: ClassVar[str] = "num_classes"
     """The name of the data set's fact with the number of classes."""
     ignored_label: int | None = None
-    """The label of positions that do not count; None: all count."""
+    """The label of targets that do not count, if any."""
 
     def default_metrics(self) -> Metrics:
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
