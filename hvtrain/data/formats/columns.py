@@ -127,7 +127,10 @@ def one_array(values: pa.ChunkedArray) -> pa.Array:
 
 
 def plain(values: pa.ChunkedArray) -> pa.Array:
-    """Converts a column to one array of numbers, dates, lists or trimmed text, with the texts of GAPS as null."""
+    """Converts a column to one array of numbers, dates, lists or trimmed text, with the texts of GAPS as null.
+
+    Times and durations become seconds.
+    """
     array = one_array(values)
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -137,6 +140,11 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         array = array.cast(pa.string())
     elif types.is_decimal(kind) or types.is_float16(kind):
         array = array.cast(pa.float64())
+    elif types.is_time(kind) or types.is_duration(kind):
+        microseconds = pa.time64("us") if types.is_time(kind) else pa.duration("us")
+        array = pc.divide(
+            array.cast(microseconds, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6
+        )
     if not types.is_string(array.type):
         return array
 
@@ -173,7 +181,7 @@ def infer(
         if pc.all(pc.is_nan(values)).as_py():
             return "empty"
         return replace(column, kind="number")
-    if types.is_date(kind) or types.is_timestamp(kind):
+    if types.is_temporal(kind):
         return replace(column, kind="date")
     if not _is_vector(kind):
         return f"of the type {kind}"

@@ -305,7 +305,12 @@ def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str]
 def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], int, str]:
     """Returns how well a delimiter fits (more is better), the header's names and number of lines, and the delimiter."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
-    names: list[str] = next(filter(None, reader), [])
+    names: list[str] = []
+    while not names:
+        try:
+            names = next(reader)
+        except StopIteration:
+            break
     num_lines = reader.line_num
 
     rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
@@ -326,4 +331,6 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
     elif width == len(names) + 1:
         # Each row begins with its name, as R writes it.
         names = ["", *names]
+    elif width == len(names) - 1 and not names[-1].strip():
+        names = names[:-1]
     return fit, names, num_lines, delimiter
