@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
-from hvtrain.errors import DataError, StorageError, in_one_line
+from hvtrain.errors import StorageError, in_one_line
 from hvtrain.system.files import TEMPORARY, read_bytes, write_atomic
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,6 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
             refuse_or_warn(
                 f"{source.name} has other classes than the run was trained on: {change}",
                 "restore them",
-                DataError if refuse else None,
+                refuse,
             )
             return

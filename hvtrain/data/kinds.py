@@ -16,7 +16,7 @@ import numpy as np
 from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
-from hvtrain.errors import DataError, in_one_line
+from hvtrain.errors import in_one_line
 from hvtrain.system.files import read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
         refuse_or_warn(
             f"{source_name} is of another kind than the run was trained on: {listed(texts, separator='; ')}",
             "convert it",
-            DataError if refuse else None,
+            refuse,
         )
 
 

@@ -97,9 +97,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def with_files(
-    manifest: dict[str, Any],
-    folder: Path,
-    paths_of: Callable[[str], Sequence[str]],
+    manifest: dict[str, Any], folder: Path, paths_of: Callable[[str], Sequence[str]]
 ) -> dict[str, Any]:
     """Adds describe_files() of each split's paths_of(split) to the manifest, in place, and returns it."""
     for split, part in manifest["splits"].items():
@@ -207,13 +205,14 @@ def check_unchanged(
         refuse_or_warn(
             f"the data set is not the one of checkpoint {checkpoint}: {listed(changes, separator='; ')}",
             f"restore that data set{other_way}",
-            DataError if refuse else None,
+            refuse,
         )
 
 
-def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None) -> None:
-    """Raises an error of error_type, or only logs a warning if that is None, as with guard.data=false."""
-    if error_type is None:
-        log.warning("%s; going on because of guard.data=false", problem)
-    else:
-        raise error_type(f"{problem}; {advice}, or go on anyway with guard.data=false")
+def refuse_or_warn(
+    problem: str, advice: str, refuse: bool, kind: type[UserError] = DataError
+) -> None:
+    """Raises an error of this kind, or only logs a warning without `refuse`, which is guard.data."""
+    if refuse:
+        raise kind(f"{problem}; {advice}, or go on anyway with guard.data=false")
+    log.warning("%s; going on because of guard.data=false", problem)

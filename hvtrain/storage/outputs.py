@@ -26,7 +26,6 @@ class Output:
     _parent: Remote | None = None
 
     def __init__(self, text: str, replaces: bool = False) -> None:
-        self.text = text
         self.path = Path(text)
         if not is_remote(text):
             return

@@ -92,10 +92,7 @@ class FarFile:
         else:
             seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
         # In whole seconds, since some stores list times with more digits than they report for one object.
-        if (handle.size(), int(seconds)) != (
-            self.state.num_bytes,
-            self.state.changed_ns // 10**9,
-        ):
+        if (handle.size(), int(seconds)) != (self.state.num_bytes, self.state.changed_ns // 10**9):
             raise StorageError(
                 f"{self.remote.address} has changed since this run opened it; start again when nothing writes there"
             )

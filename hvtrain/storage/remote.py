@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hvtrain.errors import ConfigError, DataError, StorageError, UserError
 from hvtrain.system.files import ADDRESS
@@ -46,8 +46,7 @@ _AWS = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during (\w+)")
 _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-@dataclass(frozen=True, order=True)
-class Object:
+class Object(NamedTuple):
     """An object below an address: its name there ("" for the address itself), size and modification time."""
 
     name: str

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from tensorflow import Tensor
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
@@ -37,6 +38,7 @@ class Classification(ClassTask):
     Args:
         loss: Default: cross-entropy of the logits.
         metrics: Default: accuracy.
+        best: Default: accuracy.
         label_smoothing: Share of each target that the training loss spreads over all classes
             (Szegedy et al. 2015, arXiv:1512.00567, section 7).
 
@@ -53,14 +55,8 @@ class Classification(ClassTask):
     has_classes = True
     num_reviewed = 2000
 
-    def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__(loss, metrics, best)
+    def __init__(self, *settings: Any, label_smoothing: float = 0.0, **more: Any) -> None:
+        super().__init__(*settings, **more)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1"
@@ -70,17 +66,12 @@ class Classification(ClassTask):
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        is_wrong = (targets < 0) | (targets >= source.num_classes)
-        last = source.num_classes - 1
-        return first_fault(is_wrong, lambda row: f"label {targets[row]} is outside 0 ... {last}")
-
-    def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+    def softener(self, source: Source) -> Callable[[Any], Tensor]:
         (classes,) = self.output_shape(source)
         # MixUp and CutMix blend these one-hot rows into shares of the classes.
         return lambda targets: tf.one_hot(targets, classes)
 
-    def harden(self, targets: tf.Tensor) -> tf.Tensor:
+    def harden(self, targets: Tensor) -> Tensor:
         # Accuracy needs one class per example: the one with the largest share.
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
@@ -102,10 +93,7 @@ class Classification(ClassTask):
         }
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         return _class_figures(reviewed, reviewed.targets, reviewed.outputs, source)
 
@@ -140,9 +128,6 @@ class Multilabel(Task):
         # The metric gets logits; a logit of 0 is a probability of one half.
         return {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)}
 
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return tuple(source.element_spec[1].shape)
-
     def takes(self, target: Any) -> bool:
         return hasattr(target, "shape") and target.shape.rank == 1
 
@@ -150,15 +135,15 @@ class Multilabel(Task):
         is_wrong = (targets != 0) & (targets != 1)
         return first_fault(is_wrong, lambda _: "holds a number that is neither 0 nor 1")
 
-    def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+    def softener(self, source: Source) -> Callable[[Any], Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)
 
-    def harden(self, targets: tf.Tensor) -> tf.Tensor:
+    def harden(self, targets: Tensor) -> Tensor:
         # A mixed label of at least one half counts as 1.
         return tf.cast(targets >= 0.5, tf.float32)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        targets, logits = draw_classes(self.output_shape(source), 2)
+        targets, logits = draw_classes(self.output_shape(source) or (), 2)
         # draw_classes draws two logits for each label, which needs only one.
         return targets.astype(np.float32), logits[..., 0]
 
@@ -179,10 +164,7 @@ class Multilabel(Task):
         }
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         """Returns a table with each label's accuracy, precision and recall."""
         predictions = self.decode(reviewed.outputs) > 0.5
@@ -221,10 +203,6 @@ class Binary(Multilabel):
     output = "a logit; keras.ops.sigmoid makes it the probability of 1"
     has_classes = True
 
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        # A row of one logit, as a dense layer outputs it, even if targets are single numbers.
-        return (1,)
-
     def takes(self, target: Any) -> bool:
         return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
@@ -234,10 +212,7 @@ class Binary(Multilabel):
         return {"class": self.decode(outputs), "probability": probabilities}
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         # Adds a logit of 0 for "no": the softmax of both gives "yes" the sigmoid of its logit.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
@@ -293,61 +268,24 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
 
 
 def _class_figures(
-    reviewed: ReviewedExamples,
-    targets: np.ndarray,
-    logits: np.ndarray,
-    source: Source,
+    reviewed: ReviewedExamples, targets: np.ndarray, logits: np.ndarray, source: Source
 ) -> list[Figure]:
-    """Returns confusions and worst errors, for targets [examples] and logits [examples, classes]."""
+    """Returns confusions and the worst errors, if any, for targets [examples] and logits [examples, classes].
+
+    The worst errors are those with the lowest probability of the true class.
+    """
     names = class_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
-    log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
-    return [
-        _confusions(reviewed, targets, predicted, names),
-        *_worst_errors(reviewed, targets, predicted, log_probabilities, names, source),
-    ]
+    figures = [_confusions(reviewed, targets, predicted, names)]
 
-
-def _confusions(
-    reviewed: ReviewedExamples,
-    targets: np.ndarray,
-    predicted: np.ndarray,
-    names: Sequence[str],
-) -> Figure:
-    accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
-    if len(names) <= MAX_MATRIX_CLASSES:
-        counts = tf.math.confusion_matrix(targets, predicted, len(names))
-        note = f"{accuracy}. Rows: true class, columns: predicted."
-        return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
-
-    # Lists only errors, since correct predictions would fill the list.
-    is_wrong = targets != predicted
-    pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
-    rows = [
-        [names[target], names[prediction], count]
-        for (target, prediction), count in pairs.most_common(MAX_MATRIX_CLASSES)
-    ]
-
-    columns = ["true", "predicted", "examples"]
-    return Table("Most frequent confusions", f"{accuracy}.", columns, rows)
-
-
-def _worst_errors(
-    reviewed: ReviewedExamples,
-    targets: np.ndarray,
-    predicted: np.ndarray,
-    log_probabilities: np.ndarray,
-    names: Sequence[str],
-    source: Source,
-) -> list[Figure]:
-    """Returns the errors with the lowest probability of the true class; an empty list if there is no error."""
     # Logarithms still distinguish probabilities so small that they would be rounded to 0.
+    log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
     of_true_class = log_probabilities[np.arange(len(targets)), targets]
     # A stable sort, so that ties keep the order of the examples.
     order = np.argsort(of_true_class, kind="stable").tolist()
     worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:
-        return []
+        return figures
 
     title = "Worst examples"
     note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
@@ -367,6 +305,27 @@ def _worst_errors(
         rows.append([row, true_name, predicted_name, probability, true_probability, *values])
 
     if pictures:
-        return [Pictures(title, note, pictures)]
+        return [*figures, Pictures(title, note, pictures)]
     columns = ["example", "true", "predicted", "probability", "of the true class", *cells]
-    return [Table(title, note, columns, rows)]
+    return [*figures, Table(title, note, columns, rows)]
+
+
+def _confusions(
+    reviewed: ReviewedExamples, targets: np.ndarray, predicted: np.ndarray, names: Sequence[str]
+) -> Figure:
+    accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
+    if len(names) <= MAX_MATRIX_CLASSES:
+        counts = tf.math.confusion_matrix(targets, predicted, len(names))
+        note = f"{accuracy}. Rows: true class, columns: predicted."
+        return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
+
+    # Lists only errors, since correct predictions would fill the list.
+    is_wrong = targets != predicted
+    pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
+    rows = [
+        [names[target], names[prediction], count]
+        for (target, prediction), count in pairs.most_common(MAX_MATRIX_CLASSES)
+    ]
+
+    columns = ["true", "predicted", "examples"]
+    return Table("Most frequent confusions", f"{accuracy}.", columns, rows)

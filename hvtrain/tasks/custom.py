@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.examples import draw
-from hvtrain.tasks.task import Losses, Metrics, Task
+from hvtrain.tasks.task import Task
 
 
 class Custom(Task):
@@ -43,18 +43,14 @@ class Custom(Task):
     output = "as the model's builder says"
 
     def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
-        loss_weights: Mapping[str, float] | None = None,
+        self, *settings: Any, loss_weights: Mapping[str, float] | None = None, **more: Any
     ) -> None:
-        super().__init__(loss, metrics, best)
+        super().__init__(*settings, **more)
         if loss_weights is None:
             return
 
         # Weights need several losses: with a single one, a weight would only scale the learning rate.
-        outputs = list(loss) if isinstance(loss, Mapping) else []
+        outputs = list(self.loss) if isinstance(self.loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
                 f"task.loss_weights names {', '.join(loss_weights)} and task.loss has "
@@ -88,14 +84,7 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
-            # The same seed on all ranks, so that all of them accept or refuse a metric.
-            rng = np.random.default_rng(0)
-            targets = keras.tree.map_structure(
-                lambda spec: draw(rng, spec.shape, spec.dtype.name),
-                source.element_spec[1],
+            specs = keras.tree.map_structure(
+                lambda output: tf.TensorSpec(output.shape[1:], output.dtype), outputs
             )
-            predictions = keras.tree.map_structure(
-                lambda output: draw(rng, output.shape[1:], output.dtype),
-                outputs,
-            )
-            self.check_metrics(targets, predictions)
+            self.check_metrics(*draw(source.element_spec[1], specs))

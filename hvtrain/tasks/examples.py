@@ -6,10 +6,10 @@ model's outputs in the report, with images as PNG.
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras.metrics import (
     FBetaScore,
@@ -31,12 +31,21 @@ Columns = dict[str, np.ndarray]
 """Predictions by column name, each with a number or a row per example."""
 
 
-def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> np.ndarray:
-    """Draws NUM_CHECKED examples: 0 or 1 for an integer dtype, else fractions. Axes of unknown size get 4."""
-    size = [NUM_CHECKED, *(side or 4 for side in shape)]
-    if dtype.startswith(("int", "uint", "bool")):
-        return rng.integers(2, size=size).astype(dtype)
-    return rng.random(size).astype(np.float32)
+def draw(*specs: Any) -> tuple[Any, ...]:
+    """Draws NUM_CHECKED examples for nested tf.TensorSpec of one: 0 or 1 for integers and booleans, else fractions.
+
+    Axes of unknown size get 4.
+    """
+    # The same seed on all ranks, so that all of them accept or refuse a metric.
+    rng = np.random.default_rng(0)
+
+    def draw_part(spec: Any) -> np.ndarray:
+        size = [NUM_CHECKED, *(side or 4 for side in spec.shape)]
+        if spec.dtype.is_integer or spec.dtype.is_bool:
+            return rng.integers(2, size=size).astype(spec.dtype.name)
+        return rng.random(size).astype(np.float32)
+
+    return keras.tree.map_structure(draw_part, specs)
 
 
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,10 +55,7 @@ def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.n
     return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
 
 
-def first_fault(
-    is_wrong: np.ndarray,
-    problem: Callable[[int], str],
-) -> Fault:
+def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
     """Finds the first example with a True in a boolean array [examples, ...], and describes its problem.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
@@ -59,6 +65,20 @@ def first_fault(
         return None
     row = int(np.unravel_index(is_wrong.argmax(), is_wrong.shape)[0])
     return row, problem(row)
+
+
+def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -> Fault:
+    """Finds the first example with a target outside 0 ... number - 1, other than `ignored`.
+
+    >>> out_of_range(np.array([[0, 2], [255, 3]]), 3, ignored=255)
+    (1, 'has the target 3, outside 0 ... 2')
+    """
+    is_wrong = ((targets < 0) | (targets >= number)) & (targets != ignored)
+
+    def problem(row: int) -> str:
+        return f"has the target {targets[row][is_wrong[row]][0]}, outside 0 ... {number - 1}"
+
+    return first_fault(is_wrong, problem)
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
@@ -188,8 +208,7 @@ MAX_SIDE_PIXELS = 192
 """The longest side of an image in the report."""
 
 
-@dataclass(frozen=True)
-class ReviewedExamples:
+class ReviewedExamples(NamedTuple):
     """The first examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
@@ -220,9 +239,9 @@ class ReviewedExamples:
     @property
     def has_images(self) -> bool:
         """True if the inputs are grey or RGB images."""
-        if not isinstance(self.inputs, np.ndarray):
-            return False
-        return self.inputs.ndim == 4 and self.inputs.shape[-1] in (1, 3)
+        inputs = self.inputs
+        is_array = isinstance(inputs, np.ndarray)
+        return is_array and inputs.ndim == 4 and inputs.shape[-1] in (1, 3)
 
 
 def as_bytes(image: np.ndarray) -> np.ndarray:

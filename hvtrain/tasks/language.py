@@ -12,7 +12,7 @@ from keras import Model
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.examples import Fault, ReviewedExamples, draw_classes, first_fault
+from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.tasks.task import ClassTask, Losses
 
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
@@ -74,15 +74,6 @@ class Language(ClassTask):
             from_logits=True, reduction="mean_with_sample_weight"
         )
 
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        size = source.facts()["vocabulary_size"]
-        is_wrong = (targets < 0) | (targets >= size)
-        return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
-
-    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # A short text and a small vocabulary suffice to check that a metric's state adds up.
-        return draw_classes((4,), 8)
-
     def unit(self, source: Source) -> tuple[str, int] | None:
         (length,) = source.element_spec[1].shape
         lengths = source.lengths("train")
@@ -115,12 +106,7 @@ class Language(ClassTask):
         written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
         return f"{text!r} -> {source.text_of(written)!r}"
 
-    def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: Model,
-        source: Source,
-    ) -> list[Figure]:
+    def review(self, reviewed: ReviewedExamples, model: Model, source: Source) -> list[Figure]:
         """Returns texts that the model has continued, or whose hidden tokens it has filled in."""
         inputs, targets = reviewed.inputs, reviewed.targets
         # Only token arrays of a source with a tokenizer can be shown as text.
@@ -137,8 +123,7 @@ class Language(ClassTask):
         if is_causal:
             # A graph that all calls share, since calling the model eagerly for each token would be slow.
             model_graph: Any = tf.function(
-                lambda row, training: model(row, training=training),
-                reduce_retracing=True,
+                lambda row, training: model(row, training=training), reduce_retracing=True
             )
             shown = inputs[:, :PROMPT_TOKENS]
             written: Any = [

@@ -43,10 +43,6 @@ class Regression(Task):
     def default_metrics(self) -> Metrics:
         return {"mean_absolute_error": keras.metrics.MeanAbsoluteError()}
 
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        # A dense layer outputs a row, even for a single number.
-        return tuple(source.element_spec[1].shape) or (1,)
-
     def takes(self, target: Any) -> bool:
         return hasattr(target, "dtype") and target.dtype.is_floating
 
@@ -55,10 +51,7 @@ class Regression(Task):
         return lambda targets: tf.cast(targets, tf.float32)
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         """Returns plots of predictions and residuals for the first number of each example, and the worst examples."""
         targets = _first_numbers(reviewed.targets)

@@ -9,11 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients
-from hvtrain.tasks.examples import Columns, Fault, first_fault
+from hvtrain.tasks.examples import Columns, Fault, out_of_range
 from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
@@ -45,7 +46,7 @@ class InBatchSoftmax(keras.losses.Loss):
             )
         self.temperature = temperature
 
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Returns losses [batch], given items [batch] and vectors [batch, 2, width]."""
         # Keras has converted the items to floats, which are exact up to 2**24.
         targets = tf.cast(y_true, tf.int32)
@@ -114,11 +115,7 @@ class Retrieval(Task):
         super().prepare(source)
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        number = len(self._catalogue)
-        is_wrong = (targets < 0) | (targets >= number)
-        return first_fault(
-            is_wrong, lambda row: f"names item {targets[row]} of a catalogue of {number}"
-        )
+        return out_of_range(targets, len(self._catalogue))
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
         """Checks nothing, because metrics need the catalogue's vectors, which only a model can compute."""
@@ -137,7 +134,7 @@ class Retrieval(Task):
         # graph, and lookups in a sharded table are collectives.
         inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
 
-        def item_vectors() -> tf.Tensor:
+        def item_vectors() -> Tensor:
             rows = {name: tf.convert_to_tensor(part) for name, part in inputs.items()}
             return model(rows, training=False)[:, 1]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.examples import Columns, Fault, ReviewedExamples, as_bytes, first_fault, png
+from hvtrain.tasks.examples import Columns, ReviewedExamples, as_bytes, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
@@ -27,7 +28,7 @@ class Segmentation(ClassTask):
 
     Args:
         loss: Default: cross-entropy of the logits, without pixels that have the ignored label.
-        metrics: Default: mean IoU, without these pixels.
+        metrics, best: Default: mean IoU, without these pixels.
         ignored_label: The label of pixels that do not count, such as 255 in PASCAL VOC. None: all count.
 
     Example:
@@ -47,29 +48,18 @@ class Segmentation(ClassTask):
     targets_are_masks = True
     num_reviewed = 200
 
-    def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
-        ignored_label: int | None = 255,
-    ) -> None:
+    def __init__(self, *settings: Any, ignored_label: int | None = 255, **more: Any) -> None:
         self.ignored_label = ignored_label
-        super().__init__(loss, metrics, best)
+        super().__init__(*settings, **more)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True,
-            ignore_class=self.ignored_label,
+            from_logits=True, ignore_class=self.ignored_label
         )
 
     def default_metrics(self) -> Metrics:
         # A partial, because num_classes is known only from the data set; see Task.complete.
-        iou = partial(
-            keras.metrics.MeanIoU,
-            sparse_y_pred=False,
-            ignore_class=self.ignored_label,
-        )
+        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, ignore_class=self.ignored_label)
         return {"mean_iou": iou}
 
     def check_targets(self, source: Source) -> None:
@@ -86,25 +76,11 @@ class Segmentation(ClassTask):
                 f"images of {image_size} and masks of {mask_size}; resize one of them"
             )
 
-    def fault(self, targets: np.ndarray, source: Source) -> Fault:
-        is_wrong = (targets < 0) | (targets >= source.num_classes)
-        # If ignored_label is None, no label equals it.
-        is_wrong &= targets != self.ignored_label
-
-        def problem(row: int) -> str:
-            label = targets[row][is_wrong[row]][0]
-            return f"label {label} in its mask is outside 0 ... {source.num_classes - 1}"
-
-        return first_fault(is_wrong, problem)
-
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         return {"mask": self.decode(outputs)}
 
     def review(
-        self,
-        reviewed: ReviewedExamples,
-        model: keras.Model,
-        source: Source,
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
         """Returns a table of each class's overlap and, if the inputs are images, some of them with their masks."""
         targets = reviewed.targets
@@ -124,28 +100,19 @@ class Segmentation(ClassTask):
             intersection[:, label] = (in_target & in_prediction & counts).sum(axis=(1, 2))
             union[:, label] = ((in_target | in_prediction) & counts).sum(axis=(1, 2))
 
-        figures = [_overlaps(reviewed, intersection.sum(axis=0), union.sum(axis=0), names)]
+        # A class that occurs nowhere has no IoU.
+        rows = [
+            [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
+            for name, correct, total in zip(names, intersection.sum(axis=0), union.sum(axis=0))
+        ]
+        note = f"Intersection over union of each class's pixels, in {reviewed.description}."
+        figures: list[Figure] = [Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)]
         if reviewed.has_images:
             # An example's mean IoU is taken over the classes that occur in one of its masks.
             iou = np.where(union > 0, intersection / np.maximum(union, 1), 0)
             mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
             figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
         return figures
-
-
-def _overlaps(
-    reviewed: ReviewedExamples,
-    intersection: np.ndarray,
-    union: np.ndarray,
-    names: Sequence[str],
-) -> Figure:
-    # A class that occurs nowhere has no IoU.
-    rows = [
-        [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
-        for name, correct, total in zip(names, intersection, union)
-    ]
-    note = f"Intersection over union of each class's pixels, in {reviewed.description}."
-    return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
 
 def _overlays(

@@ -30,6 +30,7 @@ from hvtrain.tasks.examples import (
     first_fault,
     fresh_all,
     of_logits,
+    out_of_range,
 )
 
 Losses: TypeAlias = Loss | Mapping[str, Loss] | None
@@ -86,10 +87,7 @@ class Task(ABC):
     """True if targets have a class for each pixel, so that they must be cropped or flipped with their image."""
 
     def __init__(
-        self,
-        loss: Losses = None,
-        metrics: Metrics | None = None,
-        best: str | None = None,
+        self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None
     ) -> None:
         self.loss = self.default_loss() if loss is None else loss
         self.metrics = dict(self.default_metrics() if metrics is None else metrics)
@@ -106,9 +104,10 @@ class Task(ABC):
     def default_metrics(self) -> Metrics:
         return {}
 
-    @abstractmethod
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Returns the shape of the model's output for one example of the source; None if any shape will do."""
+        """Returns the shape of the model's output for one example; None if any will do. Default: the targets' shape."""
+        # For a single number a dense layer outputs a row.
+        return tuple(source.element_spec[1].shape) or (1,)
 
     @abstractmethod
     def takes(self, target: Any) -> bool:
@@ -129,13 +128,10 @@ class Task(ABC):
                 f"gives {types}; choose another task or data set"
             )
 
-    def examples(self, source: Source) -> tuple[Any, Any]:
+    def examples(self, source: Source) -> tuple[Any, ...]:
         """Draws targets and outputs of NUM_CHECKED examples, on which to try metrics."""
-        # The same seed on all ranks, so that all of them accept or refuse a metric.
-        rng = np.random.default_rng(0)
-        target = source.element_spec[1]
-        targets = draw(rng, target.shape, target.dtype.name)
-        return targets, draw(rng, self.output_shape(source) or (), "float32")
+        output = tf.TensorSpec(self.output_shape(source) or (), tf.float32)
+        return draw(source.element_spec[1], output)
 
     def fault(self, targets: Any, source: Source) -> Fault:
         """Returns the row and the problem of a batch's first wrong target; None if all are right."""
@@ -365,6 +361,8 @@ class ClassTask(Task):
     """The number of axes of a target; 0 for one class per example."""
     num_classes: ClassVar[str] = "num_classes"
     """The name of the data set's fact with the number of classes."""
+    ignored_label: int | None = None
+    """The label of targets that do not count, if any."""
 
     def default_metrics(self) -> Metrics:
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
@@ -374,6 +372,9 @@ class ClassTask(Task):
 
     def takes(self, target: Any) -> bool:
         return is_integer(target, self.rank)
+
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
+        return out_of_range(targets, self.output_shape(source)[-1], self.ignored_label)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # Small targets suffice, since metrics treat all positions alike.

@@ -135,7 +135,8 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
             f"rank 0 on {hosts[0]} and rank {rank} on {hosts[rank]} read different data: "
             f"{listed(differences(manifests[0], manifests[rank]), separator='; ')}",
             "copy the same files to both hosts",
-            RankError if refuse else None,
+            refuse,
+            RankError,
         )
     return manifest
 

@@ -17,6 +17,7 @@ from hvtrain.data import Source, StreamRequest
 from hvtrain.data.formats.schema import Settings
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.digits import digits, read
+from hvtrain.data.sources.file_source import FileSource
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError
 
@@ -28,6 +29,10 @@ def test_each_file_names_every_option_of_its_source_with_its_default(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     assert path.read_text().startswith("# ") and path.stem in path.read_text().splitlines()[1]
     parameters = dict(inspect.signature(hydra.utils.get_object(config.pop("_target_"))).parameters)
+    if parameters.pop("images", None):
+        options = dict(inspect.signature(FileSource).parameters)
+        shared = ("class_names", "shift_pixels", "flip", "sizing")
+        parameters = {name: options[name] for name in shared} | parameters
     if parameters.pop("sizing", None):
         options = dict(inspect.signature(Sizing).parameters)
         parameters |= {name: options[name] for name in ("resize", "fit", "crop_fraction", "exif")}

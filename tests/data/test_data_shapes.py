@@ -130,7 +130,7 @@ def test_the_saved_model_sees_what_streams_give():
     [
         (
             {"image_shape": [12, 64, 3]},
-            r"image_shape=\[12, 64, 3\] is too small for shapes; give sides of at least 16",
+            r"image_shape \(each side\)=12 is out of range; it must be at least 16",
         ),
         ({"image_shape": [64, 64]}, r"image_shape=\[64, 64\] is not \[height, width, channels\]"),
         ({"num_train": 0}, "num_train=0 is out of range; it must be at least 1"),

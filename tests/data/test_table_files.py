@@ -163,6 +163,7 @@ CASES = [
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
     Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
+    Case("a name that Keras gives to a logarithm", text(NUMBERS, name="maximum"), "maximum: number", NUMBERS, options={"log_numbers": True}, pandas={}, columns=("maximum_",)),
     Case("a name that Keras has", text(NUMBERS, name="features"), "features: number", NUMBERS, pandas={}, columns=("features_",)),
 ]  # fmt: skip
 

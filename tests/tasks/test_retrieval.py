@@ -72,7 +72,7 @@ def test_an_item_that_is_not_in_the_catalogue_is_refused():
     )
     with pytest.raises(
         DataError,
-        match=r"arrays, train: example 3 names item 3 of a catalogue of 3; fix the targets",
+        match=r"arrays, train: example 3 has the target 3, outside 0 ... 2; fix the targets",
     ):
         Retrieval().prepare(source)
 

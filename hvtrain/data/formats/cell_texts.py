@@ -6,6 +6,10 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
+# A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
+MOSTLY = 0.9
+# Number and date formats are tried on about this many rows before a whole column is parsed.
+SAMPLE_ROWS = 1000
 UNITS = ("%", "$", "€", "£", "¥")
 # The unit of times of day and durations, such as 12:34 or 1:02:03.5, which are read as seconds.
 CLOCK = "hours:minutes"
@@ -36,29 +40,28 @@ def share(mask: pa.Array) -> float:
     return pc.mean(mask.cast(pa.float64())).as_py() or 0.0
 
 
-def unit_in(text: pa.Array, least_share: float) -> str:
+def unit_in(text: pa.Array) -> str:
     """Returns the unit of a column of texts, or an empty string if it has none.
 
-    A unit is one of UNITS, or CLOCK, in at least `least_share` of the cells, or a word that ends every cell.
+    A unit is one of UNITS, or CLOCK, in at least MOSTLY of the cells, or a word that ends every cell.
     """
     for unit in UNITS:
-        if share(pc.match_substring(text, unit)) >= least_share:
+        if share(pc.match_substring(text, unit)) >= MOSTLY:
             return unit
-    if share(pc.match_substring_regex(text, CLOCK_TIME)) >= least_share:
+    if share(pc.match_substring_regex(text, CLOCK_TIME)) >= MOSTLY:
         return CLOCK
     suffix = re.search(r"\d ?([^\W\d_]+)$", text[0].as_py()) if len(text) else None
     return suffix[1] if suffix and pc.all(pc.ends_with(text, suffix[1])).as_py() else ""
 
 
 def number_formats(
-    columns: Sequence[pa.Array], decimal: str | None, thousands: str | None, num_rows: int
+    columns: Sequence[pa.Array], decimal: str | None, thousands: str | None
 ) -> list[tuple[str, str]]:
     """Returns pairs of decimal sign and thousands separator, in the order in which to try them on a file.
 
     Args:
         columns: the file's text columns.
         decimal, thousands: the user's choice; None: inferred from the cells.
-        num_rows: number of rows to look at.
     """
     formats = [
         pair
@@ -67,7 +70,7 @@ def number_formats(
     ]
     # 1,234 is ambiguous. Its comma is taken as decimal if some column can only be read with decimal commas.
     # Half of that column's cells suffice as evidence, since whole numbers have no decimal sign.
-    samples = [text.drop_null()[:num_rows] for text in columns]
+    samples = [text.drop_null()[:SAMPLE_ROWS] for text in columns]
     if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
         formats.sort(key=lambda pair: pair[0] != ",")
     return formats

@@ -14,43 +14,27 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 from pyarrow import types
 
-from hvtrain.data.formats.cell_texts import DATE_FORMATS, numbers_in, only, share, times_in, unit_in
+from hvtrain.data.formats.cell_texts import (
+    DATE_FORMATS,
+    MOSTLY,
+    SAMPLE_ROWS,
+    numbers_in,
+    only,
+    share,
+    times_in,
+    unit_in,
+)
 from hvtrain.errors import DataError
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# Texts that are read as gaps, the same as in pandas.read_csv.
-GAPS = pa.array(
-    [
-        "",
-        "#N/A",
-        "#N/A N/A",
-        "#NA",
-        "-1.#IND",
-        "-1.#QNAN",
-        "-NaN",
-        "-nan",
-        "1.#IND",
-        "1.#QNAN",
-        "<NA>",
-        "N/A",
-        "NA",
-        "NULL",
-        "NaN",
-        "None",
-        "n/a",
-        "nan",
-        "null",
-    ]
-)
-# A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
-MOSTLY = 0.9
-# Number and date formats are tried on about this many rows before a whole column is parsed.
-SAMPLE_ROWS = 1000
-# Before that, about this many rows of the sample rule out most formats.
+# Texts that are read as gaps, the same as in pandas.read_csv; Arrow's own lack two.
+GAPS = pa.array([*pa.csv.ConvertOptions().null_values, "<NA>", "None"])
+# About this many rows of a sample rule out most number and date formats.
 TRIAL_ROWS = 100
 # In a file with types, up to this many distinct texts, or one per ten rows, are names even if they look like numbers.
 FEW_TEXTS = 20
@@ -223,7 +207,7 @@ def _infer_text(
         return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
-    unit = unit_in(sample, MOSTLY)
+    unit = unit_in(sample)
     if unit.isalpha() and pc.count_distinct(text).as_py() <= FEW_TEXTS:
         # "4 doors" and "1 star" are names: without a unit, they do not parse as numbers.
         unit = ""

@@ -154,12 +154,24 @@ def read_texts(path: Path, column: str | None) -> list[str | None]:
 
 
 def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:
-    """Reads a column of a table, or a key of a .jsonl file. Raises ConfigError if there is no such column.
+    """Reads a column of a table, or a key of a file with a JSON object on each line.
 
     Messages refer to `setting`, the user's setting that names the column.
+
+    Raises:
+        ConfigError: There is no such column.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     if path.suffix.lower() in JSON_LINES:
-        table = read_json_lines(path)
+        try:
+            # Arrow needs each line to fit into one block, and a line may be as long as the file.
+            block_bytes = max(path.stat().st_size, 1)
+            options = pa.json.ReadOptions(block_size=block_bytes, use_threads=False)
+            table = pa.json.read_json(path, read_options=options)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
+            ) from error
     else:
         table = read_table(path, "dataset.file", column=column or "")
     names = table.column_names
@@ -170,22 +182,6 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
             f"{setting}{problem}; it names the column of {purpose}, one of {', '.join(names)}"
         )
     return table[column]
-
-
-def read_json_lines(path: Path) -> pa.Table:
-    """Reads a file with a JSON object on each line, whose keys become columns.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not a JSON object.
-    """
-    try:
-        # Arrow needs each line to fit into one block, and a line may be as long as the file.
-        options = pa.json.ReadOptions(block_size=max(path.stat().st_size, 1), use_threads=False)
-        return pa.json.read_json(path, read_options=options)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
-        ) from error
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
@@ -212,11 +208,21 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
 
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
-    parts = _deal_documents(lengths, validation, test)
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(lengths))
     # One long document may cover the span of a whole split, which then stays empty. Then documents are
     # counted instead of characters.
-    if not all(parts.values()):
-        parts = _deal_documents([1] * len(lengths), validation, test)
+    for sizes in (lengths, [1] * len(lengths)):
+        # Documents are laid end to end in random order; each goes to the split that contains its middle.
+        in_row = np.take(sizes, order)
+        middles = np.empty(len(sizes), np.int64)
+        middles[order] = np.cumsum(in_row) - in_row + in_row // 2
+        # Within a split, documents keep their original order.
+        parts = {
+            split: [number for number, middle in enumerate(middles.tolist()) if middle in span]
+            for split, span in _ranges(sum(sizes), validation, test).items()
+        }
+        if all(parts.values()):
+            break
     return parts
 
 
@@ -243,16 +249,3 @@ def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> di
         ]
         parts[split] = list(filter(None, pieces))
     return parts
-
-
-def _deal_documents(sizes: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
-    """Lays documents end to end in random order; each one's index goes to the split that contains its middle."""
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(sizes))
-    in_row = np.take(sizes, order)
-    middles = np.empty(len(sizes), np.int64)
-    middles[order] = np.cumsum(in_row) - in_row + in_row // 2
-    # Within a split, documents keep their original order.
-    return {
-        split: [number for number, middle in enumerate(middles) if span.start <= middle < span.stop]
-        for split, span in _ranges(sum(sizes), validation, test).items()
-    }

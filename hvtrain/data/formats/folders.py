@@ -71,8 +71,7 @@ def split_folders(folder: Path) -> dict[str, Path]:
 
 
 def find_split_files(
-    folder: Path,
-    files_of: Callable[[Path], list[Path]],
+    folder: Path, files_of: Callable[[Path], list[Path]]
 ) -> tuple[dict[str, list[Path]], list[str]]:
     """Finds the files of each split: those named FOLDER/SPLIT*, and those in folders of such names.
 
@@ -111,10 +110,7 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
 
 
 def with_labels(
-    paths: Sequence[Path],
-    labels: Mapping[str, int],
-    class_file: str,
-    number_file: str | None,
+    paths: Sequence[Path], labels: Mapping[str, int], class_file: str, number_file: str | None
 ) -> list[tuple[str, int]]:
     """Looks up the labels of files in a folder without class folders, such as ImageNet's validation images.
 

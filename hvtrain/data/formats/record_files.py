@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 from tensorflow.data import Dataset
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
@@ -166,10 +167,7 @@ def example_problem(record: bytes, image_key: str, label_key: str) -> str:
 
 
 def stream_records(
-    path: tf.Tensor,
-    compression: tf.Tensor,
-    num_records: tf.Tensor,
-    first_code: tf.Tensor,
+    path: Tensor, compression: Tensor, num_records: Tensor, first_code: Tensor
 ) -> Dataset:
     """Streams the records of a file as ((data, index), code), where code is unique among all files.
 
@@ -199,11 +197,7 @@ def read_record(path: str, offset: int) -> bytes:
 
 
 def write_tfrecords(
-    dir: str | Path,
-    split: str,
-    images: np.ndarray,
-    labels: np.ndarray,
-    num_files: int,
+    dir: str | Path, split: str, images: np.ndarray, labels: np.ndarray, num_files: int
 ) -> list[Path]:
     """Writes images and labels to TFRecord files that dataset=tfrecord reads.
 

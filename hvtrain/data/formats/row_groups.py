@@ -1,8 +1,8 @@
 """Finds Parquet files, counts the rows of their row groups, and reads a row group as arrays."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,7 @@ SUFFIXES = (".parquet", ".pq")
 RANGE_FACTOR = 30
 
 
-@dataclass(frozen=True, order=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """A part of a Parquet file that is read as a whole."""
 
     path: str
@@ -33,8 +32,7 @@ class RowGroup:
         return f"{self.path}, row group {self.number}"
 
 
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """The columns of images and labels, and the values they hold. `record.field` names the field of a struct."""
 
     image: str

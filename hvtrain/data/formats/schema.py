@@ -6,7 +6,7 @@ It is inferred from the training table, kept in the run folder, and applied to e
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from hvtrain.config.validate import check_choice, check_least
 from hvtrain.data.formats.cell_texts import by_value, number_formats
 from hvtrain.data.formats.columns import (
     DATE_PARTS,
-    SAMPLE_ROWS,
     Cells,
     Column,
     infer,
@@ -134,14 +133,14 @@ class Schema:
 
     columns: Sequence[Column]
     target: Column
-    classes: Sequence[str] = ()
+    classes: Sequence[str]
     """Names of the target's classes; empty if it is a number."""
-    id: str | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    id: str | None
+    left_out: Mapping[str, str]
     """Columns that are not features, each with the reason."""
-    has_ids: bool = False
+    has_ids: bool
     """True if categories are ids in an input of their own; otherwise they are one-hot."""
-    hash_buckets: int = 1000
+    hash_buckets: int
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -176,7 +175,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     texts = [array for array in used.values() if pa.types.is_string(array.type)]
     # In a file with types, text columns are meant to be text.
     is_typed = len(texts) < len(used)
-    formats = number_formats(texts, settings.decimal, settings.thousands, SAMPLE_ROWS)
+    formats = number_formats(texts, settings.decimal, settings.thousands)
     inferred = {
         column: infer(column, used[column], formats, is_typed)
         for column in with_progress(list(used), f"{name}: kinds")
@@ -307,8 +306,8 @@ def _infer_target(
             f"dataset.target={name} is {kind}; a column of names or numbers is needed"
         )
 
+    example = values.drop_null()[0].as_py()
     if pc.count_distinct(values).as_py() == 1:
-        example = values.drop_null()[0].as_py()
         raise DataError(
             f"dataset.target={name} is {example!r} in every row, and nothing can be learned from it; "
             "choose another column"
@@ -320,7 +319,6 @@ def _infer_target(
         is_class = settings.target_is == "class"
     if not is_class:
         if inferred.kind == "name":
-            example = next(iter(values.drop_null()[:1].to_pylist()), None)
             raise ConfigError(f"dataset.target_is=number and the column {name} holds {example!r}")
         return replace(inferred, feature="float", missing=missing), []
 

@@ -12,7 +12,6 @@ import lzma
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,15 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 # The first bytes of files that people mistake for tables.
 OTHER_FORMATS = {
     b"ARROW1\0": "a Feather file",
-    b"FEA1\0": "a Feather file",
-    b"ORC\n\x06": "an ORC file",
-    b"ORC\x11\0": "an ORC file",
-    b"\xd0\xcf\x11\xe0": "an old Excel file",
-    b"\x89HDF": "an HDF5 file",
-    b"SQLite format 3\0": "a database",
     b'{"': "JSON",
     b'[{"': "JSON",
     b"<!DOCTYPE": "a web page",
     b"<!doctype": "a web page",
     b"<html": "a web page",
-    b"<?xml": "XML",
 }
 DELIMITERS = ",;\t|"
-# Byte order marks. UTF-32 precedes UTF-16, whose little-endian mark is a prefix of UTF-32's.
-MARKS = {
-    b"\xef\xbb\xbf": "utf-8",
-    b"\xff\xfe\0\0": "utf-32",
-    b"\0\0\xfe\xff": "utf-32",
-    b"\xff\xfe": "utf-16",
-    b"\xfe\xff": "utf-16",
-}
+# Byte order marks.
+MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
 # The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
@@ -71,14 +57,6 @@ COLUMNS_AT_ONCE = 100
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """The format of a CSV file. None: detected from the file."""
-
-    delimiter: str | None = None
-    encoding: str | None = None
 
 
 def is_table(path: Path) -> bool:
@@ -131,16 +109,16 @@ def _partitions(file: Path) -> Iterator[tuple[str, str]]:
 def read_table(
     locations: str | Path | Sequence[str | Path],
     setting: str,
-    text_format: TextFormat = TextFormat(),
     column: str | None = None,
+    **text_format: str | None,
 ) -> pa.Table:
     """Reads a table from one or several files, concatenating their rows.
 
     Args:
         locations: as in table_files(), one or several.
         setting: the setting that names them, for messages.
-        text_format: format of CSV files.
         column: the only column that is needed; a Parquet file's other columns are not read. None: all.
+        text_format: delimiter and encoding of CSV files. None: detected from the file.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.
@@ -152,7 +130,7 @@ def read_table(
     tables = []
     for path, partitions in files:
         try:
-            table = _read(path, text_format, column)
+            table = _read(path, column, **text_format)
         except UserError:
             raise
         except Exception as error:  # Arrow, csv and decompression raise errors of many types.
@@ -179,7 +157,7 @@ def read_table(
         ) from error
 
 
-def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
+def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table:
     if path.stat().st_size == 0:
         raise ValueError("it is empty")
     stored = pa.memory_map(str(path)).read_buffer()
@@ -189,7 +167,7 @@ def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
         if start.startswith(mark):
             raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
     if not start.startswith(b"PAR1"):
-        return _read_csv(data, text_format)
+        return _read_csv(data, **text_format)
 
     # Opened by path, not from the memory map, whose pages would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
@@ -223,19 +201,20 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
             for name in archive.namelist()
             if is_table(Path(name)) and not name.startswith("__MACOSX")
         ]
-        if "xl/workbook.xml" in archive.namelist():
-            raise ValueError("it is an Excel file; save it as CSV")
         if len(names) != 1:
-            raise ValueError(f"it is a zip file with {len(names)} tables instead of one")
+            # An Excel file is a zip file of XML.
+            raise ValueError(
+                f"it is a zip file with {len(names)} tables instead of one; save an Excel file as CSV"
+            )
         return _decompressed(pa.py_buffer(archive.read(names[0])))
 
 
-def _read_csv(data: pa.Buffer, text_format: TextFormat) -> pa.Table:
-    data = _as_utf8(data, text_format.encoding)
+def _read_csv(
+    data: pa.Buffer, delimiter: str | None = None, encoding: str | None = None
+) -> pa.Table:
+    data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
-    names, num_lines, delimiter = _header(
-        sample, len(sample.encode()) < len(data), text_format.delimiter
-    )
+    names, num_lines, delimiter = _header(sample, len(sample.encode()) < len(data), delimiter)
 
     # Numbers stand in for names, since two columns may share a name, or have none.
     numbers = [str(number) for number in range(len(names))]
@@ -260,8 +239,6 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
     start = data[:4].to_pybytes()
     for mark, name in MARKS.items():
         if start.startswith(mark):
-            if name == "utf-8":
-                return data[len(mark) :]
             encoding = name
             break
 

@@ -1,6 +1,5 @@
 """Tokenizes text with sentencepiece models, trained on documents or read from a file."""
 
-import hashlib
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -33,11 +32,6 @@ class Tokenizer:
         if not self.size:  # sentencepiece accepts an empty file.
             raise ValueError("no tokens")
         self.end = self._processor.eos_id()
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the model."""
-        return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)

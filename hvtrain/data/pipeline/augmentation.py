@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.random import seed_generator
-from tensorflow import TensorSpec
+from tensorflow import Tensor, TensorSpec
 from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
@@ -63,12 +63,7 @@ class PureLayer:
         ConfigError: The layer fails, has weights, or is not pure.
     """
 
-    def __init__(
-        self,
-        setting: str,
-        layer: keras.Layer,
-        spec: Mapping[str, TensorSpec],
-    ) -> None:
+    def __init__(self, setting: str, layer: keras.Layer, spec: Mapping[str, TensorSpec]) -> None:
         self.name = f"{setting} ({type(layer).__name__})"
         self.input_spec = spec
         self.unchanged: set[str] = set()
@@ -115,7 +110,7 @@ class PureLayer:
             name: TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
         }
 
-    def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
+    def __call__(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
         return self._traced(dict(batch), seed)
 
     def _trace(self, apply: Callable[..., Any]) -> Any:
@@ -158,7 +153,7 @@ def takes_batches(layer: keras.Layer) -> bool:
 
 
 @contextmanager
-def drawing_from(seed: tf.Tensor) -> Iterator[None]:
+def drawing_from(seed: Tensor) -> Iterator[None]:
     """Makes all of Keras's seed generators derive the n-th draw from this seed and n."""
     draws = itertools.count()
     generator = keras.random.SeedGenerator
@@ -175,7 +170,7 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
         seed_generator.make_default_seed = original_default
 
 
-def _origin(tensor: tf.Tensor) -> tf.Tensor:
+def _origin(tensor: Tensor) -> Tensor:
     """Follows copies and casts back to the tensor that they came from."""
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
@@ -205,8 +200,8 @@ class Labels:
     are_mixed = False
     """True once a layer mixes targets; until then targets bypass all layers."""
 
-    soften: Any = None
-    width: int = 1
+    soften: Any
+    width: int
 
     def spec(self, image_shape: ImageShape) -> TensorSpec:
         return TensorSpec([None, self.width], tf.float32)
@@ -223,13 +218,13 @@ class Labels:
             )
         self.are_mixed = True
 
-    def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
+    def encode(self, targets: Any, images: Tensor) -> Tensor:
         if not self.are_mixed:
             # No layer changes the targets, so zeros stand in for them.
             return tf.zeros([tf.shape(images)[0], self.width])
         return tf.reshape(self.soften(targets), [-1, self.width])
 
-    def decode(self, rows: tf.Tensor, targets: Any) -> Any:
+    def decode(self, rows: Tensor, targets: Any) -> Any:
         if not self.are_mixed:
             return targets
         soft = self.soften(targets)
@@ -246,7 +241,7 @@ class Masks:
 
     part = MASKS
     are_mixed = False
-    OFFSET = 2**20
+    OFFSET = 2.0**20
     """Added to labels, so that values that a layer fills in at a border, such as 0, cannot be taken for
     labels. The sums are exact, since float32 holds all integers up to 2**24."""
 
@@ -272,12 +267,12 @@ class Masks:
             if not remaining.size or not np.isin(remaining, (0, 100)).all():
                 raise ConfigError(f"{layer.name} blends or loses the labels of masks; leave it out")
 
-    def encode(self, targets: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
-        return tf.cast(targets, tf.float32)[..., None] + float(self.OFFSET)
+    def encode(self, targets: Tensor, images: Tensor) -> Tensor:
+        return tf.cast(targets, tf.float32)[..., None] + self.OFFSET
 
-    def decode(self, masks: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    def decode(self, masks: Tensor, targets: Tensor) -> Tensor:
         # Values that a layer filled in at a border are far from OFFSET.
-        labels = masks[..., 0] - float(self.OFFSET)
+        labels = masks[..., 0] - self.OFFSET
         is_label = tf.abs(labels) < self.OFFSET / 2
         labels = tf.where(is_label, tf.round(labels), float(self.fill_label))
         return tf.ensure_shape(tf.cast(labels, targets.dtype), targets.shape)
@@ -333,12 +328,7 @@ class Augmentation:
         """True if targets are returned as floats, mixed from several examples."""
         return self._targets.are_mixed
 
-    def __call__(
-        self,
-        images: tf.Tensor,
-        targets: Any,
-        seed: tf.Tensor,
-    ) -> tuple[tf.Tensor, Any]:
+    def __call__(self, images: Tensor, targets: Any, seed: Tensor) -> tuple[Tensor, Any]:
         """Applies all layers to images and targets. Pure function of the arguments; seed is int64 [2]."""
         batch = {
             IMAGES: tf.cast(images, tf.float32),

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
+from tensorflow import Tensor, TensorSpec
 
 from hvtrain.config.validate import check_choice
 from hvtrain.data.formats.image_files import decode_by_pillow
@@ -47,7 +48,12 @@ _FOR_PILLOW = {
 }
 
 RESIZES = ("bilinear", "area", "antialias")
-FITS = ("crop", "pad", "stretch")
+# Values of `fit`, as phrases.
+FITS = {
+    "crop": "cropped to the aspect ratio",
+    "pad": "padded to the aspect ratio",
+    "stretch": "stretched",
+}
 # Crops drawn for each image, of which the first that fits is used; as in torchvision.
 ATTEMPTS = 10
 # libjpeg can decode a JPEG at a reduced size, with its sides divided by one of these numbers.
@@ -81,7 +87,7 @@ class RandomResizedCrop:
                     "both above 0 and, for area, at most 1"
                 )
 
-    def draw(self, number: Any, seed: tf.Tensor) -> tf.Tensor:
+    def draw(self, number: Any, seed: Tensor) -> Tensor:
         """Draws random crops for `number` images whose sizes are not yet known. Pure function of seed int64 [2].
 
         Returns:
@@ -97,7 +103,7 @@ class RandomResizedCrop:
         return tf.concat([sides, draws[..., 2:]], axis=-1)
 
     @staticmethod
-    def windows(sizes: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+    def windows(sizes: Tensor, draws: Tensor) -> Tensor:
         """Returns the first drawn crop that fits, for each image.
 
         If none fits, as in an image more than ten times as wide as high, the first is clipped to the image.
@@ -174,15 +180,10 @@ class Sizing:
 
     def phrase(self) -> str:
         """Describes the sizing for the header of a run."""
-        parts = {
-            "crop": "cropped to the aspect ratio",
-            "pad": "padded to the aspect ratio",
-            "stretch": "stretched",
-        }
         part = "" if self.crop_fraction == 1 else f", the central {self.crop_fraction:g} of it"
-        return f"{parts[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
+        return f"{FITS[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
 
-    def window(self, height: Any, width: Any) -> list[tf.Tensor]:
+    def window(self, height: Any, width: Any) -> list[Tensor]:
         """Returns the part of an image that is resized to `size`: [top, left, height, width], as Keras computes it.
 
         With fit=pad, it reaches beyond the image.
@@ -211,7 +212,7 @@ class Sizing:
         )
         return ImageOps.crop(resized, (*self.border[::-1], *self.border[::-1]))
 
-    def whole(self, encoded: Any) -> tf.Tensor:
+    def whole(self, encoded: Any) -> Tensor:
         """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
         return (
             decode(encoded, self)
@@ -240,7 +241,7 @@ class Sizing:
         return layers
 
 
-def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.Tensor:
+def _decode_whole(encoded: Any, is_for_pillow: Tensor, sizing: Sizing) -> Tensor:
     """Decodes one image at its own size to uint8 [h, w, channels]; of an animation, only the first frame."""
     channels = sizing.image_shape[2]
 
@@ -258,7 +259,7 @@ def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.
     )
 
 
-def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
+def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
@@ -267,12 +268,12 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
     return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
 
 
-def decode(encoded: Any, sizing: Sizing) -> tf.Tensor:
+def decode(encoded: Any, sizing: Sizing) -> Tensor:
     """Decodes one image to uint8 of sizing.image_shape, as validation and the saved model see it."""
     return decode_batch(tf.convert_to_tensor(encoded)[None], sizing)[0]
 
 
-def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
+def decode_batch(encoded: Tensor, sizing: Sizing, draws: Tensor | None = None) -> Tensor:
     """Decodes encoded images, strings [batch], to uint8 [batch, h, w, c].
 
     Images are decoded one after another, since the pipeline decodes several batches at once. As much as
@@ -283,7 +284,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
     """
     are_for_pillow = _are_for_pillow(encoded, sizing)
     elements: tuple[Any, ...] = (encoded, are_for_pillow)
-    decode_one: Callable[..., tf.Tensor] = partial(_decode_central, sizing)
+    decode_one: Callable[..., Tensor] = partial(_decode_central, sizing)
     if draws is not None:
         are_jpegs = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
         # TensorFlow cannot decode a JPEG to four channels.
@@ -291,11 +292,11 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
         windows = RandomResizedCrop.windows(_jpeg_sizes(encoded, are_cropped), draws)
         elements += (are_cropped, windows, draws)
         decode_one = partial(_decode_random, sizing)
-    image = tf.TensorSpec(sizing.image_shape, tf.uint8)
+    image = TensorSpec(sizing.image_shape, tf.uint8)
     return tf.map_fn(lambda element: decode_one(*element), elements, fn_output_signature=image)
 
 
-def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
+def _jpeg_sizes(encoded: Tensor, are_jpegs: Tensor) -> Tensor:
     """Reads the height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
 
     def size(element):
@@ -303,10 +304,10 @@ def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
         unknown = tf.ones([2], tf.int32)
         return tf.cond(is_jpeg, lambda: tf.io.extract_jpeg_shape(image)[:2], lambda: unknown)
 
-    return tf.map_fn(size, (encoded, are_jpegs), fn_output_signature=tf.TensorSpec([2], tf.int32))
+    return tf.map_fn(size, (encoded, are_jpegs), fn_output_signature=TensorSpec([2], tf.int32))
 
 
-def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor) -> tf.Tensor:
+def _decode_central(sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor) -> Tensor:
     """Decodes an image and resizes the part that `fit` and `crop_fraction` select."""
     # The whole image is decoded even if only a part is used: decode_and_crop_jpeg() saves nothing
     # for a central crop, and its outer columns differ in colour from what the saved model gets.
@@ -321,12 +322,12 @@ def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor
 
 def _decode_random(
     sizing: Sizing,
-    encoded: tf.Tensor,
-    is_for_pillow: tf.Tensor,
-    is_cropped: tf.Tensor,
-    window: tf.Tensor,
-    draws: tf.Tensor,
-) -> tf.Tensor:
+    encoded: Tensor,
+    is_for_pillow: Tensor,
+    is_cropped: Tensor,
+    window: Tensor,
+    draws: Tensor,
+) -> Tensor:
     """Decodes an image, or only its window if is_cropped, and resizes the random crop."""
     height, width, channels = sizing.image_shape
 
@@ -352,7 +353,7 @@ def _decode_random(
     return _resize(image, sizing, (height, width), (0, 0))
 
 
-def _resize(image: tf.Tensor, sizing: Sizing, size: Any, border: tuple[int, int]) -> tf.Tensor:
+def _resize(image: Tensor, sizing: Sizing, size: Any, border: tuple[int, int]) -> Tensor:
     """Resizes an image to `size` and cuts off the border."""
     height, width, _ = sizing.image_shape
     kept = slice(border[0], border[0] + height), slice(border[1], border[1] + width)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow import nest
+from tensorflow import Tensor, TensorSpec, nest
 from tensorflow.data import Dataset
 from tensorflow.python.eager import context
 
@@ -21,7 +21,7 @@ _seeding = threading.RLock()
 
 
 def call_python(
-    function: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[tf.TensorSpec]
+    function: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[TensorSpec]
 ) -> list[Any]:
     """Calls a Python function on arrays within a stream; its results, arrays of these specs, become tensors."""
     end_with_python()
@@ -109,10 +109,14 @@ def cut_epoch(
 
     # Empty batches are appended, so that the check also runs for a stream that is too short.
     empty = nest.map_structure(
-        lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
-        batches.element_spec,
+        lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype), batches.element_spec
     )
     endless = batches.concatenate(Dataset.from_tensors(empty).repeat())
+    # Because of the empty batches, the static shapes no longer have the batch size.
+    static_size = share.batch_size if share.is_full and not ends else None
+
+    def ensure_size(part: Tensor) -> Tensor:
+        return tf.ensure_shape(part, [static_size, *part.shape[1:]])
 
     @unconverted
     def check(step, batch):
@@ -123,25 +127,13 @@ def cut_epoch(
 
         num_read = tf.minimum(begin, share.num_examples) + size
         is_right = tf.cond(
-            size == needed_size,
-            lambda: True,
-            lambda: tf.numpy_function(fail, [num_read], tf.bool),
+            size == needed_size, lambda: True, lambda: tf.numpy_function(fail, [num_read], tf.bool)
         )
         with tf.control_dependencies([is_right]):
-            return nest.map_structure(tf.identity, batch)
+            return nest.map_structure(ensure_size, batch)
 
     steps = Dataset.range(first_step, share.steps + ends)
     checked = Dataset.zip(steps, endless).map(check)
     if ends:
         return checked.filter(lambda *batch: tf.size(nest.flatten(batch)[0], tf.int64) > 0)
-
-    # Because of the empty batches, the static shapes no longer have the batch size.
-    static_size = share.batch_size if share.is_full else None
-
-    def ensure_size(*batch):
-        return nest.map_structure(
-            lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]),
-            batch,
-        )
-
-    return checked.map(ensure_size)
+    return checked

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import tensorflow as tf
 from scipy import stats
+from tensorflow import TensorSpec, nest
 
 from hvtrain.data.formats.columns import Cells, Column, with_progress
 from hvtrain.data.formats.schema import Schema
@@ -40,7 +41,10 @@ NUMBERS = "numbers"
 # Instead of Keras's [UNK], which could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
-TAKEN = re.compile(r"(features|where|isnan|take|cast|logical_not|layer|mlp|numbers)(_\d+)?$")
+TAKEN = re.compile(
+    r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|normalization|discretization|hashing"
+    r"|string_lookup|integer_lookup|category_encoding|mlp|numbers)(_\d+)?$"
+)
 
 
 def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
@@ -153,7 +157,6 @@ class TableFeatures:
             self._types |= {column.name: "float64" for column in self._numbers}
         self.inputs = dict(sorted(self._named_inputs()))
 
-        self._layer_numbers = itertools.count()
         self._lookups: dict[str, Any] = {}
         sizes = {}
         for column in self.columns:
@@ -170,20 +173,16 @@ class TableFeatures:
         stops = itertools.accumulate(sizes.values())
         self._spans = {name: range(stop - sizes[name], stop) for name, stop in zip(sizes, stops)}
 
-    def _layer(self, kind: Any, **options: Any) -> Any:
-        # Names that Keras makes up could clash with those of columns.
-        return kind(name=f"layer_{next(self._layer_numbers)}", **options)
-
     def _lookup(self, column: Column) -> tuple[Any, int]:
         """Returns a layer that maps cells to category indices, and the number of categories."""
         if column.bins:
-            layer = self._layer(keras.layers.Discretization, bin_boundaries=list(column.bins))
-            return layer, len(column.bins) + 1
+            bins = list(column.bins)
+            return keras.layers.Discretization(bin_boundaries=bins), len(bins) + 1
         if column.feature == "string_hashed":
             # Gaps have an id of their own, but no one-hot feature.
             mask = "" if self.schema.has_ids else None
             num_bins = self.schema.hash_buckets + self.schema.has_ids
-            return self._layer(keras.layers.Hashing, num_bins=num_bins, mask_value=mask), num_bins
+            return keras.layers.Hashing(num_bins=num_bins, mask_value=mask), num_bins
 
         # Categories that did not occur in training share the first index.
         num_categories = len(column.names) + 1
@@ -193,7 +192,7 @@ class TableFeatures:
             kind = keras.layers.IntegerLookup
             # Keras's default for unknown integers, -1, may be a category.
             unknown = min(column.names, default=0) - 1
-        return self._layer(kind, vocabulary=list(column.names), oov_token=unknown), num_categories
+        return kind(vocabulary=list(column.names), oov_token=unknown), num_categories
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
         """Yields the names of the model's inputs, each with its columns. Keras allows no / in names."""
@@ -209,10 +208,10 @@ class TableFeatures:
             names.add(name)
             yield name, [column]
 
-    def spec(self) -> dict[str, tf.TensorSpec]:
+    def spec(self) -> dict[str, TensorSpec]:
         """Returns the spec of one example as the model takes it, by the names of its inputs."""
         return {
-            name: tf.TensorSpec(
+            name: TensorSpec(
                 (sum(column.length for column in columns),), self._types[columns[0].name], name
             )
             for name, columns in self.inputs.items()
@@ -237,18 +236,17 @@ class TableFeatures:
 
     def encode(self, values: Mapping[str, Any], rows: np.ndarray, where: str) -> Any:
         """Returns the features of some rows; see raw(). `where` names the table in progress messages."""
-        features = tf.nest.map_structure(
-            lambda part: np.empty((len(rows), part.shape[1]), part.dtype),
-            self.model.output,
+        features = nest.map_structure(
+            lambda part: np.empty((len(rows), part.shape[1]), part.dtype), self.model.output
         )
-        width = sum(part.shape[1] for part in tf.nest.flatten(features))
+        width = sum(part.shape[1] for part in nest.flatten(features))
         num_rows = max(1, ENCODED_AT_ONCE // width)
         for start in with_progress(range(0, len(rows), num_rows), f"{where}: features", "parts"):
             part = slice(start, start + num_rows)
             with tf.device("CPU:0"):
-                raw = tf.nest.map_structure(tf.constant, self.raw(values, rows[part]))
+                raw = nest.map_structure(tf.constant, self.raw(values, rows[part]))
                 encoded = self.model(raw)
-            for whole, piece in zip(tf.nest.flatten(features), tf.nest.flatten(encoded)):
+            for whole, piece in zip(nest.flatten(features), nest.flatten(encoded)):
                 whole[part] = piece
         return features
 
@@ -275,18 +273,13 @@ class TableFeatures:
         if not self.schema.has_ids:
             for name, numbers in codes.items():
                 span = self._spans[name]
-                one_hot = {"output_mode": "multi_hot", "dtype": "float32"}
-                encoder = self._layer(
-                    keras.layers.CategoryEncoding, num_tokens=len(span), **one_hot
+                encoder = keras.layers.CategoryEncoding(
+                    num_tokens=len(span), output_mode="multi_hot", dtype="float32"
                 )
                 pieces.append((encoder(numbers), span))
 
         pieces.sort(key=lambda piece: piece[1][0])
-        features = pieces[0][0]
-        if len(pieces) > 1:
-            # The type is explicit: mixed precision would make it float16.
-            concatenate = self._layer(keras.layers.Concatenate, dtype="float32")
-            features = concatenate([piece for piece, _ in pieces])
+        features = keras.ops.concatenate([piece for piece, _ in pieces], axis=1)
         places = [index for _, indices in pieces for index in indices]
         if places != sorted(places):
             # The columns of the shared input are not adjacent among the features.
@@ -321,9 +314,7 @@ class TableFeatures:
         mean, variance = np.concatenate(
             [_statistics(column) for column in columns], axis=1
         ).tolist()
-        numbers = self._layer(
-            keras.layers.Normalization, mean=mean, variance=variance, dtype=dtype
-        )(numbers)
+        numbers = keras.layers.Normalization(mean=mean, variance=variance, dtype=dtype)(numbers)
         yield ops.cast(numbers, "float32"), places
 
         flagged = [index for index, column in enumerate(owners) if column.missing == "indicator"]

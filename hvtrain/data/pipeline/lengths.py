@@ -6,10 +6,11 @@ needs to be communicated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import BUCKETS, derive_seed, step_sizes, unconverted
@@ -39,65 +40,60 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
     return [*(boundary for boundary in chosen if boundary < longest), longest]
 
 
-@dataclass(frozen=True, eq=False)
-class LengthBuckets:
-    """Groups the training examples of a data set into buckets by length.
+def bucketed_batches(
+    boundaries: Sequence[int],
+    example_lengths: np.ndarray,
+    order: tf.Tensor,
+    epoch: tf.Tensor,
+    request: StreamRequest,
+    share: Share,
+) -> Dataset:
+    """Returns an epoch's batches: (indices within the rank's shard, length to which the batch is padded).
 
-    Attributes:
+    Args:
         boundaries: Ascending lengths to which batches are padded.
-        lengths: The length of each training example, in the order that Topology.share divides among ranks.
+        example_lengths: The length of each training example, in the order that Topology.share divides among ranks.
+        order: This rank's examples of the epoch, shuffled.
+        epoch: The number of the epoch, a tensor.
+        request: The stream's request.
+        share: This rank's steps.
     """
+    topology = request.topology
+    shares = request.shares or (share,) * topology.size
+    buckets = np.searchsorted(boundaries, example_lengths)
+    shards = []
+    for rank in range(topology.size):
+        rows = replace(topology, rank=rank).share(len(buckets))
+        shards.append(buckets[np.asarray(rows, np.int64)])
+    counts = [np.bincount(shard, minlength=len(boundaries)) for shard in shards]
+    # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
+    left_out = [[len(shard) - share.num_examples] for shard, share in zip(shards, shares)]
 
-    boundaries: Sequence[int]
-    lengths: np.ndarray
+    # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
+    # that step's size.
+    steps = tf.random.experimental.stateless_shuffle(
+        tf.range(share.steps), derive_seed(request.seed, BUCKETS, epoch)
+    )
+    part_of_step = tf.math.invert_permutation(steps)
+    sizes = tf.gather(np.stack(list(map(step_sizes, shares))), steps, axis=1)
+    ends = tf.cumsum(sizes, axis=1)
+    # The bucket of each part's longest example, [ranks, steps], and the largest over the ranks.
+    longest = tf.searchsorted(
+        np.cumsum(counts, axis=1), ends - 1 + np.array(left_out), side="right"
+    )
+    lengths = tf.gather(boundaries, tf.reduce_max(longest, axis=0))
 
-    def epoch_batches(
-        self, order: tf.Tensor, epoch: tf.Tensor, request: StreamRequest, share: Share
-    ) -> tf.data.Dataset:
-        """Returns an epoch's batches: (indices within the rank's shard, length to which the batch is padded).
+    own_buckets = tf.gather(shards[topology.rank], order)
+    order = tf.gather(order, tf.argsort(own_buckets, stable=True))
+    ends = ends[topology.rank]
+    begins = ends - sizes[topology.rank]
 
-        Args:
-            order: This rank's examples of the epoch, shuffled.
-            epoch: The number of the epoch, a tensor.
-            request: The stream's request.
-            share: This rank's steps.
-        """
-        topology = request.topology
-        shares = request.shares or (share,) * topology.size
-        buckets = np.searchsorted(self.boundaries, self.lengths)
-        shards = []
-        for rank in range(topology.size):
-            rows = replace(topology, rank=rank).share(len(buckets))
-            shards.append(buckets[np.asarray(rows, np.int64)])
-        counts = [np.bincount(shard, minlength=len(self.boundaries)) for shard in shards]
-        # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
-        left_out = [[len(shard) - share.num_examples] for shard, share in zip(shards, shares)]
+    @unconverted
+    def batch_of(step):
+        part = part_of_step[step]
+        rows = order[begins[part] : ends[part]]
+        if share.is_full:
+            rows = tf.ensure_shape(rows, [share.batch_size])
+        return rows, lengths[part]
 
-        # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
-        # that step's size.
-        steps = tf.random.experimental.stateless_shuffle(
-            tf.range(share.steps), derive_seed(request.seed, BUCKETS, epoch)
-        )
-        part_of_step = tf.math.invert_permutation(steps)
-        sizes = tf.gather(np.stack(list(map(step_sizes, shares))), steps, axis=1)
-        ends = tf.cumsum(sizes, axis=1)
-        # The bucket of each part's longest example, [ranks, steps], and the largest over the ranks.
-        longest = tf.searchsorted(
-            np.cumsum(counts, axis=1), ends - 1 + np.array(left_out), side="right"
-        )
-        lengths = tf.gather(self.boundaries, tf.reduce_max(longest, axis=0))
-
-        own_buckets = tf.gather(shards[topology.rank], order)
-        order = tf.gather(order, tf.argsort(own_buckets, stable=True))
-        ends = ends[topology.rank]
-        begins = ends - sizes[topology.rank]
-
-        @unconverted
-        def batch_of(step):
-            part = part_of_step[step]
-            rows = order[begins[part] : ends[part]]
-            if share.is_full:
-                rows = tf.ensure_shape(rows, [share.batch_size])
-            return rows, lengths[part]
-
-        return tf.data.Dataset.range(share.steps).map(batch_of)
+    return Dataset.range(share.steps).map(batch_of)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor, nest
 from tensorflow.data import Dataset
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
@@ -44,7 +45,7 @@ FOREVER = 2**62
 unconverted = tf.autograph.experimental.do_not_convert
 
 
-def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
+def derive_seed(seed: int, purpose: int, *parts: int | Tensor) -> Tensor:
     """Returns a seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
     # Each part is folded in on its own, so that (1, 23) and (12, 3) give different seeds.
     derived = tf.constant([seed, purpose], tf.int64)
@@ -92,10 +93,7 @@ def _end_streams() -> None:
 
 
 def regrouped(
-    stream_of: Callable[[int], Dataset],
-    plan: StepPlan,
-    topology: Topology,
-    start_step: int,
+    stream_of: Callable[[int], Dataset], plan: StepPlan, topology: Topology, start_step: int
 ) -> Dataset:
     """Returns this rank's parts of the global batches of a plan made for another number of ranks.
 
@@ -113,22 +111,17 @@ def regrouped(
     steps = Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step, batches):
-        if plan.is_full:
-            # All steps are cut alike, and Python integers keep the batch's static shape.
-            parts = plan.parts(0)
-            offsets = plan.share_offsets(0)
-        else:
-            step %= plan.steps_per_epoch
-            parts = plan.parts(step)
-            offsets = plan.share_offsets(step)
-
+        # Full steps are cut alike, and Python integers keep the batch's static shape.
+        step = 0 if plan.is_full else step % plan.steps_per_epoch
+        parts = plan.parts(step)
+        offsets = plan.share_offsets(step)
         first = offsets[shares[0]]
         begin, end = parts[topology.rank]
 
         def join_and_cut(*tensors):
             return tf.concat(tensors, axis=0)[begin - first : end - first]
 
-        return tf.nest.map_structure(join_and_cut, *batches)
+        return nest.map_structure(join_and_cut, *batches)
 
     numbered = Dataset.zip((steps, tuple(map(stream_of, shares))))
     return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
@@ -138,6 +131,8 @@ class StreamedSource(Source):
     """A source that reads batches, then augments (in training) and normalizes them with its `transform`."""
 
     transform: Transform = Transform()
+    has_masks = False
+    """True if targets are masks, which are augmented together with their images."""
 
     @abstractmethod
     def reader(self, split: str, topology: Topology) -> Read:
@@ -168,7 +163,7 @@ class StreamedSource(Source):
         read = self.reader(split, topology)
 
         def load_batch(step, batch):
-            return postprocess(step, *read(*tf.nest.flatten(batch)))
+            return postprocess(step, *read(*nest.flatten(batch)))
 
         return batches.map(load_batch, num_parallel_calls=tf.data.AUTOTUNE)
 
@@ -190,15 +185,18 @@ class StreamedSource(Source):
         return finish(self.load(batches, "train", topology, augment), topology)
 
     @unconverted
-    def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> Parts:
+    def _with_crops(self, request: StreamRequest, step: Tensor, batch: Any) -> Parts:
         """Appends a batch's random crops as its last part, so that examples read one by one keep their crops."""
-        parts = tf.nest.flatten(batch)
+        parts = nest.flatten(batch)
         seed = derive_seed(request.seed, CROP, request.topology.rank, step)
         return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
+    def augment(self, elements: Parts, seed: Tensor) -> Parts:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""
         inputs, *others = elements
+        if self.has_masks:
+            masks, *weights = others
+            return *self.transform.augment_with_masks(inputs, masks, seed), *weights
         return self.transform.augment(inputs, seed), *others
 
     def finish(self, inputs: Any) -> Any:
@@ -221,7 +219,7 @@ class StreamedSource(Source):
 
         @unconverted
         def normalize(index, inputs, *others):
-            count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # [1], or [0] if it was left out.
+            count = tf.shape(nest.flatten(inputs)[0])[:1]  # [1], or [0] if it was left out.
             return tf.fill(count, index), self.transform.normalize(inputs), *others
 
         singles = self.evaluation_batches(split, topology, 1)
@@ -235,10 +233,8 @@ class IndexedSource(StreamedSource):
     With buckets, training batches are (indices, length to which the reader pads the batch).
     """
 
-    @property
-    def buckets(self) -> Any:
-        """The LengthBuckets of the training examples; None if batches do not depend on lengths."""
-        return None
+    buckets: Any = None
+    """A function that makes an epoch's batches, see bucketed_batches(); None if they do not depend on lengths."""
 
     def shard_rows(self, split: str, topology: Topology) -> np.ndarray:
         """Returns the indices of this rank's examples in the split, int64 [n]."""
@@ -257,7 +253,7 @@ class IndexedSource(StreamedSource):
                 seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
             )
             if buckets:
-                return buckets.epoch_batches(order[: share.num_examples], epoch, request, share)
+                return buckets(order[: share.num_examples], epoch, request, share)
             if share.is_full:
                 # Rows of one shape give batches a static size.
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])

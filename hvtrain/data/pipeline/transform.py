@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 
 from hvtrain.config.validate import check_least
 from hvtrain.data.source import ImageShape, Preprocessing
@@ -24,7 +25,7 @@ FIT_ROWS = 4096
 _EPSILON = 1e-6
 
 
-def fold_in(seed: tf.Tensor, number: Any) -> tf.Tensor:
+def fold_in(seed: Tensor, number: Any) -> Tensor:
     """Derives another seed int64 [2] from a seed and a whole number."""
     return tf.random.experimental.stateless_fold_in(seed, tf.cast(number, tf.int64))
 
@@ -50,7 +51,7 @@ class Transform:
         if not np.all(np.asarray(self.scale) > 0):
             raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
-    def augment(self, images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    def augment(self, images: Tensor, seed: Tensor) -> Tensor:
         """Augments raw images [batch, h, w, c], keeping shape and type.
 
         Pure function of images and seed int64 [2].
@@ -64,11 +65,8 @@ class Transform:
         return images
 
     def augment_with_masks(
-        self,
-        images: tf.Tensor,
-        masks: tf.Tensor,
-        seed: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self, images: Tensor, masks: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Augments raw images and their masks uint8 [batch, h, w] in the same way.
 
         Pixels that a shift brings in at a border get the label IGNORED.
@@ -79,7 +77,7 @@ class Transform:
         augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
         return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
 
-    def normalize(self, images: tf.Tensor) -> tf.Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Normalizes raw images to float32."""
         mean = np.asarray(self.mean, np.float32)
         scale = np.asarray(self.scale, np.float32)
@@ -122,7 +120,7 @@ class Transform:
 class Unchanged(Transform):
     """A transform for inputs of any structure, which the model takes as they are read."""
 
-    def augment(self, inputs: Any, seed: tf.Tensor) -> Any:
+    def augment(self, inputs: Any, seed: Tensor) -> Any:
         return inputs
 
     def normalize(self, inputs: Any) -> Any:
@@ -130,9 +128,7 @@ class Unchanged(Transform):
 
 
 def _normalization_layers(
-    mean: np.ndarray,
-    scale: np.ndarray,
-    image_shape: ImageShape,
+    mean: np.ndarray, scale: np.ndarray, image_shape: ImageShape
 ) -> list[keras.Layer]:
     """Returns layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
     axis = {0: None, 1: -1}.get(mean.ndim, (1, 2, 3))
@@ -153,7 +149,7 @@ def _normalization_layers(
     return layers
 
 
-def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
+def _shift(images: Tensor, pixels: int, seed: Tensor) -> Tensor:
     """Pads images by `pixels` on each side, and cuts a random window of the old size out of each."""
     size = [tf.shape(images)[0], 2]
     corner = tf.random.stateless_uniform(size, seed, maxval=2 * pixels + 1, dtype=tf.int32)
@@ -164,10 +160,7 @@ def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
 
 
 def fit(
-    images: np.ndarray,
-    rows: np.ndarray,
-    standardize: str,
-    max_value: float,
+    images: np.ndarray, rows: np.ndarray, standardize: str, max_value: float
 ) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Fits mean and scale to training images with scikit-learn's StandardScaler.
 

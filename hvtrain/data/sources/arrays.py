@@ -93,10 +93,8 @@ class ArraySource(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        _, targets, *weights = super().element_spec
-        if self._has_labels:
-            targets = tf.TensorSpec((), tf.int32)
-        return tf.TensorSpec(self.image_shape, tf.float32), targets, *weights
+        _, *others = super().element_spec
+        return tf.TensorSpec(self.image_shape, tf.float32), *others
 
     @property
     def _has_labels(self) -> bool:
@@ -211,6 +209,7 @@ class ImagesWithMasks(ArraySource):
     Augmentation transforms images and masks together.
     """
 
+    has_masks = True
     _has_labels = False
     _is_binary = False
     """True if 255 is class 1, not ignored."""
@@ -248,10 +247,6 @@ class ImagesWithMasks(ArraySource):
     def description(self) -> Phrases:
         masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
         return super().description() | {"masks": masks}
-
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
-        images, masks, *weights = elements
-        return *self.transform.augment_with_masks(images, masks, seed), *weights
 
 
 def class_indices(labels: np.ndarray, where: str) -> np.ndarray:

@@ -5,8 +5,7 @@ data set takes hours. So a batch that fails is read again at once, example by ex
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -20,11 +19,7 @@ from hvtrain.data.formats.image_files import describe_images
 from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.epochs import call_python
-from hvtrain.data.pipeline.streams import (
-    Postprocess,
-    Read,
-    StreamedSource,
-)
+from hvtrain.data.pipeline.streams import Postprocess, Read, StreamedSource
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import (
     LEAVE_OUT,
@@ -68,6 +63,13 @@ class FileSource(NotesFailure, StreamedSource):
     """Base class for sources that read files of encoded images of any size.
 
     A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
+
+    Args:
+        dir: the folder of the files.
+        image_shape: [height, width, channels] to which images are resized.
+        class_names: the name of each of the num_classes classes.
+        shift_pixels, flip, scale: see Transform.
+        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     on_error="stop": an unreadable example ends the stream; explain() returns the error.
     on_error="skip": the example is noted. In training, a good example of the same batch replaces it,
@@ -163,7 +165,7 @@ class FileSource(NotesFailure, StreamedSource):
         batch_size: int | None = None,
     ) -> Dataset:
         read = self.reader(split, topology)
-        repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
+        repair = self._repairer(split, topology, is_training=batch_size is None)
 
         def whole_or_repaired(step, batch):
             single = Dataset.from_tensors(batch)
@@ -191,87 +193,71 @@ class FileSource(NotesFailure, StreamedSource):
             stream = stream.unbatch().batch(batch_size)
         return stream
 
-
-@dataclass
-class _BatchRepair:
-    """Reads the good examples of a stream's failed batches one by one, in Python."""
-
-    source: FileSource
-    """Locates and notes the examples that fail."""
-    split: str
-    topology: Topology
-    is_training: bool
-    """True if good examples replace those that fail."""
-    skipped: dict[str, Unreadable] = field(default_factory=dict)
-    """The skipped examples, by location."""
-
-    def __post_init__(self) -> None:
-        sizes = self.source.shard_sizes(self.split, self.topology.size, self.topology.weights)
-        self._num_local = sizes[self.topology.rank]
-        # The compiled reader is tried first, since most examples of a failed batch are good. Its
-        # errors quote the graph, so the eager one provides the reason.
-        read = self.source.sure_reader(self.split, self.topology)
-        self._readers = tf.function(read), read
-
-    def __call__(self, blanks: Example, *batch: np.ndarray) -> Example:
-        """Returns the readable images and targets of a batch.
+    def _repairer(
+        self, split: str, topology: Topology, is_training: bool
+    ) -> Callable[..., Example]:
+        """Returns a function that reads the good examples of a stream's failed batches one by one, in Python.
 
         Args:
-            blanks: images and targets of an empty batch.
-            batch: the failed batch, as the reader takes it.
+            is_training: True if good examples replace those that fail.
         """
-        examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
-        attempts = [self._read(example) for example in examples]
-        good = [pair for pair in attempts if pair]
+        sizes = self.shard_sizes(split, topology.size, topology.weights)
+        # The compiled reader is tried first, since most examples of a failed batch are good. Its
+        # errors quote the graph, so the eager one provides the reason.
+        eager_read = self.sure_reader(split, topology)
+        readers = tf.function(eager_read), eager_read
+        # The skipped examples, by location.
+        skipped: dict[str, Unreadable] = {}
 
-        if self.is_training:
-            if not good:
-                raise self._nothing_left(next(reversed(self.skipped.values())), "of its batch")
-            good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
+        def nothing_left(item: Unreadable, scope: str) -> UserError:
+            return self.fail(
+                f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
+                "data.on_error=skip has nothing to go on with; check the files and the settings of "
+                "dataset"
+            )
 
-        return [np.stack(parts) for parts in zip(*good)] if good else blanks
+        def read_single(example: Example) -> tuple[np.ndarray, ...] | None:
+            """Returns an image and its target; None if the example is skipped."""
+            for read in readers:
+                problem = ""
+                try:
+                    with tf.device("CPU:0"):
+                        images, targets = read(*map(tf.constant, example))
+                    if tf.reduce_all(targets >= 0):
+                        return images[0].numpy(), targets[0].numpy()
+                except tf.errors.OpError as error:
+                    problem = reason(error)
+                except DataError as error:  # Raised by a reader's Python code in eager mode.
+                    problem = str(error)
+                except StorageError as error:  # The example may be good, so it is not left out.
+                    raise self.note(error) from None
 
-    def _read(self, example: Example) -> tuple[np.ndarray, ...] | None:
-        """Returns an image and its target; None if the example is skipped.
+            # With random crops, a training example ends with the crop's draws, which locate() does not expect.
+            parts = example[:-1] if is_training and self.sizing.crop else example
+            item = self.locate(split, topology, parts, problem)
+            if not self.skips:
+                raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
 
-        Raises:
-            DataError: if the source does not skip, or has skipped all evaluation examples of the rank.
-        """
-        source = self.source
-        for read in self._readers:
-            problem = ""
-            try:
-                with tf.device("CPU:0"):
-                    images, targets = read(*map(tf.constant, example))
-                if tf.reduce_all(targets >= 0):
-                    return images[0].numpy(), targets[0].numpy()
-            except tf.errors.OpError as error:
-                problem = reason(error)
-            except DataError as error:  # Raised by a reader's Python code in eager mode.
-                problem = str(error)
-            except StorageError as error:  # The example may be good, so it is not left out.
-                raise source.note(error) from None
+            self.leave_out(item)
+            skipped[item.location] = item
+            # The sum is over a copy, since batches are repaired in several threads.
+            num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))
+            if not is_training and num_skipped == sizes[topology.rank]:
+                raise nothing_left(item, f"of the rank's part of {split}")
+            return None
 
-        # With random crops, a training example ends with the crop's draws, which locate() does not expect.
-        parts = example[:-1] if self.is_training and source.sizing.crop else example
-        item = source.locate(self.split, self.topology, parts, problem)
-        if not source.skips:
-            raise source.fail(f"{item.location}: {item.problem}; {source.ADVICE}, {LEAVE_OUT}")
+        def repair(blanks: Example, *batch: np.ndarray) -> Example:
+            """Returns the readable images and targets of a batch; `blanks`, those of an empty batch, if none are."""
+            examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
+            attempts = list(map(read_single, examples))
+            good = [pair for pair in attempts if pair]
+            if is_training:
+                if not good:
+                    raise nothing_left(next(reversed(skipped.values())), "of its batch")
+                good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
+            return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
-        source.leave_out(item)
-        self.skipped[item.location] = item
-        # The sum is over a copy, since batches are repaired in several threads.
-        num_skipped = sum(item.num_examples or 0 for item in list(self.skipped.values()))
-        if not self.is_training and num_skipped == self._num_local:
-            raise self._nothing_left(item, f"of the rank's part of {self.split}")
-        return None
-
-    def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
-        return self.source.fail(
-            f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
-            "data.on_error=skip has nothing to go on with; check the files and the settings of "
-            "dataset"
-        )
+        return repair
 
 
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
@@ -299,13 +285,6 @@ class DealtSource(FileSource):
 
         Counted on first use, since on_error, which decides what happens to damaged files, is set after opening.
         """
-
-    @abstractmethod
-    def locate_row(self, piece: Any, row: int, example: Example, problem: str) -> Unreadable:
-        """Like locate(), given the example's piece and its row within the piece."""
-
-    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        return self.locate_row(*self.piece_and_row(example[-1]), example, problem)
 
     def piece_and_row(self, codes: np.ndarray) -> tuple[Any, int]:
         """Returns the piece and the row of the example whose code is codes[0]."""
@@ -370,9 +349,7 @@ class DealtSource(FileSource):
 
 
 def deal(
-    counts: Mapping[Piece, int],
-    num_shards: int,
-    weights: Sequence[int] = (),
+    counts: Mapping[Piece, int], num_shards: int, weights: Sequence[int] = ()
 ) -> list[list[Piece]]:
     """Deals pieces to shards, so that each shard holds examples in proportion to its weight. Pure.
 

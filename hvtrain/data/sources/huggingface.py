@@ -24,10 +24,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Parts, Phrases, Preprocessing, reason
-from hvtrain.data.sources.file_source import (
-    NotesFailure,
-    decoded_preprocessing,
-)
+from hvtrain.data.sources.file_source import NotesFailure, decoded_preprocessing
 from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError, first_line
 
@@ -74,7 +71,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         self._splits, self._warnings = load_splits(self.folder)
         train = self._splits["train"]
 
-        columns = [*_names(input), *_names(target)]
+        columns = tf.nest.flatten([input, target])
         missing = [name for name in columns if name not in train.features]
         if missing:
             raise ConfigError(
@@ -102,7 +99,7 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         if types.get(str(target)) == "ClassLabel":
             self.class_names = train.features[target].names
-            self.num_classes = len(train.features[target].names)
+            self.num_classes = len(self.class_names)
 
         # The first row determines types and lengths; _array() checks that all others have the same.
         first = train[:1]
@@ -242,13 +239,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         dtype = tf.string if array.dtype.kind == "O" else tf.as_dtype(array.dtype)
         return TensorSpec(shape, dtype)
 
-    def _array(
-        self,
-        table: pa.Table,
-        name: str,
-        split: str,
-        numbers: np.ndarray,
-    ) -> np.ndarray:
+    def _array(self, table: pa.Table, name: str, split: str, numbers: np.ndarray) -> np.ndarray:
         """Returns a column of some rows as an array; encoded images as objects.
 
         Args:
@@ -298,10 +289,6 @@ class HuggingFace(NotesFailure, IndexedSource):
             except DataError as error:
                 raise self.fail(f"{self.folder}, {split}, {name}: {error}") from None
         return array.reshape(count, *shape)
-
-
-def _names(columns: str | Sequence[str]) -> Sequence[str]:
-    return [columns] if isinstance(columns, str) else columns
 
 
 def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:

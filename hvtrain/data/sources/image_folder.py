@@ -1,6 +1,5 @@
 """Image files in one folder per class: DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/."""
 
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,9 +7,11 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor, nest
 from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
@@ -18,7 +19,7 @@ from hvtrain.data.description import counted, listed
 from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_far, members_ahead
-from hvtrain.data.pipeline.decoding import decode, decode_batch
+from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
@@ -27,27 +28,19 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
-CACHE_BATCH = 32  # Images decoded at a time when a shard is cached.
-IS_DONE = tf.TensorSpec((), tf.bool)
 BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, since each read waits for the network.
 
 # Paths of images, each with its class index or the path of its mask.
 Files = list[tuple[str, Any]]
 
 
-def read_member(path: Any) -> tf.Tensor:
-    """Like tf.io.read_file, for members of shards and files in object storage; reads one path or an array of them."""
+def read_members(paths: Tensor) -> Tensor:
+    """Like tf.io.read_file for each path, for members of shards and files in object storage."""
 
     def read(encoded):
-        # A single path is bytes in a graph, and an array in eager mode.
-        addresses = np.asarray(encoded)
-        contents = np.empty(addresses.size, object)
-        contents[:] = [members_ahead.take(path.decode()) for path in addresses.ravel().tolist()]
-        return contents.reshape(addresses.shape)
+        return np.array([members_ahead.take(path.decode()) for path in encoded], object)
 
-    return tf.ensure_shape(
-        tf.numpy_function(read, [path], tf.string), tf.convert_to_tensor(path).shape
-    )
+    return tf.ensure_shape(tf.numpy_function(read, [paths], tf.string), paths.shape)
 
 
 class ListedImages(FileSource, IndexedSource):
@@ -55,18 +48,17 @@ class ListedImages(FileSource, IndexedSource):
 
     FAR = SUFFIXES
     _files: dict[str, Files]
-    read_file: Callable[[Any], tf.Tensor] = staticmethod(tf.io.read_file)
-    read_files: Callable[[Any], tf.Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
+    read_files: Callable[[Any], Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
 
     def __init__(self, dir: str, *settings: Any, **more: Any) -> None:
         super().__init__(dir, *settings, **more)
         if is_remote(dir):
-            self.read_file = self.read_files = read_member
+            self.read_files = read_members
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
 
-    def shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, list[Any]]:
+    def shard(self, split: str, topology: Topology) -> tuple[Tensor, list[Any]]:
         """Returns the paths of this rank's images, as a tensor, and their targets."""
         files = self._files.get(split, [])
         local = [files[index] for index in topology.share(len(files))]
@@ -75,13 +67,7 @@ class ListedImages(FileSource, IndexedSource):
                 target for _, target in local
             ]
 
-    def load(
-        self,
-        batches: Dataset,
-        split: str,
-        topology: Topology,
-        *settings: Any,
-    ) -> Dataset:
+    def load(self, batches: Dataset, split: str, topology: Topology, *settings: Any) -> Dataset:
         files = self._files.get(split)
         if files and is_far(files[0][0]):
             names = [path.decode() for path in self.shard(split, topology)[0].numpy()]
@@ -91,9 +77,11 @@ class ListedImages(FileSource, IndexedSource):
                 return [np.True_]
 
             def announced(step, batch):
-                indices = tf.nest.flatten(batch)[0]
-                with tf.control_dependencies(call_python(announce, [indices], [IS_DONE])):
-                    return step, tf.nest.map_structure(tf.identity, batch)
+                indices = nest.flatten(batch)[0]
+                with tf.control_dependencies(
+                    call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
+                ):
+                    return step, nest.map_structure(tf.identity, batch)
 
             batches = batches.map(announced).prefetch(BATCHES_AHEAD)
         return super().load(batches, split, topology, *settings)
@@ -113,10 +101,32 @@ class ListedImages(FileSource, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
-        return [self.sizing.whole(self.read_file(path)).numpy() for path in paths[:number]]
+        encoded = (self.read_files(path[None])[0] for path in paths[:number])
+        return [self.sizing.whole(image).numpy() for image in encoded]
 
 
-class ImageFolder(ListedImages):
+class LabelledImages(ListedImages):
+    """Base class for sources of listed images with a class each."""
+
+    def whole_targets(self) -> dict[str, Any]:
+        return {
+            split: np.array([label for _, label in files], np.int32)
+            for split, files in self._files.items()
+        }
+
+    def reader(self, split: str, topology: Topology) -> Read:
+        paths, targets = self.shard(split, topology)
+        with tf.device("CPU:0"):
+            labels = tf.constant(targets, tf.int32)
+
+        def read(indices, *draws):
+            images = decode_batch(self.read_files(tf.gather(paths, indices)), self.sizing, *draws)
+            return images, tf.gather(labels, indices)
+
+        return read
+
+
+class ImageFolder(LabelledImages):
     """A source of images in one folder per class. Pixels are scaled to 0 ... 1.
 
     Class names are the sorted folder names of the training part. The other parts may lack some of them.
@@ -143,6 +153,7 @@ class ImageFolder(ListedImages):
     """
 
     name = "image_folder"
+    sure_reader = LabelledImages.reader
 
     def __init__(
         self,
@@ -167,7 +178,7 @@ class ImageFolder(ListedImages):
         if cache:
             self.no_random_crop = "keeps decoded images (dataset.cache=true)"
         # Pixels and labels by split and topology.
-        self._cached: dict[tuple[str, Topology], tuple[tf.Tensor, tf.Tensor]] = {}
+        self._cached: dict[tuple[str, Topology], tuple[Tensor, Tensor]] = {}
 
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
@@ -224,7 +235,7 @@ class ImageFolder(ListedImages):
         folder = self._folders[split]
         entries = visible(folder)
         # Folders of other splits may have the same name in another Unicode form.
-        labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
+        labels = {normalize("NFC", name): label for label, name in enumerate(self.class_names)}
         if self._labels and split != "train" and not any(path.is_dir() for path in entries):
             images = list(filter(is_image, entries))
             return with_labels(images, labels, self._labels, self._class_numbers)
@@ -260,12 +271,6 @@ class ImageFolder(ListedImages):
                 )
         return description
 
-    def whole_targets(self) -> dict[str, Any]:
-        return {
-            split: np.array([label for _, label in files], np.int32)
-            for split, files in self._files.items()
-        }
-
     def paths(self, split: str) -> list[str]:
         return [path for path, _ in self._files.get(split, [])]
 
@@ -283,37 +288,26 @@ class ImageFolder(ListedImages):
 
         return read
 
-    def sure_reader(self, split: str, topology: Topology) -> Read:
-        paths, targets = self.shard(split, topology)
-        with tf.device("CPU:0"):
-            labels = tf.constant(targets, tf.int32)
-
-        def read(indices, *draws):
-            images = decode_batch(self.read_files(tf.gather(paths, indices)), self.sizing, *draws)
-            return images, tf.gather(labels, indices)
-
-        return read
-
-    def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+    def _decode_all(self, split: str, topology: Topology) -> tuple[Tensor, Tensor]:
         """Decodes all images of this rank, uint8 [n, h, w, c], and returns them with their labels, int32 [n]."""
-        paths, labels = self.shard(split, topology)
-        pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
+        read = self.sure_reader(split, topology)
+        number = topology.share_size(self.num_examples(split))
+        pixels = np.zeros([number, *self.image_shape], np.uint8)
         # An unreadable image keeps the label -1. When it is used, it is read again and reported.
-        readable_labels = np.full([len(paths)], -1, np.int32)
+        labels = np.full(number, -1, np.int32)
 
-        def read(number, path):
-            return number, decode(self.read_file(path), self.sizing)
+        def read_single(index):
+            return index, *read(index)
 
-        # Images are enumerated, since ignore_errors() drops unreadable ones.
-        numbered = Dataset.from_tensor_slices(paths).enumerate()
-        images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
-        batches = finish(images.batch(CACHE_BATCH), topology)
-        for numbers, batch in batches.as_numpy_iterator():
-            pixels[numbers] = batch
-            readable_labels[numbers] = np.array(labels)[numbers]
+        # Read one by one, since ignore_errors() drops a whole batch.
+        singles = Dataset.range(number).batch(1)
+        images = singles.map(read_single, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
+        for index, image, label in finish(images, topology).as_numpy_iterator():
+            pixels[index] = image
+            labels[index] = label
 
         with tf.device("CPU:0"):
-            return tf.constant(pixels), tf.constant(readable_labels)
+            return tf.constant(pixels), tf.constant(labels)
 
 
 def class_folders(folder: Path) -> dict[str, str]:
@@ -324,7 +318,8 @@ def class_folders(folder: Path) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for path in filter(Path.is_dir, visible(folder)):
-        key = normal_form(path.name)
+        # Unicode's composed form: macOS and its archives write é as e with a separate accent.
+        key = normalize("NFC", path.name)
         if key in names:
             raise DataError(
                 f"{folder} has two folders {key} whose names differ only in their Unicode form "
@@ -337,11 +332,6 @@ def class_folders(folder: Path) -> dict[str, str]:
             "their classes in a file, dataset.labels (docs/imagenet.md)"
         )
     return names
-
-
-def normal_form(name: str) -> str:
-    """Returns a name in Unicode's composed form: macOS and its archives write é as e with a separate accent."""
-    return unicodedata.normalize("NFC", name)
 
 
 def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> tuple[Files, Files]:

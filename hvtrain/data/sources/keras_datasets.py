@@ -19,9 +19,9 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -46,7 +46,6 @@ MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
-IDX_SUFFIXES = ("", ".gz")
 _IDX_ADVICE = (
     f"put {', '.join(IDX_NAMES)} (each plain or .gz) into a folder and set dataset.dir=FOLDER"
 )
@@ -68,8 +67,7 @@ CIFAR_CLASSES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KerasFiles:
+class KerasFiles(NamedTuple):
     """The files of one of the data sets in keras.datasets."""
 
     name: str
@@ -85,8 +83,7 @@ class KerasFiles:
     read: Callable[[Path], Arrays]
     """Reads a folder that the user provides."""
     names: Sequence[str] = tuple(IDX_NAMES)
-    """The files of such a folder, each with one of the suffixes."""
-    suffixes: Sequence[str] = IDX_SUFFIXES
+    """The files of such a folder."""
 
     def fetch(self) -> str:
         """Makes sure that the files are in the cache, and describes where the cache is.
@@ -191,9 +188,7 @@ def _read_idx_folder(folder: Path) -> Arrays:
     arrays = {}
     for split, names in IDX_FILES.items():
         # If a file has vanished since it was found, reading it raises an error that names it.
-        images_path, labels_path = (
-            _find(folder, name, IDX_SUFFIXES) or folder / name for name in names
-        )
+        images_path, labels_path = (_find(folder, name) or folder / name for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -207,10 +202,10 @@ def _read_idx_folder(folder: Path) -> Arrays:
     return arrays
 
 
-def _find(folder: Path, name: str, suffixes: Sequence[str]) -> Path | None:
-    """Returns the first file of that name with one of the suffixes; None if there is none."""
-    paths = [folder / f"{name}{suffix}" for suffix in suffixes]
-    return next((path for path in paths if path.is_file()), None)
+def _find(folder: Path, name: str) -> Path | None:
+    """Returns the file of that name, plain or .gz; None if there is none."""
+    paths = (folder / name, folder / f"{name}.gz")
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
@@ -316,7 +311,6 @@ CIFAR10 = KerasFiles(
     "test_batch.bin) into a folder and set dataset.dir=FOLDER",
     _read_cifar_folder,
     [name for names in CIFAR_FILES.values() for name in names],
-    suffixes=("",),
 )
 
 
@@ -348,7 +342,7 @@ def _source(
         folder = DEBIAN_FOLDER
     if folder and (folder / CIFAR_FOLDER).is_dir():
         folder /= CIFAR_FOLDER
-    missing = [name for name in files.names if folder and not _find(folder, name, files.suffixes)]
+    missing = [name for name in files.names if folder and not _find(folder, name)]
     if missing and dir is not None:
         raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
 

@@ -149,12 +149,20 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads the whole arrays, sets the spec of an example, and takes out the validation part."""
-        whole = self._load_checked()
+        """Loads and checks the whole arrays, sets the spec of an example, and takes out the validation part."""
+        try:
+            arrays = {
+                split: nest.map_structure(np.asarray, tuple(elements))
+                for split, elements in self._load().items()
+            }
+        except OSError as error:
+            raise DataError(
+                f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
+            ) from error
+        whole = {split: self.check(split, *elements) for split, elements in arrays.items()}
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = nest.map_structure(
-            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)),
-            empty,
+            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
         )
 
         parts = {
@@ -175,25 +183,6 @@ class MemorySource(IndexedSource):
             parts["validation"] = train._replace(rows=validation)
             parts["train"] = train._replace(rows=rest)
         return parts
-
-    def _load_checked(self) -> dict[str, Parts]:
-        """Loads and checks the whole arrays, by split. Raises DataError if they cannot be used."""
-        try:
-            arrays = {
-                split: nest.map_structure(np.asarray, tuple(elements))
-                for split, elements in self._load().items()
-            }
-            return {split: self.check(split, *elements) for split, elements in arrays.items()}
-        except OSError as error:
-            raise DataError(
-                f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
-            ) from error
-        except DataError as error:
-            if self.on_error != "skip":
-                raise
-            raise DataError(
-                f"{error} (arrays are read as a whole, so data.on_error=skip does not help)"
-            ) from error
 
     def check(self, split: str, *elements: Any) -> Parts:
         """Checks and returns a split's elements.

@@ -5,7 +5,6 @@ Only two columns are read, so other columns cost nothing.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from tensorflow import TensorSpec
 from tensorflow.data import Dataset
 
 from hvtrain.config.validate import check_least
@@ -60,10 +60,8 @@ class Parquet(DealtSource):
         image_column, label_column: names of columns; `record.field` names the field of a struct.
         scale: the number by which pixels are divided.
         shuffle_groups: number of row groups whose rows are shuffled together.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        class_names: the name of each class, if labels are text; None: the sorted labels of the training
-            part.
-        sizing: how encoded images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        images: class_names, shift_pixels, flip, and how encoded images are resized; see FileSource.
+            If labels are text, class_names are by default the sorted labels of the training part.
 
     Raises:
         ConfigError: if a setting is out of range.
@@ -85,10 +83,7 @@ class Parquet(DealtSource):
         label_column: str = "label",
         scale: float = 255.0,
         shuffle_groups: int = 4,
-        shift_pixels: int = 0,
-        flip: bool = False,
-        class_names: Sequence[str] | None = None,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
         if not scale > 0:
             raise ConfigError(
@@ -96,9 +91,7 @@ class Parquet(DealtSource):
             )
         check_least("dataset.shuffle_groups", shuffle_groups, 1)
 
-        super().__init__(
-            dir, image_shape, num_classes, class_names, shift_pixels, flip, scale, **sizing
-        )
+        super().__init__(dir, image_shape, num_classes, scale=scale, **images)
         self._ranges: dict[Path, tuple[float, float]] = {}  # Pixel ranges by file.
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
@@ -145,7 +138,7 @@ class Parquet(DealtSource):
             if self.class_names is None:
                 labels = row_groups.read_labels(train_paths, self._columns)
                 self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
-            self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
+            self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
 
     def looked_at(self) -> list[tuple[str, bytes]]:
@@ -237,14 +230,13 @@ class Parquet(DealtSource):
 
     def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> Dataset:
         """Streams the rows of the pieces: images, labels and codes."""
-        images = tf.TensorSpec([None], tf.string)
+        images = TensorSpec([None], tf.string)
         if not self._encoded:
-            images = tf.TensorSpec([None, *self.image_shape], self._pixel_type)
-        labels = tf.TensorSpec([None], tf.int32)
-        codes = tf.TensorSpec([None], tf.int64)
+            images = TensorSpec([None, *self.image_shape], self._pixel_type)
+        labels = TensorSpec([None], tf.int32)
+        codes = TensorSpec([None], tf.int64)
         rows = Dataset.from_generator(
-            lambda: map(self._read, pieces()),
-            output_signature=(images, labels, codes),
+            lambda: map(self._read, pieces()), output_signature=(images, labels, codes)
         )
         # While one piece is in use, only the next one is read ahead, to save memory.
         return rows.prefetch(1)
@@ -259,7 +251,7 @@ class Parquet(DealtSource):
     def _read_group(self, group: RowGroup) -> Rows:
         """Reads a row group's images, labels (-1 in unusable rows), and codes.
 
-        The problems of unusable rows are kept for locate_row().
+        The problems of unusable rows are kept for locate().
         """
         try:
             images, labels, problems = row_groups.read_group(group, self._columns)
@@ -277,7 +269,8 @@ class Parquet(DealtSource):
 
         return images, labels, self.first_codes[group] + np.arange(group.num_rows)
 
-    def locate_row(self, piece: RowGroup, row: int, example: Example, problem: str) -> Unreadable:
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        piece, row = self.piece_and_row(example[-1])
         problems = self._problems.get(piece, {})
         if isinstance(problems, str):
             return Unreadable(str(piece), problems, piece.num_rows)
@@ -285,9 +278,7 @@ class Parquet(DealtSource):
 
 
 def pieces_of(
-    groups: list[RowGroup],
-    shuffle_groups: int,
-    request: StreamRequest,
+    groups: list[RowGroup], shuffle_groups: int, request: StreamRequest
 ) -> Iterator[Piece]:
     """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
 

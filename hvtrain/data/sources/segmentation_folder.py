@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import class_labels, listed, percent
@@ -51,12 +52,11 @@ class SegmentationFolder(ListedImages):
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
         num_classes: number of classes, including the background.
-        class_names: the name of each class.
-        shift_pixels, flip: augmentation of training images, with their masks; pixels that a
-            shift brings in at a border are ignored.
+        flip: mirrors half of the training images, and their masks.
         colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
-        sizing: resize, fit, crop_fraction and exif, for images and masks; see Sizing.
+        images: class_names, shift_pixels (pixels that a shift brings in at a border are ignored), and
+            how images and masks are resized; see FileSource.
 
     Raises:
         ConfigError: if there are too many classes, or not one name, or color, for each.
@@ -64,6 +64,7 @@ class SegmentationFolder(ListedImages):
     """
 
     name = "segmentation_folder"
+    has_masks = True
     no_random_crop = "has masks, which such a crop does not move"
 
     def __init__(
@@ -71,17 +72,15 @@ class SegmentationFolder(ListedImages):
         dir: str,
         image_shape: Sequence[int],
         num_classes: int,
-        class_names: Sequence[str] | None = None,
-        shift_pixels: int = 0,
         flip: bool = True,
         colors: Sequence[Any] | None = None,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
         if num_classes > IGNORED:
             raise ConfigError(
                 f"dataset.num_classes={num_classes}: masks have 8 bits, and at most {IGNORED} classes; merge some"
             )
-        super().__init__(dir, image_shape, num_classes, class_names, shift_pixels, flip, **sizing)
+        super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
         if not self._files.get("train"):
             raise DataError(
@@ -148,15 +147,15 @@ class SegmentationFolder(ListedImages):
 
     @property
     def element_spec(self) -> Parts:
-        mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
-        return tf.TensorSpec(self.image_shape, tf.float32), mask
+        mask = TensorSpec(self.image_shape[:2], tf.uint8)
+        return TensorSpec(self.image_shape, tf.float32), mask
 
     def paths(self, split: str) -> list[str]:
         return [path for pair in self._files.get(split, ()) for path in pair]
 
     def reader(self, split: str, topology: Topology) -> Read:
         paths, masks = self.shard(split, topology)
-        spec = tf.TensorSpec([None, *self.image_shape[:2]], tf.uint8)
+        spec = TensorSpec([None, *self.image_shape[:2]], tf.uint8)
 
         # Masks are read with Pillow, since TensorFlow would convert palette indices to colours.
         def read_masks(images, indices):
@@ -169,10 +168,6 @@ class SegmentationFolder(ListedImages):
             return images, *call_python(read_masks, [local, indices], [spec])
 
         return read
-
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
-        images, masks = elements
-        return self.transform.augment_with_masks(images, masks, seed)
 
 
 def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:

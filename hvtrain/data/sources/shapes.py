@@ -9,7 +9,6 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
 from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ImagesWithMasks
-from hvtrain.errors import ConfigError
 
 # The least height and width of an image, in pixels.
 MIN_SIDE = 16
@@ -23,9 +22,6 @@ PATCHES = 6
 CONTRAST = 60
 # The least difference in grey levels between the colours of a shape and of the ground, modulo 256.
 COLOUR_DISTANCE = 64
-
-# One number per pixel, [h, w].
-Field = np.ndarray
 
 
 def shapes(
@@ -58,10 +54,8 @@ def shapes(
         ConfigError: if a value is out of range.
     """
     shape = check_image_shape(image_shape)
-    if min(shape[:2]) < MIN_SIDE:
-        raise ConfigError(
-            f"dataset.image_shape={list(image_shape)} is too small for shapes; give sides of at least {MIN_SIDE}"
-        )
+    for side in shape[:2]:
+        check_least("dataset.image_shape (each side)", side, MIN_SIDE)
 
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
@@ -96,10 +90,7 @@ def shapes(
 
 
 def draw(
-    rng: np.random.Generator,
-    image_shape: ImageShape,
-    noise: int,
-    border: int,
+    rng: np.random.Generator, image_shape: ImageShape, noise: int, border: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
 
@@ -133,11 +124,7 @@ def draw(
     return np.clip(np.rint(image), 0, 255).astype(np.uint8), mask
 
 
-def _textured(
-    rng: np.random.Generator,
-    image_shape: ImageShape,
-    colour: np.ndarray,
-) -> np.ndarray:
+def _textured(rng: np.random.Generator, image_shape: ImageShape, colour: np.ndarray) -> np.ndarray:
     """Returns an image of one colour, with smoothly varying random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
@@ -164,37 +151,20 @@ def _direction(rng: np.random.Generator) -> tuple[float, float]:
             return x / length, y / length
 
 
-def _disc(x: Field, y: Field, radius: float) -> Field:
-    return np.sqrt(x * x + y * y) - radius
-
-
-def _square(x: Field, y: Field, radius: float) -> Field:
-    return np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5)
-
-
-def _triangle(x: Field, y: Field, radius: float) -> Field:
-    return np.maximum(-y, math.sqrt(0.75) * np.abs(x) + 0.5 * y) - radius / 2
-
-
-def _ring(x: Field, y: Field, radius: float) -> Field:
-    return np.abs(np.sqrt(x * x + y * y) - 0.75 * radius) - 0.25 * radius
-
-
-def _cross(x: Field, y: Field, radius: float) -> Field:
-    x = np.abs(x)
-    y = np.abs(y)
-    # The ends of the bars reach the circumscribed circle: 0.28² + 0.96² = 1.
-    return np.maximum(np.minimum(x, y) - 0.28 * radius, np.maximum(x, y) - 0.96 * radius)
-
-
 # The shapes by name, as classes from 1 on; class 0 is the ground.
 # Each function returns the distance of each pixel from the outline, in pixels, negative inside. Near
 # corners, it is less than the true distance. x and y are offsets from the centre, and radius is that of
 # the circumscribed circle.
 DISTANCES = {
-    "disc": _disc,
-    "square": _square,
-    "triangle": _triangle,
-    "ring": _ring,
-    "cross": _cross,
+    "disc": lambda x, y, radius: np.sqrt(x * x + y * y) - radius,
+    "square": lambda x, y, radius: np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5),
+    "triangle": lambda x, y, radius: (
+        np.maximum(-y, math.sqrt(0.75) * np.abs(x) + 0.5 * y) - radius / 2
+    ),
+    "ring": lambda x, y, radius: np.abs(np.sqrt(x * x + y * y) - 0.75 * radius) - 0.25 * radius,
+    # The ends of the bars reach the circumscribed circle: 0.28² + 0.96² = 1.
+    "cross": lambda x, y, radius: np.maximum(
+        np.minimum(np.abs(x), np.abs(y)) - 0.28 * radius,
+        np.maximum(np.abs(x), np.abs(y)) - 0.96 * radius,
+    ),
 }

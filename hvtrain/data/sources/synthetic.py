@@ -75,12 +75,7 @@ class Synthetic(Source):
         last = Dataset.from_tensor_slices((images[:num_last], labels[:num_last]))
         return finish(full.repeat(num_full).concatenate(last.batch(batch_size)), topology)
 
-    def _batch(
-        self,
-        topology: Topology,
-        batch_size: int,
-        seed: int,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def _batch(self, topology: Topology, batch_size: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a rank's only batch, a function of the seed and the rank."""
         # NumPy refuses negative seeds.
         random = np.random.default_rng([abs(seed), topology.rank])

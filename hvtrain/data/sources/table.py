@@ -1,14 +1,15 @@
 """Tables in CSV and Parquet files, whose columns become features, read in the same way from later files."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorflow as tf
+from tensorflow import TensorSpec, nest
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -22,7 +23,7 @@ from hvtrain.data.formats.schema import (
     unknown_share,
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
-from hvtrain.data.formats.tables import TextFormat, read_table
+from hvtrain.data.formats.tables import read_table
 from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
@@ -39,8 +40,7 @@ MAX_CELLS = 20
 MAX_READ_AGAIN = 100_000
 
 
-@dataclass(frozen=True)
-class NewRows:
+class NewRows(NamedTuple):
     """Rows of another table, as the run's model takes them."""
 
     num_rows: int
@@ -98,7 +98,7 @@ class Table(MemorySource):
                 f"dataset.delimiter={delimiter!r} is not one character; give one, or null"
             )
 
-        files = [file] if isinstance(file, str) else list(file)
+        files = nest.flatten(file)
         origin = ", ".join(
             str(name if is_remote(name) else Path(name).absolute()) for name in files
         )
@@ -106,12 +106,8 @@ class Table(MemorySource):
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
-        self._files = {
-            "train": file,
-            "validation": validation_file,
-            "test": test_file,
-        }
-        self._text_format = TextFormat(delimiter, encoding)
+        self._files = {"train": file, "validation": validation_file, "test": test_file}
+        self._text_format = {"delimiter": delimiter, "encoding": encoding}
         self._settings = Settings(target, **columns)
         self._known_features: TableFeatures | None = None
         # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
@@ -128,10 +124,10 @@ class Table(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        inputs = tf.nest.map_structure(
-            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), self._features.model.output
+        inputs = nest.map_structure(
+            lambda part: TensorSpec(part.shape[1:], part.dtype), self._features.model.output
         )
-        return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
+        return inputs, TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
     def _load_encoded(self) -> Elements:
         """Reads the tables, and returns features and targets by split.
@@ -184,7 +180,7 @@ class Table(MemorySource):
         if file in EMBEDDED:
             return _embedded_table(file)
         setting = "dataset.file" if split == "train" else f"dataset.{split}_file"
-        table = read_table(file, setting, self._text_format)
+        table = read_table(file, setting, **self._text_format)
         if not table.num_rows:
             raise DataError(f"{setting}={file} holds no rows; give a table that has some")
         return table
@@ -250,9 +246,8 @@ class Table(MemorySource):
         self._description = {
             "features": describe(schema, cells),
             "target": [describe_target(schema, targets)],
+            "warnings": warnings,
         }
-        if warnings:
-            self._description["warnings"] = warnings
 
     def description(self) -> Phrases:
         return super().description() | self._description
@@ -331,7 +326,7 @@ class Table(MemorySource):
         """
         features = self._features
         schema = features.schema
-        table = read_table(file, "input", self._text_format)
+        table = read_table(file, "input", **self._text_format)
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
         values = {}
@@ -351,9 +346,8 @@ def _embedded_table(name: str) -> pa.Table:
     """Reads a table that is part of scikit-learn."""
     from sklearn import datasets
 
-    options = {}
-    if name == "diabetes":
-        options["scaled"] = False  # By default, only this table is standardized, over all its rows.
+    # By default, only this table is standardized, over all its rows.
+    options = {"scaled": False} if name == "diabetes" else {}
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
     return pa.table(columns | {"target": bunch.target})

@@ -1,12 +1,15 @@
 """Text as rows of tokens, for models that predict the next token, masked tokens, or a label."""
 
+import hashlib
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 
 from hvtrain.config.validate import check_choice, check_least
 from hvtrain.core.topology import Topology
@@ -20,13 +23,9 @@ from hvtrain.data.formats.documents import (
     read_labelled,
     text_files,
 )
-from hvtrain.data.formats.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from hvtrain.data.formats.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.lengths import LengthBuckets, choose_boundaries
+from hvtrain.data.pipeline.lengths import bucketed_batches, choose_boundaries
 from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import Parts, Phrases
@@ -98,7 +97,17 @@ class Text(MemorySource):
         check_choice("dataset.objective", objective, OBJECTIVES)
         check_choice("dataset.examples", examples, EXAMPLES)
         check_least("dataset.length", length, 2)
-        _check_shares(masked_share, validation_share, test_share)
+        shares = {"masked": masked_share, "validation": validation_share, "test": test_share}
+        for name, share in shares.items():
+            # Without masked tokens, there would be nothing to learn.
+            lowest = 1e-6 if name == "masked" else 0
+            if not lowest <= share < 1:
+                raise ConfigError(f"dataset.{name}_share={share} is not a share between 0 and 1")
+        if validation_share + test_share >= 1:
+            raise ConfigError(
+                f"dataset.validation_share={validation_share} and test_share={test_share} leave "
+                "nothing to train on; lower them"
+            )
         if label is not None and file is None:
             raise ConfigError(
                 f"dataset.label={label} needs dataset.file, a table with such a column"
@@ -122,8 +131,8 @@ class Text(MemorySource):
         self._is_packed = examples == "windows" and label is None
         self._is_causal = objective == "causal" and label is None
         self._is_masked = objective == "masked" and label is None
-        self._masked_share = masked_share
-        self._shares = {"validation": validation_share, "test": test_share}
+        self._masked_share = shares.pop("masked")
+        self._shares = shares
         self._lengths: dict[str, np.ndarray] = {}
 
     @property
@@ -136,9 +145,8 @@ class Text(MemorySource):
         return self.tokenizer.end
 
     def facts(self) -> dict[str, Any]:
-        num_tokens = self.tokenizer.size
-        if self._is_masked:
-            num_tokens += 1  # The mask comes after the tokenizer's own tokens.
+        # The mask comes after the tokenizer's own tokens.
+        num_tokens = self.tokenizer.size + self._is_masked
         facts = super().facts() | {
             "vocabulary_size": num_tokens,
             "length": self._length,
@@ -163,23 +171,22 @@ class Text(MemorySource):
         return self._lengths.get(split, np.zeros(0, np.int64))
 
     @property
-    def buckets(self) -> LengthBuckets | None:
-        if self._is_packed or not self.bucket_by_length:
+    def buckets(self) -> Any:
+        lengths = self.lengths("train")
+        if lengths is None or not self.bucket_by_length:
             return None
-        self.num_examples("train")
-        return LengthBuckets(self._boundaries(), self._lengths["train"])
-
-    def _boundaries(self) -> list[int]:
-        return choose_boundaries(self.bucket_by_length, self._length)
+        boundaries = choose_boundaries(self.bucket_by_length, self._length)
+        return partial(bucketed_batches, boundaries, lengths)
 
     def reader(self, split: str, topology: Topology) -> Read:
         read = super().reader(split, topology)
         if self._is_packed:
             return read
         rows = self.shard_rows(split, topology)
+        lengths_of_batches = choose_boundaries(self.bucket_by_length, self._length)
         with tf.device("CPU:0"):
             lengths = tf.constant(self._lengths.get(split, rows)[rows], tf.int32)
-            boundaries = tf.constant(self._boundaries(), tf.int32)
+            boundaries = tf.constant(lengths_of_batches, tf.int32)
 
         def read_filled(indices, length=None):
             if length is None:
@@ -205,7 +212,7 @@ class Text(MemorySource):
         return description
 
     def manifest(self) -> dict[str, Any]:
-        return super().manifest() | {"tokenizer": self.tokenizer.digest}
+        return super().manifest() | {"tokenizer": hashlib.sha256(self.tokenizer.model).hexdigest()}
 
     def fitted(self) -> dict[str, bytes]:
         # If the text had changed, the same settings would train another tokenizer.
@@ -224,7 +231,7 @@ class Text(MemorySource):
     def tokens_of(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
-    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
+    def augment(self, elements: Parts, seed: Tensor) -> Parts:
         if not self._is_masked:
             return elements
         inputs, _, weights = elements
@@ -342,9 +349,7 @@ class Text(MemorySource):
             )
         return tuple(array.numpy() for array in masked)
 
-    def _mask(
-        self, tokens: tf.Tensor, seed: tf.Tensor, weights: Any
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _mask(self, tokens: Tensor, seed: Tensor, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Masks tokens at random; returns the inputs, the tokens as targets, and weights, 1 for masked tokens.
 
         A pure function of the tokens [batch, length], the seed, int64 [2], and the weights, 0 for padding.
@@ -356,32 +361,9 @@ class Text(MemorySource):
         draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
         draws = tf.where(weights > 0, draws, 1.0)
         random_tokens = tf.random.stateless_uniform(
-            shape,
-            fold_in(seed, 1),
-            maxval=mask_token,
-            dtype=tf.int32,
+            shape, fold_in(seed, 1), maxval=mask_token, dtype=tf.int32
         )
 
         shown = tf.where(draws < MASK_SHARE + RANDOM_SHARE, random_tokens, tokens)
         shown = tf.where(draws < MASK_SHARE, mask_token, shown)
         return shown, tokens, tf.cast(draws < 1, tf.float32)
-
-
-def _check_shares(masked_share: float, validation_share: float, test_share: float) -> None:
-    """Raises ConfigError for shares that are out of range, or leave nothing to train on."""
-    shares = {
-        "masked_share": masked_share,
-        "validation_share": validation_share,
-        "test_share": test_share,
-    }
-    for name, share in shares.items():
-        # Without masked tokens, there would be nothing to learn.
-        lowest = 1e-6 if name == "masked_share" else 0
-        if not lowest <= share < 1:
-            raise ConfigError(f"dataset.{name}={share} is not a share between 0 and 1")
-
-    if validation_share + test_share >= 1:
-        raise ConfigError(
-            f"dataset.validation_share={validation_share} and test_share={test_share} leave "
-            "nothing to train on; lower them"
-        )

@@ -61,10 +61,7 @@ class PreparedDataset(FunctionSource):
 
         # The data set may declare its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
-        self._keys = [
-            input or supervised[0],
-            target or supervised[1],
-        ]
+        self._keys = [input or supervised[0], target or supervised[1]]
         unknown = [str(key) for key in self._keys if key not in features]
         if unknown:
             raise ConfigError(
@@ -94,23 +91,14 @@ class PreparedDataset(FunctionSource):
         label = features[self._keys[1]]
         facts = {}
         if hasattr(label, "num_classes"):
-            facts = {
-                "num_classes": label.num_classes,
-                "class_names": label.names,
-            }
+            facts = {"num_classes": label.num_classes, "class_names": label.names}
 
         super().__init__(UserFunction(self._read, dataset), None, facts)
         self.name = dataset
         self.origin = str(builder.data_path)
 
     def _read(
-        self,
-        shard: int,
-        num_shards: int,
-        split: str,
-        seed: int,
-        epoch: int,
-        start: int,
+        self, shard: int, num_shards: int, split: str, seed: int, epoch: int, start: int
     ) -> Any:
         """Returns a shard's examples of an epoch from `start` on; None for a missing split. See from_dataset()."""
         import tensorflow_datasets as tfds

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import Tensor
 from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
@@ -63,13 +64,12 @@ class TFRecords(DealtSource):
         image_shape: [height, width, channels] to which images are resized.
         num_classes: number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: names of the features of a tf.train.Example.
-        class_names: the name of each class, if labels are text; None: the sorted labels of the training
-            part, if its files are small enough to be read in advance.
         shuffle_buffer: number of records that are shuffled together; below 2, only files are shuffled.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        sizing: resize, fit, crop_fraction and exif; see Sizing.
         first_label: the label of class 0; 1 in files of TensorFlow's scripts for ImageNet, where 0
             stands for the background.
+        images: class_names, shift_pixels, flip, and how images are resized; see FileSource. If labels
+            are text, class_names are by default the sorted labels of the training part, if its files
+            are small enough to be read in advance.
 
     Raises:
         DataError: if there is no training file; once counted, if a file is damaged.
@@ -88,13 +88,10 @@ class TFRecords(DealtSource):
         image_key: str = "image",
         label_key: str = "label",
         shuffle_buffer: int = 10_000,
-        shift_pixels: int = 0,
-        flip: bool = False,
-        class_names: Sequence[str] | None = None,
         first_label: int = 0,
-        **sizing: Any,
+        **images: Any,
     ) -> None:
-        super().__init__(dir, image_shape, num_classes, class_names, shift_pixels, flip, **sizing)
+        super().__init__(dir, image_shape, num_classes, **images)
         self._image_key = image_key
         self._label_key = label_key
         self._first_label = first_label
@@ -220,9 +217,7 @@ class TFRecords(DealtSource):
     def paths(self, split: str) -> list[str]:
         return self._paths.get(split, [])
 
-    def _files(
-        self, split: str, topology: Topology, in_order: bool = False
-    ) -> tuple[tf.Tensor, ...]:
+    def _files(self, split: str, topology: Topology, in_order: bool = False) -> tuple[Tensor, ...]:
         """Returns this rank's files as arguments of stream_records(), as they were dealt or, in_order, sorted."""
         # Computed here, since it refuses images that would be misread.
         self._look  # noqa: B018
@@ -262,7 +257,7 @@ class TFRecords(DealtSource):
         return files.flat_map(stream_records).batch(batch_size).map(_flat).enumerate()
 
     def _shuffled(
-        self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor
+        self, files: tuple[Tensor, ...], request: StreamRequest, epoch: Tensor
     ) -> Dataset:
         """Streams each of this rank's records once, in the order of the epoch."""
         seed = request.seed
@@ -316,7 +311,7 @@ class TFRecords(DealtSource):
             self._scans[path] = scan_records(Path(path), self.skips)
         return self._scans[path]
 
-    def _classes(self, labels: tf.Tensor) -> tf.Tensor:
+    def _classes(self, labels: Tensor) -> Tensor:
         """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
         if labels.dtype == tf.string:
             is_name = labels[:, None] == tf.constant(self.class_names)
@@ -328,7 +323,8 @@ class TFRecords(DealtSource):
             is_class &= labels == tf.floor(labels)
         return tf.cast(tf.where(is_class, labels, -1), tf.int32)
 
-    def locate_row(self, piece: str, row: int, example: Example, problem: str) -> Unreadable:
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        piece, row = self.piece_and_row(example[-1])
         record = example[0][0]
         if not record and not self.skips:
             # The file may have changed since it was last scanned.
@@ -362,7 +358,7 @@ class TFRecords(DealtSource):
         return problem
 
 
-def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
+def _shuffle(rows: Any, seed: Tensor) -> Any:
     """Shuffles the rows of all tensors in the same order."""
     return tf.nest.map_structure(
         lambda part: tf.random.experimental.stateless_shuffle(part, seed=seed), rows
@@ -370,6 +366,6 @@ def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
 
 
 @unconverted
-def _flat(readable: tuple[tf.Tensor, tf.Tensor], codes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _flat(readable: tuple[Tensor, Tensor], codes: Tensor) -> tuple[Tensor, Tensor]:
     """Converts an element of stream_records(), or a batch of them, to the reader's arguments: records and codes."""
     return readable[0], codes

@@ -96,8 +96,8 @@ def from_arrays(
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
     has_labels = has_integers and _is_column(y)
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
+    has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
     if images is None:
-        has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
 
     if has_labels:
@@ -107,7 +107,7 @@ def from_arrays(
         num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
 
     if images:
-        if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
+        if not has_image_shape:
             shown = x.shape[1:] if isinstance(x, np.ndarray) else "several arrays"
             raise DataError(
                 f"{name}: x_train holds examples of shape {shown}; images [h, w] or [h, w, c] are needed"
@@ -134,10 +134,7 @@ def from_arrays(
     return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=more_facts)
 
 
-def _arrays_by_split(
-    name: str,
-    splits: Mapping[str, tuple[Any, Any, Any]],
-) -> dict[str, Parts]:
+def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> dict[str, Parts]:
     """Returns the splits that were given, each as arrays (x, y) or (x, y, w)."""
     # All splits need the structure of train, which is the source's element_spec.
     has_weights = splits["train"][2] is not None
@@ -224,8 +221,6 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
     kinds = {np.asarray(value).dtype.kind for value in values}
     if kinds <= {*"biuf"} or kinds in ({"U"}, {"S"}):
         return np.array(array.tolist())
-    if kinds in ({"M"}, {"m"}):
-        return array.astype(f"{kinds.pop()}8[us]")
 
     for row, value in enumerate(array):
         if any(item is None for item in np.ravel(np.asarray(value, object))):
@@ -238,11 +233,7 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
 
 
 def _class_targets(
-    inputs: Any,
-    targets: Any,
-    num_classes: int,
-    class_names: Sequence[str] | None,
-    where: str,
+    inputs: Any, targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
 ) -> Any:
     """Converts targets that are clearly classes, or masks of them, to whole numbers; returns others unchanged.
 
@@ -362,10 +353,7 @@ def from_frame(
 
 
 def _frame_cells(
-    where: str,
-    frame: Any,
-    num_pixels: int,
-    image_column: str | Sequence[str],
+    where: str, frame: Any, num_pixels: int, image_column: str | Sequence[str]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have there."""
     if not isinstance(image_column, str):

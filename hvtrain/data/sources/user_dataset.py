@@ -7,8 +7,7 @@ run's seed, and each step's batch is checked to be complete.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from tensorflow.data import Dataset
@@ -77,7 +76,7 @@ class FunctionSource(Source):
         self._element_spec: Parts = ()
 
         self._splits = self.SPLITS if "split" in function.declared else ("train",)
-        unknown = [split for split in num_examples or () if split not in self._splits]
+        unknown = [split for split in self._num_examples if split not in self._splits]
         if unknown:
             reason = "" if len(self._splits) > 1 else " alone, since the function declares no split"
             raise ConfigError(
@@ -144,18 +143,12 @@ class FunctionSource(Source):
         sizes = self.shard_sizes("train", topology.size, topology.weights)
         share = request.share_of(sizes[topology.rank])
         first_epoch, steps_done = request.position
-        shards = self._readers("train", topology, seed=request.seed, batch_size=share.batch_size)
+        kept: dict[ShardKey, PyDatasetExamples] = {}
 
         def open_epoch(epoch):
             # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
-            examples = self._examples(shards, share, epoch, share.begin(step))
-            return cut_epoch(
-                examples.batch(share.batch_size),
-                share,
-                step,
-                partial(self._wrong_number, shards, share),
-            )
+            return self._batches("train", topology, share, kept, epoch, step, request.seed)
 
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
@@ -166,56 +159,65 @@ class FunctionSource(Source):
             return finish(empty.batch(batch_size), topology)
 
         share = Share(batch_size, -(-number // batch_size), number)
-        shards = self._readers(split, topology, batch_size=batch_size)
-        batches = self._examples(shards, share).batch(batch_size)
-        # With ends=True, surplus examples are an error too.
-        wrong_number = partial(self._wrong_number, shards, share)
-        return finish(cut_epoch(batches, share, 0, wrong_number, ends=True), topology)
+        return finish(self._batches(split, topology, share, {}), topology)
 
     def explain(self, error: Exception) -> Exception:
         return self._function.explain(error)
 
-    def _readers(self, split: str, topology: Topology, **values: int) -> list["ShardReader"]:
-        """Returns readers of this rank's shards: one, or several if ranks have unequal weights.
+    def _batches(
+        self,
+        split: str,
+        topology: Topology,
+        share: Share,
+        kept: dict[ShardKey, PyDatasetExamples],
+        epoch: int = 0,
+        step: int = 0,
+        seed: int | None = None,
+    ) -> Dataset:
+        """Returns a rank's batches of an epoch from `step` on.
 
         Args:
-            values: see ShardReader.
+            kept: see _open_examples().
+            seed: the run's seed; None: for evaluation, where surplus examples are an error too.
+
+        Raises:
+            ConfigError: with on_error="skip".
+            DataError: if a shard is the whole data set, too small, or of other types than the data set.
         """
         if self.on_error == "skip":
             raise ConfigError(
                 f"{self.name}: hvtrain cannot skip what a function cannot read; use "
                 "data.on_error=stop, and dataset.ignore_errors() in the function"
             )
-        return [ShardReader(self._function, key, values) for key in _shard_keys(topology, split)]
+        # One shard, or several if ranks have unequal weights.
+        keys = _shard_keys(topology, split)
+        call = self._function.call_in_words(keys[0])
+        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
+        values = {"batch_size": share.batch_size}
+        if seed is not None:
+            values["seed"] = seed
 
-    def _examples(
-        self,
-        shards: list["ShardReader"],
-        share: Share,
-        epoch: int = 0,
-        start: int = 0,
-    ) -> Dataset:
-        """Returns a rank's examples of an epoch from `start` on.
+        def wrong_number(number: int) -> Exception:
+            return self._function.fail(
+                f"{call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
+            )
 
-        Raises:
-            DataError: if a shard is the whole data set, too small, or of other types than the data set.
-        """
-        call = shards[0].call
         # Several shards are joined before examples are skipped, since the start may be in any of them.
-        is_alone = len(shards) == 1
-        opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
+        is_alone = len(keys) == 1
+        start = share.begin(step)
+        first = start if is_alone else 0
+        opened = [self._open_examples(key, kept, epoch, first, values) for key in keys]
         parts, counts = zip(*opened)
 
         # Known numbers are checked now; otherwise, cut_epoch() checks them as examples are read.
         if None not in counts:
             number = sum(counts)
-            _, num_shards, split = shards[0].key
-            if len(shards) < num_shards and number == self._num_examples.get(split):
+            if len(keys) < keys[0].num_shards and number == self._num_examples.get(split):
                 raise DataError(
                     f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}"
                 )
             if number < share.num_examples:
-                raise self._wrong_number(shards, share, number)
+                raise wrong_number(number)
 
         # The model was built for the types that the whole training part has.
         if parts[0].element_spec != self.element_spec:
@@ -224,17 +226,52 @@ class FunctionSource(Source):
                 f"{kinds_in_words(self.element_spec)}; all parts of the data need one kind"
             )
 
-        if is_alone:
-            return parts[0]
-        return reduce(Dataset.concatenate, parts).skip(start)
+        examples = reduce(Dataset.concatenate, parts)
+        if not is_alone:
+            examples = examples.skip(start)
+        batches = examples.batch(share.batch_size)
+        return cut_epoch(batches, share, step, wrong_number, ends=seed is None)
 
-    def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
-        """Makes the error for a number of examples that is not the share's."""
-        *_, split = shards[0].key
-        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
-        return self._function.fail(
-            f"{shards[0].call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
-        )
+    def _open_examples(
+        self,
+        key: ShardKey,
+        kept: dict[ShardKey, PyDatasetExamples],
+        epoch: int,
+        start: int,
+        values: Mapping[str, int],
+    ) -> tuple[Dataset, int | None]:
+        """Opens a shard's examples of an epoch from `start` on.
+
+        Args:
+            kept: the PyDatasets that are opened once for all epochs, unless the function declares epoch.
+            values: further arguments for the function: batch_size and, in training, the seed, with
+                which the batches of a PyDataset have another order in each epoch.
+
+        Returns:
+            The examples, and their number in the whole epoch, or None if it is unknown.
+        """
+        function = self._function
+        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
+        shard: Any = kept.get(key)
+        if shard is None or shard.epoch > epoch:
+            shard = function.open(key, epoch=epoch, start=start, **values)
+            if shard is None:
+                call = function.call_in_words(key)
+                raise function.fail(f"{call} returned None, and examples were expected")
+        if isinstance(shard, PyDatasetExamples):
+            # A function that declares epoch is called for each epoch.
+            if "epoch" not in function.declared:
+                kept[key] = shard
+            return shard.examples(epoch, start, values.get("seed")), shard.count()
+
+        # A function that declares start has left out the examples before it.
+        num_left_out = start if "start" in function.declared else 0
+        if "seed" in values:
+            function.log_limits(shard, start - num_left_out)
+        number = shard.count()
+        if number is not None:
+            number += num_left_out
+        return shard.examples(start - num_left_out), number
 
     def _count(self, key: ShardKey) -> int:
         """Returns a shard's number of examples, counting them once; 0 if the function returns None."""
@@ -254,58 +291,6 @@ class FunctionSource(Source):
         if examples and key == _whole("train"):
             self._element_spec = examples.element_spec
         return examples
-
-
-@dataclass
-class ShardReader:
-    """Opens a shard for each epoch of one stream.
-
-    A PyDataset is opened once and kept, unless the function declares epoch.
-    """
-
-    function: UserFunction
-    key: ShardKey
-    values: Mapping[str, int]
-    """Further arguments for the function, equal in all epochs: batch_size and, in training, the seed.
-    With a seed, the batches of a PyDataset have another order in each epoch."""
-    kept: PyDatasetExamples | None = None
-
-    @property
-    def call(self) -> str:
-        return self.function.call_in_words(self.key)
-
-    def open_epoch(self, epoch: int, start: int) -> tuple[Dataset, int | None]:
-        """Opens the shard's examples from `start` on.
-
-        Returns:
-            The examples, and their number in the whole epoch, or None if it is unknown.
-        """
-        shard = self._open(epoch, start)
-        if isinstance(shard, PyDatasetExamples):
-            # A function that declares epoch is called for each epoch.
-            if "epoch" not in self.function.declared:
-                self.kept = shard
-            return shard.examples(epoch, start, self.values.get("seed")), shard.count()
-
-        # A function that declares start has left out the examples before it.
-        num_left_out = start if "start" in self.function.declared else 0
-        if "seed" in self.values:
-            self.function.log_limits(shard, start - num_left_out)
-        number = shard.count()
-        if number is not None:
-            number += num_left_out
-        return shard.examples(start - num_left_out), number
-
-    def _open(self, epoch: int, start: int) -> Any:
-        """Opens the shard for an epoch, or returns the PyDataset that was kept."""
-        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
-        if self.kept and self.kept.epoch <= epoch:
-            return self.kept
-
-        shard = self.function.open(self.key, epoch=epoch, start=start, **self.values)
-        if shard is None:
-            raise self.function.fail(f"{self.call} returned None, and examples were expected")
-        return shard
 
 
 def _whole(split: str) -> ShardKey:

@@ -7,6 +7,7 @@ in the types that models take.
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,8 +57,21 @@ class PipelineExamples:
 
     def __init__(self, dataset: Dataset, name: str) -> None:
         self._name = name
-        _check_example(dataset.element_spec, name)
-        if any(spec.dtype in NARROW_TYPES for spec in nest.flatten(dataset.element_spec)):
+        spec = dataset.element_spec
+        if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+            raise DataError(f"{name} gives elements of {_parts_in_words(spec)}; {PARTS_NEEDED}")
+        for part in nest.flatten(spec):
+            # Ragged and sparse tensors have specs of other types.
+            if not isinstance(part, TensorSpec):
+                kind = type(part).__name__.removesuffix("Spec")
+                raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
+            if not part.shape.is_fully_defined():
+                raise DataError(
+                    f"{name} gives tensors of shape {part.shape}; single examples of a known shape "
+                    "are needed: leave out .batch(), since the run makes batches, or set the shape "
+                    "with tf.ensure_shape"
+                )
+        if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
             dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
         self.dataset = dataset
         self.element_spec = dataset.element_spec
@@ -86,7 +100,7 @@ class PipelineExamples:
 
 
 class PyDatasetExamples:
-    """A shard as a keras.utils.PyDataset, read by as many threads as it has workers.
+    """A shard as a keras.utils.PyDataset, read by as many of tf.data's threads as it has workers.
 
     Args:
         dataset: the user's PyDataset. All batches have one size; only the last may be smaller.
@@ -98,10 +112,7 @@ class PyDatasetExamples:
     """
 
     def __init__(
-        self,
-        dataset: keras.utils.PyDataset,
-        name: str,
-        note: Callable[[UserError], UserError],
+        self, dataset: keras.utils.PyDataset, name: str, note: Callable[[UserError], UserError]
     ) -> None:
         self._dataset = dataset
         self._name = name
@@ -110,32 +121,22 @@ class PyDatasetExamples:
         """The last epoch that was begun; -1 for none."""
 
         # num_batches calls len(), which raises TypeError if the class has no __len__.
-        try:
-            self._num_batches = dataset.num_batches or 0
-        except (NotImplementedError, TypeError):
-            self._num_batches = 0
-
-        if self._num_batches < 1:
+        num_batches = 0
+        with suppress(NotImplementedError, TypeError):
+            num_batches = dataset.num_batches or 0
+        if num_batches < 1:
             raise self._fail("__len__ gives no number of batches; at least one is needed")
 
         first = self._batch(0)
         self.element_spec = _spec_of(first)
 
         # All sizes follow from the first and the last batch; _read() checks the others.
-        self._sizes = np.full(self._num_batches, self._batch_size(first, 0))
-        last = self._num_batches - 1
+        self._sizes = np.full(num_batches, self._batch_size(first, 0))
+        last = num_batches - 1
         last_size = self._batch_size(self._batch(last), last)
         if not 0 < last_size <= self._sizes[0]:
             raise self._wrong_size(last_size, last)
         self._sizes[last] = last_size
-
-        # tf.data's threads read the batches, not Keras's pool of threads or processes.
-        if dataset.use_multiprocessing:
-            log.warning(
-                "%s: use_multiprocessing is left out; %d threads read its batches",
-                name,
-                dataset.workers,
-            )
 
     def count(self) -> int:
         """Returns the number of examples."""
@@ -154,7 +155,7 @@ class PyDatasetExamples:
                 self._dataset.on_epoch_end()
             self._dataset.on_epoch_begin()
             self.epoch += 1
-        numbers = np.arange(self._num_batches)
+        numbers = np.arange(len(self._sizes))
         if seed is not None:
             # The order is the same on all ranks: if ranks read the same data by mistake, they have equal
             # batches, which are noticed.
@@ -172,9 +173,7 @@ class PyDatasetExamples:
             return nest.pack_sequence_as(self.element_spec, parts)
 
         batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
-            read,
-            num_parallel_calls=max(1, self._dataset.workers),
-            deterministic=True,
+            read, num_parallel_calls=max(1, self._dataset.workers), deterministic=True
         )
         return batches.unbatch().skip(within)
 
@@ -212,7 +211,7 @@ class PyDatasetExamples:
 
     def _wrong_size(self, size: int, number: int) -> UserError:
         return self._fail(
-            f"batch {number} of {self._num_batches} holds {size} examples and batch 0 "
+            f"batch {number} of {len(self._sizes)} holds {size} examples and batch 0 "
             f"{self._sizes[0]}; give all batches one size, except that the last may be smaller"
         )
 
@@ -337,25 +336,6 @@ class UserFunction(NotesFailure):
             log.warning(
                 "%s: deterministic=False was found, so a resumed run will not end with the same bits",
                 self.name,
-            )
-
-
-def _check_example(element_spec: Any, name: str) -> None:
-    """Raises DataError unless the elements of a pipeline are single examples of dense tensors."""
-    if not isinstance(element_spec, tuple) or len(element_spec) not in (2, 3):
-        raise DataError(f"{name} gives elements of {_parts_in_words(element_spec)}; {PARTS_NEEDED}")
-
-    for spec in nest.flatten(element_spec):
-        # Ragged and sparse tensors have specs of other types.
-        if not isinstance(spec, TensorSpec):
-            kind = type(spec).__name__.removesuffix("Spec")
-            raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
-
-        if not spec.shape.is_fully_defined():
-            raise DataError(
-                f"{name} gives tensors of shape {spec.shape}; single examples of a known shape "
-                "are needed: leave out .batch(), since the run makes batches, or set the shape "
-                "with tf.ensure_shape"
             )
 
 

@@ -22,9 +22,8 @@ from hvtrain.data.formats.tar_files import (
     member_bytes,
 )
 from hvtrain.data.manifest import data_path
-from hvtrain.data.source import LEAVE_OUT, Phrases, Source, Unreadable
-from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.image_folder import Files, ImageFolder, ListedImages, read_member
+from hvtrain.data.source import LEAVE_OUT, Source, Unreadable
+from hvtrain.data.sources.image_folder import Files, LabelledImages, ListedImages, read_members
 from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
@@ -47,12 +46,10 @@ def web_dataset(
     test: str | Sequence[str] = ("test*.tar", "test*/*.tar"),
     image_key: Sequence[str] = ("jpg", "jpeg", "png", "gif", "bmp", "webp", "tif", "tiff"),
     label_key: str = "cls",
-    class_names: Sequence[str] | None = None,
     num_validation: int = 0,
-    shift_pixels: int = 0,
     flip: bool = False,
     colors: Sequence[Any] | None = None,
-    **sizing: Any,
+    **images: Any,
 ) -> Source:
     """Makes a source of images with classes or masks in tar files, such as KEY.jpg beside KEY.cls.
 
@@ -68,11 +65,11 @@ def web_dataset(
         image_key: endings of images' names; the first of these that an example has is its image.
         label_key: ending of labels' names, for numbers or class names; json.NAME: a field of
             KEY.json; seg.png, or another image: a mask, as in SegmentationFolder.
-        class_names: the name of each class; needed if labels are names.
         num_validation: number of examples taken out of train at random, with a fixed seed.
-        shift_pixels, flip: augmentation of training images, with their masks; see Transform.
+        flip: mirrors half of the training images, and their masks.
         colors: the colors of classes in colored masks; see SegmentationFolder.
-        sizing: resize, fit, crop_fraction and exif; see Sizing.
+        images: class_names, which are needed if labels are names, shift_pixels, and how images are
+            resized; see FileSource.
 
     Raises:
         ConfigError: if num_validation does not fit the shards.
@@ -80,10 +77,10 @@ def web_dataset(
     """
     names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
     shards = Shards(data_path(dir, far=("",)), names, image_key, label_key, num_validation)
-    settings = (image_shape, num_classes, class_names, shift_pixels, flip)
+    images["flip"] = flip
     if label_key.lower().endswith(SUFFIXES):
-        return ShardedMasks(shards, *settings, colors=colors, **sizing)
-    return ShardedImages(shards, *settings, **sizing)
+        return ShardedMasks(shards, image_shape, num_classes, colors=colors, **images)
+    return ShardedImages(shards, image_shape, num_classes, **images)
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,9 @@ class Shards:
             raise DataError(
                 f"{self.folder}: the shards of train hold no example; see image_key and label_key of dataset"
             )
-        is_left = 0 <= self.num_validation < len(rows)
-        if not is_left or (self.num_validation and "validation" in examples):
+        if not 0 <= self.num_validation < len(rows) or (
+            self.num_validation and "validation" in examples
+        ):
             raise ConfigError(
                 f"dataset.num_validation={self.num_validation} cannot be taken out of {len(rows)} training examples, "
                 "or validation has shards of its own; change it"
@@ -207,7 +205,7 @@ class Shards:
 class _Sharded(ListedImages):
     name = "webdataset"
     ADVICE = "write or fetch the shard again"
-    read_file = read_files = staticmethod(read_member)
+    read_files = staticmethod(read_members)
     _shards: Shards
 
     def _refuse(self, problem: Unreadable) -> None:
@@ -219,14 +217,13 @@ class _Sharded(ListedImages):
         return self._shards.paths(split)
 
 
-class ShardedImages(_Sharded, ImageFolder):
+class ShardedImages(_Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **sizing: Any) -> None:
-        FileSource.__init__(self, str(shards.folder), *settings, **sizing)
+    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
+        super().__init__(str(shards.folder), *settings, **images)
         self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
         self._shards = shards
-        self._cache = False
         # Computed here, since it refuses missing shards.
         shards.by_split  # noqa: B018
 
@@ -254,16 +251,13 @@ class ShardedImages(_Sharded, ImageFolder):
             )
         return label
 
-    def description(self) -> Phrases:
-        return FileSource.description(self)
-
 
 class ShardedMasks(_Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **more: Any) -> None:
+    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
         self._shards = shards
-        super().__init__(str(shards.folder), *settings, **more)
+        super().__init__(str(shards.folder), *settings, **images)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         return self._shards.examples(address, self._refuse), []
