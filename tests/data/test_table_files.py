@@ -243,6 +243,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("half a zip file", zipped(PLAIN)[:100], {}, r"t.csv cannot be read: .*; fix the file"),
     ("half a Parquet file", columns(x=NUMBERS)[:200], {}, r"t.csv cannot be read: .*; fix the file"),
     ("a Feather file", b"ARROW1\0\0" + bytes(40), {}, r"t.csv is a Feather file, and CSV or Parquet is needed; convert it"),
+    ("an old Excel file", b"\xd0\xcf\x11\xe0" + bytes(40), {}, r"t.csv is an old Excel file, and CSV or Parquet is needed"),
     ("JSON lines", '{"x": 1, "y": "a"}\n' * 20, {}, r"t.csv is JSON, and CSV or Parquet is needed; convert it"),
     ("a web page", "<!doctype html>\n<table>", {}, r"t.csv is a web page, and CSV or Parquet is needed"),
     ("a zip file of two tables", b"", {}, r"it is a zip file with 2 tables instead of one"),

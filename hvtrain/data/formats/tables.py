@@ -35,6 +35,11 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 # The first bytes of files that people mistake for tables.
 OTHER_FORMATS = {
     b"ARROW1\0": "a Feather file",
+    b"ORC": "an ORC file",
+    b"\xd0\xcf\x11\xe0": "an old Excel file",
+    b"\x89HDF": "an HDF5 file",
+    b"SQLite format 3\0": "a database",
+    b"<?xml": "XML",
     b'{"': "JSON",
     b'[{"': "JSON",
     b"<!DOCTYPE": "a web page",
@@ -201,11 +206,10 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
             for name in archive.namelist()
             if is_table(Path(name)) and not name.startswith("__MACOSX")
         ]
+        if "xl/workbook.xml" in archive.namelist():
+            raise ValueError("it is an Excel file; save it as CSV")
         if len(names) != 1:
-            # An Excel file is a zip file of XML.
-            raise ValueError(
-                f"it is a zip file with {len(names)} tables instead of one; save an Excel file as CSV"
-            )
+            raise ValueError(f"it is a zip file with {len(names)} tables instead of one")
         return _decompressed(pa.py_buffer(archive.read(names[0])))
 
 
