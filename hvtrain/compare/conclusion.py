@@ -66,10 +66,11 @@ def on_speed(speeds: Speeds) -> list[str]:
     equal: list[str] = []
     unknown: list[str] = []
     slower: list[str] = []
+    apart: list[str] = []
     for name in others:
         speed_ratio = against(speeds[name], speeds[first])
         if speed_ratio is None:
-            unknown.append(f"{name} (no round in common)")
+            apart.append(name)
             continue
         group = equal
         if speed_ratio.coverage <= NO_CONFIDENCE:
@@ -79,21 +80,22 @@ def on_speed(speeds: Speeds) -> list[str]:
         group.append(f"{name} {ratio_text(speed_ratio)}")
 
     # "Fastest" claims a difference from all others.
-    verdict = "Most examples/s" if equal or unknown else "Fastest"
+    verdict = "Most examples/s" if equal or unknown or apart else "Fastest"
     groups = {
         "Not distinguishable from it": equal,
         "Too few rounds to say": unknown,
         "Slower": slower,
     }
 
-    return [
-        f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s.",
-        *(
-            f"{title}: {'; '.join(group)} as fast as {first}."
-            for title, group in groups.items()
-            if group
-        ),
+    lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
+    lines += [
+        f"{title}: {'; '.join(group)} as fast as {first}."
+        for title, group in groups.items()
+        if group
     ]
+    if apart:
+        lines.append(f"No round in common with {first}, so not compared: {', '.join(apart)}.")
+    return lines
 
 
 def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:

@@ -118,6 +118,10 @@ def test_only_rounds_that_both_ran_are_compared() -> None:
     speed_ratio = against({2: 10.0, 3: 20.0}, {1: 1.0, 2: 10.0, 3: 20.0, 4: 99.0})
     assert speed_ratio and speed_ratio.median == 1.0 and speed_ratio.coverage == 0.5, "two rounds"
     assert against({1: 1.0}, {2: 1.0}) is None
+    assert on_speed({"single": {1: 2.0}, "horovod": {2: 1.0}}) == [
+        "Most examples/s here: single, with 2 examples/s.",
+        "No round in common with single, so not compared: horovod.",
+    ]
     assert on_speed({"single": {1: 1.0}, "horovod": {}}) == [
         "Fewer than two strategies were timed, so nothing can be compared."
     ]
