@@ -82,7 +82,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     controller.add_argument(
         "--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)"
     )
-    return parser.parse_with_overrides(arguments)
+    # Options that it does not know, such as --config-dir, are Hydra's.
+    options, overrides = parser.parse_known_args(arguments)
+    options.overrides = overrides
+    return options
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:

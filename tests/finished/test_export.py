@@ -167,7 +167,8 @@ def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(
 def test_who_is_not_logged_in_is_told_before_the_export(hub, folder, monkeypatch, tmp_path):
     monkeypatch.setattr(Hub, "error", OSError("Token is required, but no token found.\nMore of it"))
     with pytest.raises(
-        ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "
+        ConfigError,
+        match=r"repo=hf://me/digits cannot be used: .*no token found.*; if it needs a login: ",
     ):
         export_words(
             monkeypatch,

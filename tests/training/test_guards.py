@@ -342,7 +342,7 @@ def test_a_finished_run_is_not_trained_again(ranks, folder):
     assert "step-00000012: 12 of 12 steps were done; nothing is left to train\n" in output
     assert "optimizer.learning_rate 0.001 -> 0.5; train.epochs 2 -> 1\n" in output
     assert (
-        f"finished already and has been tested again; its results in {folder / 'plain'} stay as they are"
+        f"had already finished and has been tested again; its results in {folder / 'plain'} stay as they are"
         in output
     )
 
