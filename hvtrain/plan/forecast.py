@@ -123,7 +123,9 @@ def forecast(
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
     if config.data.uneven == "auto":
-        config.data.uneven = choose_uneven(config.train, shards, batch_sizes)
+        # TensorFlow's strategies do not pad.
+        can_pad = "mirrored" not in config.strategy["_target_"]
+        config.data.uneven = choose_uneven(config.train, shards, batch_sizes, can_pad)
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
 
     schedule = build_schedule(config, plan)

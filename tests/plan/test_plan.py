@@ -294,6 +294,15 @@ def test_what_does_not_fit_the_data_is_said():
         forecast(elsewhere, 2, 4, None, 10)
 
 
+def test_epochs_are_padded_where_the_strategy_pads():
+    def steps_per_epoch(*overrides):
+        config = from_dict(compose(["model=mlp", *overrides]))
+        return forecast(config, 2, 2, None, 10).plan.steps_per_epoch
+
+    assert steps_per_epoch() == 23, "1,437 examples in batches of 64"
+    assert steps_per_epoch("strategy=mirrored") == 22
+
+
 def test_a_warm_up_longer_than_the_run_is_left_out():
     short = from_dict(compose(["train.steps=5", "model=mlp"]))
     assert [step for _, step in key_steps(forecast(short, 1, 1, None, 10))] == [0, 4]

@@ -74,6 +74,8 @@ class FunctionSource(Source):
         # Number of examples of each shard that this rank or another has counted.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: Parts = ()
+        self._has_batches = False
+        """True if the function returns a PyDataset, as for the whole training part."""
 
         self._splits = self.SPLITS if "split" in function.declared else ("train",)
         unknown = [split for split in self._num_examples if split not in self._splits]
@@ -206,6 +208,7 @@ class FunctionSource(Source):
         is_alone = len(keys) == 1
         start = share.begin(step)
         first = start if is_alone else 0
+        element_spec = self.element_spec
         opened = [self._open_examples(key, kept, epoch, first, values) for key in keys]
         parts, counts = zip(*opened)
 
@@ -220,10 +223,10 @@ class FunctionSource(Source):
                 raise wrong_number(number)
 
         # The model was built for the types that the whole training part has.
-        if parts[0].element_spec != self.element_spec:
+        if parts[0].element_spec != element_spec:
             raise DataError(
                 f"{call} gives {kinds_in_words(parts[0].element_spec)} and at first "
-                f"{kinds_in_words(self.element_spec)}; all parts of the data need one kind"
+                f"{kinds_in_words(element_spec)}; all parts of the data need one kind"
             )
 
         examples = reduce(Dataset.concatenate, parts)
@@ -254,7 +257,9 @@ class FunctionSource(Source):
         # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
         shard: Any = kept.get(key)
         if shard is None or shard.epoch > epoch:
-            shard = function.open(key, epoch=epoch, start=start, **values)
+            # A PyDataset has to be whole, since its batches are read in another order in each epoch.
+            num_seen = 0 if self._has_batches else start
+            shard = function.open(key, epoch=epoch, start=num_seen, **values)
             if shard is None:
                 call = function.call_in_words(key)
                 raise function.fail(f"{call} returned None, and examples were expected")
@@ -290,6 +295,7 @@ class FunctionSource(Source):
         examples = self._function.open(key)
         if examples and key == _whole("train"):
             self._element_spec = examples.element_spec
+            self._has_batches = isinstance(examples, PyDatasetExamples)
         return examples
 
 
@@ -329,7 +335,7 @@ def from_dataset(
     - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them:
       hvtrain seeds those.
     - start: number of examples of the epoch that a resumed run has seen. The function then leaves them
-      out, which may be faster than reading and dropping them.
+      out, which may be faster than reading and dropping them. It is 0 for a PyDataset.
     - batch_size: the rank's batch size; the batches of a PyDataset may have another one. It is 1 while
       examples are counted.
 
