@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT / "tests/support/own"))
 import pipelines
 
 KINDS = ["shuffled", "by_epoch", "batches", "batches_of_five", "batches_from_start"]
-every_kind = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "shuffled", "batches_from_start"))
+every_kind = pytest.mark.parametrize(
+    "kind", mostly_nightly(KINDS, "shuffled", "batches_from_start")
+)
 
 
 def read(source, request, number):
