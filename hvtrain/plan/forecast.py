@@ -138,11 +138,11 @@ def forecast(
         plan,
         schedule,
         source,
-        footprint(model, batch_size, num_ranks),
-        gradients(model),
-        _row_bytes(model) * batch_size,
-        model.name,
-        model.count_params(),
+        footprint=footprint(model, batch_size, num_ranks),
+        gradients=gradients(model),
+        row_bytes=_row_bytes(model) * batch_size,
+        model_name=model.name,
+        num_parameters=model.count_params(),
     )
 
 
