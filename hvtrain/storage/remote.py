@@ -7,9 +7,12 @@ pyarrow.fs is imported where it is used, since its threads do not survive a fork
 import errno
 import json
 import logging
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,16 +35,22 @@ PIECE_BYTES = 4 << 20
 READ_AT_ONCE = 48
 """Concurrent requests of one process for parts of objects; many, since each mostly waits for the store."""
 
+GOOGLE_RETRY_SECONDS = 5
+"""How long Google's client retries by itself, before each of the pauses above."""
+
 # Errors that no retry can fix, by the names that stores give them.
-_MISSING = re.compile(
-    r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|HTTP status 404|\b404\b|Container.?NotFound"
-)
+_MISSING = re.compile(r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|\b404\b|Container.?NotFound")
 _DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|EXPIRED|SKEWED|CREDENTIALS|UNRECOGNIZED_CLIENT"
-    r"|HTTP status 40[013]|Unauthenticated|PermissionDenied|AuthenticationFailed|AuthorizationFailure",
+    r"|HTTP status(?: code:)? 40[013]|OAuth2 access token|Unauthenticated"
+    r"|PermissionDenied|AuthenticationFailed|AuthorizationFailure",
     re.IGNORECASE,
 )
 _AWS = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during (\w+)")
+_GOOGLE = re.compile(
+    r"google::cloud::Status\((\w+): (?:[^:]*with a last message of )?(.+?)(?:\. | error_info|$)"
+)
+_AZURE = re.compile(r"Azure Error: \[(\w*)\] (.+?)(?:\. |$)")
 # Errors of this host's disk rather than of the store.
 _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -203,11 +212,13 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
     # An S3 client opens as many connections as pyarrow has I/O threads.
     pa.set_io_thread_count(max(pa.io_thread_count(), READ_AT_ONCE))
     root = f"{scheme}://{authority}"
+    if scheme == "file":
+        return fs.LocalFileSystem(), ""
+    if scheme in ("abfs", "abfss"):
+        return _azure(authority)
     try:
-        if scheme == "file":
-            return fs.LocalFileSystem(), ""
         with suppress(ValueError):
-            return fs.FileSystem.from_uri(root)
+            return fs.FileSystem.from_uri(_google_uri(authority) if scheme == "gs" else root)
         return fs.FileSystem.from_uri(f"fsspec+{root}")
     except (ImportError, ValueError) as error:
         raise ConfigError(
@@ -215,9 +226,65 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
             f"its package for this scheme ({_reason(error)})"
         ) from None
     except OSError as error:
+        advice = "check the address"
+        if scheme == "hdfs":
+            advice += ", and that JAVA_HOME, HADOOP_HOME and CLASSPATH are set"
+        raise ConfigError(f"{root} cannot be opened ({_reason(error)}); {advice}") from None
+
+
+def _google_uri(bucket: str) -> str:
+    """Returns the URI by which pyarrow opens a bucket of Google Cloud Storage."""
+    # Google's client would retry for 15 minutes itself, even on a host that has no credentials.
+    uri = f"gs://{bucket}?retry_limit_seconds={GOOGLE_RETRY_SECONDS}"
+    # The variable of Google's own libraries; pyarrow does not read it.
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not emulator:
+        return uri
+    scheme, _, host = emulator.rpartition("://")
+    return f"{uri.replace('//', '//anonymous@')}&endpoint_override={host}&scheme={scheme or 'http'}"
+
+
+def _azure(authority: str) -> tuple[Any, str]:
+    """Opens a container of Azure Blob Storage with the variables of Azure's own tools, which pyarrow does not read.
+
+    Raises:
+        ConfigError: The account, or its credentials, are not known.
+    """
+    from pyarrow import fs
+
+    container, _, host = authority.partition("@")
+    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT")
+    if not account:
         raise ConfigError(
-            f"{root} cannot be opened ({_reason(error)}); check the address"
-        ) from None
+            f"abfs://{authority} names no account; use abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH, or set "
+            "AZURE_STORAGE_ACCOUNT"
+        )
+    options: dict[str, Any] = {
+        "account_key": os.environ.get("AZURE_STORAGE_KEY"),
+        "sas_token": os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
+    }
+    endpoint = os.environ.get("AZURE_STORAGE_SERVICE_ENDPOINT")
+    if endpoint:
+        scheme, _, authority = endpoint.rstrip("/").partition("://")
+        for service in ("blob", "dfs"):
+            options[f"{service}_storage_scheme"] = scheme
+            options[f"{service}_storage_authority"] = authority
+    if not any(options.values()):
+        _check_azure_login(account, container)
+    return fs.AzureFileSystem(account, **options), container
+
+
+def _check_azure_login(account: str, container: str) -> None:
+    """Checks in another process that Azure's default credentials work, since pyarrow 26 aborts if there are none."""
+    code = "import sys; from pyarrow import fs; fs.AzureFileSystem(sys.argv[1]).get_file_info(sys.argv[2])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, account, container], capture_output=True, check=False
+    )
+    if done.returncode < 0:
+        raise ConfigError(
+            f"abfs://{container}@{account} cannot be accessed, since this host has no credentials of Azure; set "
+            "AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
+        )
 
 
 def _final_problem(error: Exception) -> str:
@@ -246,4 +313,7 @@ def _reason(error: Exception) -> str:
         name, status, operation = match.groups()
         details = f" (HTTP status {status})" if status else ""
         return f"{name}{details} during {operation}"
+    match = _GOOGLE.search(text) or _AZURE.search(text)
+    if match:
+        return ": ".join(filter(None, match.groups()))
     return without_passwords(text[:200])
