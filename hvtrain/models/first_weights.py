@@ -17,6 +17,7 @@ import numpy as np
 from keras import Model
 
 from hvtrain.checkpoint import store
+from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, task_config, task_of
 from hvtrain.models.parts import Part, find_variables, head_of, parts
@@ -88,8 +89,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
         f"weights        {sum(arrays[key].size for key in taken):,} parameters from {path}{suffix}"
     )
     if unused and excepted:
-        named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
-        log.info(f"               not taken from there: {named}")
+        log.info(f"               not taken from there: {listed(unused_layers)}")
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
@@ -125,10 +125,7 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
 
 
 def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Reads the weights from a source, and returns the file or checkpoint that they are in and the weights.
-
-    Raises ConfigError.
-    """
+    """Returns the file or checkpoint of a source that holds weights, and the weights. Raises ConfigError."""
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
         return _read_run_folder(path, model)
@@ -154,7 +151,7 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
 
 
 def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Reads the preferred model file in a run folder, or else its newest intact checkpoint."""
+    """Reads the preferred model file of a run folder, or else its newest intact checkpoint."""
     # Model files are preferred: with train.ema they hold the averages, but checkpoints the raw weights.
     for name in RUN_FILES:
         if (path / name).is_file():

@@ -1,7 +1,7 @@
 """Builds any backbone or task model of keras-hub, untrained, by its name or from a preset on disk.
 
-Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
-that the task needs. Also reads presets (folders written by keras-hub's save_to_preset), and finds a
+Maps the data set's inputs to the model's names, and the model's outputs to the shape that the task
+needs. Also reads presets (folders written by keras-hub's save_to_preset), and finds a
 keras-hub backbone or task inside a model.
 """
 
@@ -21,9 +21,18 @@ from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import logits, token_mask
 
-# Arguments of keras-hub's constructors that a run sets itself, so users cannot.
-OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
-OURS |= {"backbone", "preprocessor", "activation"}
+# Arguments of keras-hub's constructors that a run sets itself, so that users cannot set them.
+OURS = {
+    "self",
+    "args",
+    "kwargs",
+    "name",
+    "dtype",
+    "compile",
+    "backbone",
+    "preprocessor",
+    "activation",
+}
 CONFIG_FILE = "config.json"  # In every preset, and in no run folder.
 # Names of the inputs of keras-hub's text models, or their endings in encoder-decoders.
 TOKENS = "token_ids"
@@ -204,7 +213,8 @@ def _new_task(
     saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
-    # Otherwise loading a saved model would compile the task, and Keras warn of an optimizer without variables.
+    # Otherwise loading a saved model would compile the task, and Keras would warn about an optimizer without
+    # variables.
     get_config = task.get_config
     task.get_config = lambda: {**get_config(), "compile": False}
     return task
@@ -224,7 +234,7 @@ def _check_options(name: str, setting: str, options: Named, known: Collection[st
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
-            f"{name} was given {', '.join(unknown)}; options that it takes there: {', '.join(known) or 'none'}"
+            f"{name} was given {', '.join(unknown)}; its options there: {', '.join(known) or 'none'}"
         )
 
 

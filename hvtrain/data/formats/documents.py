@@ -66,10 +66,14 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise DataError(
-            f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
-        )
+        raise _no_text(file)
     return documents
+
+
+def _no_text(file: str) -> DataError:
+    return DataError(
+        f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
+    )
 
 
 def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
@@ -102,7 +106,7 @@ def read_labelled(
 
     Raises:
         ConfigError: The file is not a table, lacks a column, or has too many labels for classes.
-        DataError: A text has no label, or all have the same.
+        DataError: There is no text, a text has no label, or all have the same.
     """
     path = user_path(file)
     if not has_columns(path):
@@ -116,6 +120,8 @@ def read_labelled(
         for text, value in zip(read_texts(path, column), labels)
         if text and text.strip()
     ]
+    if not rows:
+        raise _no_text(file)
     num_gaps = sum(value is None for _, value in rows)
     if num_gaps:
         raise DataError(

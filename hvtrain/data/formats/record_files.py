@@ -73,10 +73,8 @@ def scan_records(
             while header and len(offsets) < limit:
                 record = f"record {len(offsets)} at byte {offset}"
                 if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
-                    return (
-                        offsets,
-                        f"{record} has a length whose CRC is wrong: it is truncated or damaged",
-                    )
+                    problem = "has a length whose CRC is wrong: it is truncated or damaged"
+                    return offsets, f"{record} {problem}"
 
                 length = 0
                 if len(header) == HEADER_BYTES:
@@ -162,7 +160,7 @@ def example_problem(record: bytes, image_key: str, label_key: str) -> str:
         )
     num_labels = len(getattr(features[label_key], kinds[label_key]).value)
     if num_labels != 1:
-        return f"has {num_labels} values in {label_key}, and one is needed; of a one-hot label write the index"
+        return f"has {num_labels} values in {label_key}, and one is needed; for a one-hot label, write the index"
     return ""
 
 

@@ -184,10 +184,22 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
 
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
     # replaces or leaves out such rows. If a row has several problems, the first is kept.
-    problems = {}
+    problems: dict[int, str] = {}
+    labels = _classes(_plain(_column(table, columns.label)), columns, problems)
     images = _column(table, columns.image)
-    labels = _plain(_column(table, columns.label))
+    for row in np.flatnonzero(pc.is_null(images)):
+        problems.setdefault(int(row), f"{columns.image} is null")
+    if hasattr(images.type, "value_type"):
+        pixels = _pixels(images, columns, problems)
+    else:
+        pixels = images.fill_null(b"").to_numpy()
 
+    labels[list(problems)] = -1
+    return pixels, labels, problems
+
+
+def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
+    """Turns labels into class indices, int32 [n], -1 for those of no class; adds the latter to `problems`."""
     if columns.class_names:
         classes = pa.array(columns.class_names, labels.type)
         scope = f"is none of {listed(columns.class_names)}"
@@ -196,22 +208,13 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
         labels = labels.cast(pa.int64(), safe=False)
         classes = pa.array(range(columns.num_classes))
         scope = f"is outside 0 ... {columns.num_classes - 1}"
-    values = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
-    for row in np.flatnonzero(values < 0):
+    indices = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
+    for row in np.flatnonzero(indices < 0):
         label = labels[row].as_py()
         problems[int(row)] = (
             f"{columns.label} is null" if label is None else f"label {label} {scope}"
         )
-
-    for row in np.flatnonzero(pc.is_null(images)):
-        problems.setdefault(int(row), f"{columns.image} is null")
-    if hasattr(images.type, "value_type"):
-        pixels = _pixels(images, columns, problems)
-    else:
-        pixels = images.fill_null(b"").to_numpy()
-
-    values[list(problems)] = -1
-    return pixels, values, problems
+    return indices
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:

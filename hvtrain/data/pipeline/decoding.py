@@ -68,8 +68,8 @@ class RandomResizedCrop:
     decoded. Its outer columns may differ by a few colour levels from those of the whole JPEG.
 
     Attributes:
-        area: Smallest and largest fraction of the image's area; the fraction is drawn uniformly.
-        aspect: Smallest and largest width divided by height; its logarithm is drawn uniformly.
+        area: Smallest and largest fraction of the image's area; drawn uniformly.
+        aspect: Smallest and largest ratio of width to height; its logarithm is drawn uniformly.
 
     Raises:
         ConfigError: A limit is out of range.
@@ -161,7 +161,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Rows cut off at the top and at the bottom each, and columns at the left and at the right each."""
+        """Rows cut off at both the top and the bottom, and columns cut off at both sides."""
         height, width = (
             round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2]
         )
@@ -214,11 +214,9 @@ class Sizing:
 
     def whole(self, encoded: Any) -> Tensor:
         """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
-        return (
-            decode(encoded, self)
-            if self.is_fixed
-            else _decode_whole(encoded, _are_for_pillow(encoded, self), self)
-        )
+        if self.is_fixed:
+            return decode(encoded, self)
+        return _decode_whole(encoded, _are_for_pillow(encoded, self), self)
 
     def layers(self) -> list[Callable[[Any], Any]]:
         """Returns layers that resize a decoded image as decode() does, to the last bit; none if is_fixed."""
