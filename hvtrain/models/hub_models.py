@@ -167,8 +167,11 @@ def _class_for_backbone(chosen, backbone: type):
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
     """
-    kinds = set(_classes().values())
-    suitable = {kind for kind in kinds if backbone in (kind, getattr(kind, "backbone_cls", None))}
+    suitable = {
+        kind
+        for kind in _classes().values()
+        if backbone in (kind, getattr(kind, "backbone_cls", None))
+    }
     matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
     if len(matches) != 1:
         raise ConfigError(
@@ -191,11 +194,10 @@ def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
 
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
-    known = {key: value for key, value in facts.items() if value is not None}
-    # The user's options take precedence over the data set's facts.
-    options = {key: value for key, value in known.items() if key in parameters} | options
-    # Names are fixed, here and for tasks, so that variables have the same paths in every build.
-    return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
+    known = {key: facts[key] for key in facts.keys() & parameters if facts[key] is not None}
+    # Names are fixed, here and for tasks, so that variables have the same paths in every build. The user's
+    # options take precedence over the data set's facts.
+    return kind(name="backbone", dtype=keras.config.dtype_policy(), **known | options)
 
 
 def _new_task(

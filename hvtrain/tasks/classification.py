@@ -226,7 +226,7 @@ def class_names(source: Source, number: int) -> list[str]:
     # The names are of no use for a model with another number of outputs.
     if len(names) != number:
         names = range(number)
-    return [str(name) for name in names]
+    return list(map(str, names))
 
 
 def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:

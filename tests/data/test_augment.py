@@ -154,11 +154,11 @@ def test_layers_of_the_user():
         (lambda: Careless("variable"), "uses TensorFlow's AssignAddVariableOp, which keeps state"),
         (
             lambda: Careless("python"),
-            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+            "draws random numbers from Python or NumPy: the same for all steps of a run",
         ),
         (
             lambda: Careless("numpy"),
-            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+            "draws random numbers from Python or NumPy: the same for all steps of a run",
         ),
         (layers.AugMix, r"augment.x \(AugMix\) draws from Python's or NumPy's random numbers"),
         (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),

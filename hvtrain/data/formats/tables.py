@@ -332,12 +332,8 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     """Returns the layout of a file's first characters with a delimiter."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
-    names: list[str] = []
-    while not names:
-        try:
-            names = next(reader)
-        except StopIteration:
-            break
+    # Empty lines before the header are skipped.
+    names = next(filter(None, reader), [])
     num_lines = reader.line_num
 
     rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
