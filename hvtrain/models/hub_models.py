@@ -152,8 +152,9 @@ def _find_class(name: str):
     if name not in classes:
         # If no name is similar, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
-        nearest = f"the nearest: {', '.join(names)}"
-        raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
+        raise ConfigError(
+            f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(names)}"
+        )
     chosen = classes[name]
     if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
         raise ConfigError(
@@ -188,7 +189,7 @@ def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
         subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
         examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
-            f"model.name={chosen.__name__} is a kind of models; choose one, such as "
+            f"model.name={chosen.__name__} is a base class; choose a subclass, such as "
             f"{', '.join(examples)}, or give model.preset"
         )
 
@@ -228,7 +229,8 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _parameters(kind) -> dict[str, inspect.Parameter]:
-    # Not of the class: if it inherits __init__, Python 3.10's signature() returns that of Keras's __new__.
+    # Of __init__, not of the class: for an inherited __init__, Python 3.10 returns the signature of Keras's
+    # __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 

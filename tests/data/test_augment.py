@@ -160,7 +160,7 @@ def test_layers_of_the_user():
             lambda: Careless("numpy"),
             "draws random numbers from Python or NumPy: the same for all steps of a run",
         ),
-        (layers.AugMix, r"augment.x \(AugMix\) draws from Python's or NumPy's random numbers"),
+        (layers.AugMix, r"augment.x \(AugMix\) draws random numbers from Python or NumPy"),
         (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),
         (
             lambda: Careless("fails"),

@@ -111,7 +111,7 @@ CASES = [
     Case("negative numbers of SAP", text(f"{-number}-" if number < 0 else str(number) for number in SIGNED), "x: number", SIGNED),
     Case("times of day", text(f"{number % 24}:{number:02}" for number in range(ROWS)), "x: number (seconds)", [number % 24 * 3600 + number * 60 for number in range(ROWS)]),
     Case("a placeholder for gaps", text([-999, -999, *NUMBERS[2:]]), "x: number (-999 in 2 rows, perhaps a gap: leave those cells empty)", [-999, -999, *NUMBERS[2:]], pandas={}),
-    Case("many texts among numbers", text(["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]), "x: 53 names (numbers but for 'none yet')", ["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]),
+    Case("many texts among numbers", text(["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]), "x: 53 names (numbers except 'none yet')", ["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]),
     Case("names that differ by case", text(["a", "A", "b"] * 20), "x: 3 names ('a' beside 'A')", ["a", "A", "b"] * 20, pandas={}),
     Case("comments", "# made in 2024,\n# by hand\n" + PLAIN, "x: number", NUMBERS, pandas={"comment": "#"}),
     Case("names in a comment", "# " + PLAIN, "x: number", NUMBERS),

@@ -177,10 +177,10 @@ def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
     )
     refused("no backbone or task 'zzz'; the nearest: BertBackbone, GPT2CausalLM", "zzz")
     refused(
-        "TextClassifier is a kind of models; choose one, such as AlbertTextClassifier, .* model.preset",
+        "TextClassifier is a base class; choose a subclass, such as AlbertTextClassifier, .* model.preset",
         "TextClassifier",
     )
-    refused("Backbone is a kind of models; choose one, such as AlbertBackbone", "Backbone")
+    refused("Backbone is a base class; choose a subclass, such as AlbertBackbone", "Backbone")
     refused("RetinaNetObjectDetector has a loss of its own", "RetinaNetObjectDetector")
 
 

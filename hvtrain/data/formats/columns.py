@@ -174,9 +174,8 @@ def infer(
     if types.is_boolean(kind):
         return column
     if types.is_integer(kind):
-        bounds = pc.min_max(values).as_py()
-        is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
-        return replace(column, kind="number") if is_exact else column
+        largest = max(map(abs, pc.min_max(values).as_py().values()))
+        return replace(column, kind="number") if largest <= MAX_EXACT else column
     if types.is_floating(kind):
         if pc.all(pc.is_nan(values)).as_py():
             return "empty"

@@ -79,7 +79,7 @@ def _no_text(file: str) -> DataError:
 def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
     """Lists the .txt files in a folder and its subfolders, sorted, and counts all other files by suffix."""
     texts = []
-    others: Counter[str] = Counter()
+    others = Counter[str]()
     for path in sorted(folder.rglob("*")):
         # Junk is, for example, ._tale.txt, which macOS writes beside tale.txt.
         if not path.is_file() or any(is_junk(part) for part in path.relative_to(folder).parts):
@@ -111,7 +111,7 @@ def read_labelled(
     path = user_path(file)
     if not has_columns(path):
         raise ConfigError(
-            f"dataset.label={label} needs a table or a .jsonl file, and dataset.file={file} is none"
+            f"dataset.label={label} needs a table or a .jsonl file, which dataset.file={file} is not"
         )
     cells = plain(read_column(path, "dataset.label", label))
     labels = read(Column(label, label, "name"), cells, str(path)).values.to_pylist()
@@ -133,7 +133,7 @@ def read_labelled(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
-    # Classes with few texts are usual, but a column in which most texts have a value of their own is no label.
+    # Classes with few texts are usual, but a column whose values are mostly unique is not a label.
     if len(names) > max(FEW_NAMES, len(rows) // 2):
         raise ConfigError(
             f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "

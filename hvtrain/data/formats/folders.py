@@ -106,7 +106,9 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     aliases = ", ".join(
         alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split
     )
-    return [f"left out, because no split has such a name: {listed(names)} (splits are {aliases})"]
+    return [
+        f"left out, because they belong to no split: {listed(names)} (splits are named {aliases})"
+    ]
 
 
 def with_labels(

@@ -130,7 +130,7 @@ def first_records(path: str, number: int) -> list[bytes]:
 
 
 def feature_of(record: bytes, key: str) -> tf.train.Feature:
-    """Returns a feature of a tf.train.Example; empty if it has no such feature or the record is no Example."""
+    """Returns a feature of a tf.train.Example; empty if it lacks the feature or the record is not an Example."""
     return _features_of(record).get(key, tf.train.Feature())
 
 
@@ -142,7 +142,7 @@ def _features_of(record: bytes) -> dict[str, tf.train.Feature]:
 
 
 def example_problem(record: bytes, image_key: str, label_key: str) -> str:
-    """Says why a tf.train.Example is not an encoded image with a label; empty if it is, or is no Example."""
+    """Explains why an Example is not an encoded image with a label; empty if it is one, or if it is not an Example."""
     features = _features_of(record)
     if not features:
         return ""

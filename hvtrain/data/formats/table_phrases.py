@@ -82,7 +82,7 @@ def _odd_names(values: pa.Array) -> list[str]:
     """Describes what is odd in a column of names: most are numbers, or two differ only in case or spaces.
 
     >>> _odd_names(pa.array(["1", "2", "3.5", "none yet", "None yet"]))
-    ["numbers but for 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
+    ["numbers except 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
     """
     if not pa.types.is_string(values.type):
         return []
@@ -91,7 +91,7 @@ def _odd_names(values: pa.Array) -> list[str]:
     details = []
     if 0.5 <= share(is_number) < 1:
         others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
-        details.append(f"numbers but for {' and '.join(map(repr, others))}")
+        details.append(f"numbers except {' and '.join(map(repr, others))}")
     pair = spelled_alike(names.to_pylist())
     return [*details, pair] if pair else details
 

@@ -51,7 +51,7 @@ DELIMITERS = ",;\t|"
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
+# The share of rows that must have the same width: a delimiter may be right although a few rows are odd.
 MOSTLY = 0.9
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
@@ -93,7 +93,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         setting: the setting that names it, for messages.
 
     Raises:
-        DataError: There is no such file.
+        DataError: There is no table.
     """
     path = user_path(location)
     if path.is_file():
@@ -112,7 +112,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         files = []
     if not files:
         raise DataError(
-            f"{setting}={location} is no file; give a .csv or .parquet file, or a folder of them"
+            f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"
         )
     return [(file, dict(_partitions(file.relative_to(base)))) for file in sorted(files)]
 
@@ -171,7 +171,7 @@ def read_table(
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
-            f"the files of {setting} have unlike columns: {first_line(error)}; convert them"
+            f"the columns of the files of {setting} differ in type: {first_line(error)}; convert them"
         ) from error
 
 
@@ -255,13 +255,10 @@ def _read_csv(
 
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
     """Returns the text of a file in UTF-8, without a byte order mark."""
-    start = data[:4].to_pybytes()
-    for mark, name in MARKS.items():
-        if start.startswith(mark):
-            encoding = name
-            break
-
     head = data[:4096].to_pybytes()
+    for mark, name in MARKS.items():
+        if head.startswith(mark):
+            encoding = name
     if encoding is None and head.count(0) > len(head) // 4:
         # In UTF-16, every other byte of Latin text is 0.
         encoding = "utf-16-be" if head[0] == 0 else "utf-16-le"
@@ -279,7 +276,7 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
 
 def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if it is UTF-8 but for a few bytes."""
+    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if all but a few bytes are UTF-8."""
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:

@@ -162,10 +162,9 @@ class Sizing:
     @property
     def border(self) -> tuple[int, int]:
         """Rows cut off at both the top and the bottom, and columns cut off at both sides."""
-        height, width = (
-            round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2]
-        )
-        return height, width
+        height, width, _ = self.image_shape
+        share = (1 / self.crop_fraction - 1) / 2
+        return round(height * share), round(width * share)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -210,7 +209,7 @@ class Sizing:
         resized = labels.transform(
             self.size[::-1], Image.Transform.EXTENT, extent, fillcolor=padding
         )
-        return ImageOps.crop(resized, (*self.border[::-1], *self.border[::-1]))
+        return ImageOps.crop(resized, 2 * self.border[::-1])
 
     def whole(self, encoded: Any) -> Tensor:
         """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
