@@ -453,7 +453,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
     weighted = from_arrays(images, count, w_train=np.ones(6), num_classes=6)
     with pytest.raises(
         ConfigError,
-        match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and those of this run",
+        match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and this run's targets",
     ):
         opened(weighted, Classification(), "augment=mix_up")
     with pytest.raises(

@@ -252,6 +252,7 @@ def _with_feature(
 def _with_default_feature(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings
 ) -> Column | str:
+    """Does the same as _with_feature for users who have not chosen features."""
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):
@@ -259,22 +260,20 @@ def _with_default_feature(
     if inferred.kind == "date" and settings.dates == "drop":
         return "a date"
 
-    is_log = settings.log_numbers and inferred.kind == "number"
-    column = replace(inferred, feature="float_log" if is_log else "float_normalized")
     is_name = inferred.kind == "name"
-    if not is_name and not (inferred.kind == "number" and ID_NAME.fullmatch(name)):
-        return column
-    num_filled = len(values) - values.null_count
-    num_distinct = pc.count_distinct(values).as_py()
-    if num_distinct > FEW_NAMES:
-        if num_distinct == num_filled:
-            return "unique in every row"
-        if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
-            return f"{num_distinct:,} names in {num_filled:,} rows"
-    if not is_name:
-        return column
-    feature = "string_hashed" if num_distinct > MAX_NAMES else "string_categorical"
-    return replace(column, feature=feature)
+    if is_name or (inferred.kind == "number" and ID_NAME.fullmatch(name)):
+        num_filled = len(values) - values.null_count
+        num_distinct = pc.count_distinct(values).as_py()
+        if num_distinct > FEW_NAMES:
+            if num_distinct == num_filled:
+                return "unique in every row"
+            if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
+                return f"{num_distinct:,} names in {num_filled:,} rows"
+    if is_name:
+        is_hashed = num_distinct > MAX_NAMES
+        return replace(inferred, feature="string_hashed" if is_hashed else "string_categorical")
+    is_log = settings.log_numbers and inferred.kind == "number"
+    return replace(inferred, feature="float_log" if is_log else "float_normalized")
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:

@@ -37,7 +37,7 @@ _TURNED = (
     r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
 )
 _TIFF = (r"II\*\x00", r"MM\x00\*")
-# AVIF, animated WebP, and the files that an error message names; see NO_IMAGES.
+# AVIF, animated WebP, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
 _OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs", r"RIFF\C{4}WEBPVP8X\C{14}ANIM")
 # Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
 # of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.

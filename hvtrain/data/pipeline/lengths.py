@@ -67,7 +67,7 @@ def bucketed_batches(
         shards.append(buckets[np.asarray(rows, np.int64)])
     counts = [np.bincount(shard, minlength=len(boundaries)) for shard in shards]
     # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
-    left_out = [[len(shard) - part.num_examples] for shard, part in zip(shards, shares)]
+    left_out = [[len(shard) - rank_share.num_examples] for shard, rank_share in zip(shards, shares)]
 
     # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
     # that step's size.
