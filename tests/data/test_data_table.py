@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(file, options, said):
 def test_gaps_and_missing_files_are_named(tmp_path):
     with pytest.raises(
         DataError,
-        match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or a folder of them",
+        match=r"dataset.file=nowhere.csv names no table; give a .csv or .parquet file, or a folder of them",
     ):
         Table("nowhere.csv").num_examples("train")
     csv.write_csv(

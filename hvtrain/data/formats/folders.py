@@ -103,11 +103,9 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
         return []
-    aliases = ", ".join(
-        alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split
-    )
+    aliases = "; ".join(map(", ".join, SPLIT_NAMES.values()))
     return [
-        f"left out, because they belong to no split: {listed(names)} (splits are named {aliases})"
+        f"left out, because they are in no split: {listed(names)} (each split has the first of its names: {aliases})"
     ]
 
 
