@@ -3,8 +3,9 @@
 conf/model/*.yaml name them as `_target_`. Every builder takes facts, such as `image_shape` (height,
 width, channels) and `num_outputs`, which the runner fills in from the data set and the task, and
 its own options from YAML. All builders follow these rules:
-- Inputs are normalized floats. The output is float32 of shape (batch, num_outputs) or (batch,
-  height, width, num_outputs), also under mixed precision, and has no activation (use losses with
+- Images and numbers come normalized, as floats; tokens and categories are integers.
+- The output is float32, also under mixed precision, of shape (batch, num_outputs), or (batch, ...,
+  num_outputs) for a class per pixel or token. It has no activation (use losses with
   from_logits=True).
 - Every layer has a fixed name, so that variable paths are equal on all ranks and in every
   checkpoint.

@@ -47,7 +47,7 @@ def deeplabv3plus(
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: number of classes, which is that of logits per pixel.
+        num_outputs: number of classes, each with a logit at each pixel.
         backbone: a key of ENDS.
         output_stride: pixels of the image per feature of the backbone, along a side; 8 is finer than
             16 and costs more memory and time; 32 leaves the backbone as it is.

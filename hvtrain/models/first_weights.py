@@ -17,6 +17,7 @@ import numpy as np
 from keras import Model
 
 from hvtrain.checkpoint import store
+from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, task_config, task_of
 from hvtrain.models.parts import Part, find_variables, head_of, parts
@@ -33,7 +34,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
-    """Sets the weights of a built model to those of a source (chief only).
+    """Sets the weights of a built model to the weights in a source (chief only).
 
     Args:
         model: a built model.
@@ -46,9 +47,11 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             difference.
     """
     path, arrays = _read(path_of(source), model)
-    excepted_ids = set()
-    for pattern in excepted:
-        excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
+    excepted_ids = {
+        id(variable)
+        for pattern in excepted
+        for variable in find_variables(model, pattern, "model.weights_except")
+    }
     own = {
         key: variable
         for key, variable in _keyed(parts(model)).items()
@@ -82,14 +85,13 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             own[key].whole = arrays[key]
         else:
             own[key].assign(arrays[key])
-    new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
-    suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
+    new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head] + [*excepted]
+    suffix = f"; new: {', '.join(new)}" if new else ""
     log.info(
         f"weights        {sum(arrays[key].size for key in taken):,} parameters from {path}{suffix}"
     )
     if unused and excepted:
-        named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
-        log.info(f"               not taken from there: {named}")
+        log.info(f"               not taken from there: {listed(unused_layers)}")
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _whole_shape(value) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; for a sharded table, that of the whole table."""
+    """Returns the shape of an array or variable; for a sharded table, the shape of the whole table."""
     part = getattr(value, "rank_part", None)
     return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
 
@@ -125,15 +127,12 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
 
 
 def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Reads the weights from a source, and returns the file or checkpoint that they are in and the weights.
-
-    Raises ConfigError.
-    """
+    """Returns the file or checkpoint of a source that holds weights, and the weights. Raises ConfigError."""
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
         return _read_run_folder(path, model)
     if not path.exists():
-        raise ConfigError(f"model.weights={path} is not there; choose {SOURCES}")
+        raise ConfigError(f"model.weights={path} does not exist; choose {SOURCES}")
     if is_preset and backbone_of(model) is None:
         raise ConfigError(
             f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
@@ -150,11 +149,11 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
         raise ConfigError(
             f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}"
         ) from error
-    raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
+    raise ConfigError(f"model.weights={path} is not a source of weights; choose {SOURCES}")
 
 
 def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Reads the preferred model file in a run folder, or else its newest intact checkpoint."""
+    """Reads the preferred model file of a run folder, or else its newest intact checkpoint."""
     # Model files are preferred: with train.ema they hold the averages, but checkpoints the raw weights.
     for name in RUN_FILES:
         if (path / name).is_file():
@@ -233,8 +232,8 @@ def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
 def _read_h5(path: Path) -> Arrays:
     """Reads a Keras weights file, in which each layer's group `vars` has the layer's name as an attribute.
 
-    Raises ValueError if two layers in the same layer have the same name, since the file does not keep
-    their order.
+    Raises ValueError if two layers inside the same layer have the same name, since the file does not
+    keep their order.
     """
     import h5py
 
@@ -247,7 +246,7 @@ def _read_h5(path: Path) -> Arrays:
                 for index in inner:
                     if f"{layer}/{index}" in arrays:
                         raise ValueError(
-                            f"two layers have the name {layer}, which a .keras file could tell apart"
+                            f"two layers are named {layer}; a .keras file can tell them apart"
                         )
                     arrays[f"{layer}/{index}"] = np.asarray(inner[index])
             elif isinstance(inner, h5py.Group):

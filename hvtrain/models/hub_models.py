@@ -1,7 +1,7 @@
 """Builds any backbone or task model of keras-hub, untrained, by its name or from a preset on disk.
 
-Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
-that the task needs. Also reads presets (folders written by keras-hub's save_to_preset), and finds a
+Maps the data set's inputs to the model's names, and the model's outputs to the shape that the task
+needs. Also reads presets (folders written by keras-hub's save_to_preset), and finds a
 keras-hub backbone or task inside a model.
 """
 
@@ -21,9 +21,18 @@ from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import logits, token_mask
 
-# Arguments of keras-hub's constructors that a run sets itself, so users cannot.
-OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
-OURS |= {"backbone", "preprocessor", "activation"}
+# Arguments of keras-hub's constructors that a run sets itself, so that users cannot set them.
+OURS = {
+    "self",
+    "args",
+    "kwargs",
+    "name",
+    "dtype",
+    "compile",
+    "backbone",
+    "preprocessor",
+    "activation",
+}
 CONFIG_FILE = "config.json"  # In every preset, and in no run folder.
 # Names of the inputs of keras-hub's text models, or their endings in encoder-decoders.
 TOKENS = "token_ids"
@@ -143,8 +152,9 @@ def _find_class(name: str):
     if name not in classes:
         # If no name is similar, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
-        nearest = f"the nearest: {', '.join(names)}"
-        raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
+        raise ConfigError(
+            f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(names)}"
+        )
     chosen = classes[name]
     if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
         raise ConfigError(
@@ -158,8 +168,11 @@ def _class_for_backbone(chosen, backbone: type):
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
     """
-    kinds = set(_classes().values())
-    suitable = {kind for kind in kinds if backbone in (kind, getattr(kind, "backbone_cls", None))}
+    suitable = {
+        kind
+        for kind in _classes().values()
+        if backbone in (kind, getattr(kind, "backbone_cls", None))
+    }
     matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
     if len(matches) != 1:
         raise ConfigError(
@@ -176,17 +189,16 @@ def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
         subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
         examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
-            f"model.name={chosen.__name__} is a kind of models; choose one, such as "
+            f"model.name={chosen.__name__} is a base class; choose a subclass, such as "
             f"{', '.join(examples)}, or give model.preset"
         )
 
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
-    known = {key: value for key, value in facts.items() if value is not None}
-    # The user's options take precedence over the data set's facts.
-    options = {key: value for key, value in known.items() if key in parameters} | options
-    # Names are fixed, here and for tasks, so that variables have the same paths in every build.
-    return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
+    known = {key: facts[key] for key in facts.keys() & parameters if facts[key] is not None}
+    # Names are fixed, here and for tasks, so that variables have the same paths in every build. The user's
+    # options take precedence over the data set's facts.
+    return kind(name="backbone", dtype=keras.config.dtype_policy(), **known | options)
 
 
 def _new_task(
@@ -204,7 +216,8 @@ def _new_task(
     saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
-    # Otherwise loading a saved model would compile the task, and Keras warn of an optimizer without variables.
+    # Otherwise loading a saved model would compile the task, and Keras would warn about an optimizer without
+    # variables.
     get_config = task.get_config
     task.get_config = lambda: {**get_config(), "compile": False}
     return task
@@ -216,7 +229,8 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _parameters(kind) -> dict[str, inspect.Parameter]:
-    # Not of the class: if it inherits __init__, Python 3.10's signature() returns that of Keras's __new__.
+    # Of __init__, not of the class: for an inherited __init__, Python 3.10 returns the signature of Keras's
+    # __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 
@@ -224,7 +238,7 @@ def _check_options(name: str, setting: str, options: Named, known: Collection[st
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
-            f"{name} was given {', '.join(unknown)}; options that it takes there: {', '.join(known) or 'none'}"
+            f"{name} was given {', '.join(unknown)}; its options there: {', '.join(known) or 'none'}"
         )
 
 

@@ -102,7 +102,7 @@ def innermost_layers(model: Any) -> Iterator[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Raised for layers that were called never or several times, or that have several outputs.
+        # Layers that were called never or several times, or that have several outputs, raise these errors.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -243,7 +243,7 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
-    # After each call: the number of elements that later calls still use, and that of all outputs so far.
+    # After each call: the number of elements that later calls still use, and the number in all outputs so far.
     in_use = [0]
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}

@@ -106,7 +106,7 @@ def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
         # If none is similar, a few of the model's names are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
-            f"{setting} names {pattern}, which matches nothing that trains; near names: {', '.join(nearest)}"
+            f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(nearest)}"
         )
     return matches
 
@@ -191,7 +191,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
             part.layer.trainable = False
     if not model.trainable_variables:
         raise ConfigError(
-            f"model.freeze=[{','.join(patterns)}] leaves nothing that trains; leave out a layer, "
+            f"model.freeze=[{','.join(patterns)}] leaves nothing to train; leave out a layer, "
             f"such as {parts(model)[-1].path}"
         )
 

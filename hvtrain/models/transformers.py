@@ -48,7 +48,7 @@ def transformer(
             None: like `padded`, except that a causal model with an output at each position needs no
             mask, since no position sees the padding after it.
         length: the largest number of tokens, for rows of different lengths. A fact of dataset=text.
-        padded: True if rows are filled up with token 0. A fact of dataset=text.
+        padded: True if short rows are padded with token 0. A fact of dataset=text.
         output_shape: shape of an example's output, from the task. With one axis (logits of the whole text)
             the head is a dense layer on the mean over all positions, not the shared matrix.
 
@@ -61,17 +61,15 @@ def transformer(
     if mask_zero is None:
         mask_zero = padded and (not causal or num_logits is not None)
     shape = tuple(getattr(input_spec, "shape", ()))
-    # There is a learned position for each token of the longest row.
-    length = shape[0] or length if len(shape) == 1 else None
-    if not length or not input_spec.dtype.is_integer:
+    if len(shape) != 1 or not input_spec.dtype.is_integer or not (shape[0] or length):
         raise ConfigError(
-            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
-            "numbers, of one length: dataset=text gives them"
+            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole numbers, of a known "
+            "largest length: choose dataset=text"
         )
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
         raise ConfigError(
-            f"transformer was given width={width} and heads={heads}; the heads share the width evenly"
+            f"transformer was given width={width} and heads={heads}; the heads must divide the width evenly"
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
@@ -85,8 +83,9 @@ def transformer(
     )
     # 0, 1, 2, ... for each example.
     positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    # There is a learned position for each token of the longest row.
     position_embedding = layers.Embedding(
-        length, width, embeddings_initializer=_normal(), name="place_embedding"
+        shape[0] or length, width, embeddings_initializer=_normal(), name="place_embedding"
     )
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)

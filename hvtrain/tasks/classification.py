@@ -221,12 +221,12 @@ class Binary(Multilabel):
 
 
 def class_names(source: Source, number: int) -> list[str]:
-    """Returns the names of the classes, or their indices if the source does not have exactly `number` names."""
+    """Returns the names of the classes, or their indices if the source does not have `number` distinct names."""
     names = source.facts().get("class_names") or ()
-    # The names are of no use for a model with another number of outputs.
-    if len(names) != number:
+    # A model may have another number of outputs, and of two columns with the same name one would be lost.
+    if not len(names) == len(set(names)) == number:
         names = range(number)
-    return [str(name) for name in names]
+    return list(map(str, names))
 
 
 def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:

@@ -25,6 +25,8 @@ from hvtrain.errors import ConfigError, in_one_line
 
 NUM_CHECKED = 32
 """Number of examples on which each metric is tried before a run."""
+MAX_SIDE_PIXELS = 192
+"""The longest side of an image in the report."""
 Fault = tuple[int, str] | None
 """The row of a batch's first wrong target and what is wrong with it; None if all targets are right."""
 Columns = dict[str, np.ndarray]
@@ -32,9 +34,9 @@ Columns = dict[str, np.ndarray]
 
 
 def draw(*specs: Any) -> tuple[Any, ...]:
-    """Draws NUM_CHECKED examples for nested tf.TensorSpec of one: 0 or 1 for integers and booleans, else fractions.
+    """Draws NUM_CHECKED examples with the shapes and types of nested tf.TensorSpecs.
 
-    Axes of unknown size get 4.
+    Integers and booleans are 0 or 1, floats are between 0 and 1, and axes of unknown size get 4.
     """
     # The same seed on all ranks, so that all of them accept or refuse a metric.
     rng = np.random.default_rng(0)
@@ -84,8 +86,8 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 
-    An evaluation sums the ranks' states. That equals the state of a single process on all examples
-    only if the state is a sum, which is tried on parts of the examples and on all of them.
+    An evaluation sums the ranks' states. The result equals the state of a single process on all
+    examples only if the state is a sum, which is tried on parts of the examples and on all of them.
 
     Args:
         metric: The metric; it is copied.
@@ -144,7 +146,7 @@ _OF_PROBABILITIES = (
 
 
 def of_logits(metric: Metric, setting: str) -> Metric:
-    """Returns a Keras metric changed to take logits, if it would otherwise take them for probabilities.
+    """Returns a Keras metric that takes logits, if this one would take them for probabilities.
 
     Thresholds of one half become 0, the logit for that probability. Metrics that are not Keras's own
     are returned unchanged.
@@ -165,14 +167,15 @@ def of_logits(metric: Metric, setting: str) -> Metric:
             "metric, such as AUC, or compute it from the predictions"
         )
     config = metric.get_config()
+    if "from_logits" in config:
+        # Thresholds stay as they are: such a metric first turns logits into probabilities, as AUC does.
+        return type(metric).from_config({**config, "from_logits": True})
+
+    # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
+    takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)
     changes: dict[str, Any] = {}
-    if config.get("from_logits") is False:
-        changes["from_logits"] = True
-    # A metric with from_logits keeps its thresholds: it turns logits into probabilities first, as AUC does.
-    for name in () if "from_logits" in config else ("threshold", "thresholds"):
-        # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
-        takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)
-        if name not in config or (config[name] is None and takes_largest):
+    for name in config.keys() & {"threshold", "thresholds"}:
+        if config[name] is None and takes_largest:
             continue
         if config[name] not in (None, 0, 0.5):
             raise ConfigError(
@@ -202,10 +205,6 @@ def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.
     if len(targets):
         metric.update_state(targets, outputs, sample_weight=None)
     return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
-
-
-MAX_SIDE_PIXELS = 192
-"""The longest side of an image in the report."""
 
 
 class ReviewedExamples(NamedTuple):
@@ -239,9 +238,8 @@ class ReviewedExamples(NamedTuple):
     @property
     def has_images(self) -> bool:
         """True if the inputs are grey or RGB images."""
-        inputs = self.inputs
-        is_array = isinstance(inputs, np.ndarray)
-        return is_array and inputs.ndim == 4 and inputs.shape[-1] in (1, 3)
+        shape: Any = getattr(self.inputs, "shape", ())
+        return len(shape) == 4 and shape[-1] in (1, 3)
 
 
 def as_bytes(image: np.ndarray) -> np.ndarray:

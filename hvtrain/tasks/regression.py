@@ -70,11 +70,11 @@ class Regression(Task):
 
         worst = np.argsort(-abs(residuals), kind="stable")[:NUM_WORST].tolist()
         cells = source.cells(reviewed.split, worst)
-        pairs = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
-        rows = zip(worst, *pairs, *cells.values())
+        numbers = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
+        rows = [list(row) for row in zip(worst, *numbers, *cells.values())]
         columns = ["example", "target", "prediction", *cells]
         note = f"The largest residuals, on {description}.{suffix}"
-        tables = [Table("Worst examples", note, columns, list(map(list, rows)))] if cells else []
+        tables = [Table("Worst examples", note, columns, rows)] if cells else []
 
         return [
             Scatter(

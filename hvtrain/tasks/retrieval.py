@@ -17,6 +17,9 @@ from hvtrain.step.joint_loss import is_taking_gradients
 from hvtrain.tasks.examples import Columns, Fault, out_of_range
 from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
+# Keras passes targets to losses as float32, which is exact up to this number.
+MAX_ITEMS = 2**24
+
 
 class InBatchSoftmax(keras.losses.Loss):
     """Cross-entropy of each query's own item among the items in the joint batch of all ranks.
@@ -48,7 +51,7 @@ class InBatchSoftmax(keras.losses.Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Returns losses [batch], given items [batch] and vectors [batch, 2, width]."""
-        # Keras has converted the items to floats, which are exact up to 2**24.
+        # Keras has converted the items to floats; see MAX_ITEMS.
         targets = tf.cast(y_true, tf.int32)
         queries = y_pred[:, 0] / self.temperature
         if not is_taking_gradients():
@@ -91,6 +94,9 @@ class Retrieval(Task):
     Args:
         loss: Default: InBatchSoftmax.
         metrics: Default: recall at 10.
+
+    Raises:
+        ConfigError: On prepare(), the catalogue has more than MAX_ITEMS items.
     """
 
     name = "retrieval"
@@ -112,6 +118,10 @@ class Retrieval(Task):
 
     def prepare(self, source: Source) -> None:
         self._catalogue = np.asarray(source.fact("catalogue", f"task={self.name}"))
+        if len(self._catalogue) > MAX_ITEMS:
+            raise ConfigError(
+                f"task=retrieval takes up to {MAX_ITEMS:,} items, and {source.name} has {len(self._catalogue):,}"
+            )
         super().prepare(source)
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:

@@ -109,7 +109,7 @@ class Segmentation(ClassTask):
         figures: list[Figure] = [Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)]
         if reviewed.has_images:
             # An example's mean IoU is taken over the classes that occur in one of its masks.
-            iou = np.where(union > 0, intersection / np.maximum(union, 1), 0)
+            iou = intersection / np.maximum(union, 1)
             mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
             figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
         return figures

@@ -80,7 +80,7 @@ class Task(ABC):
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
     num_reviewed: ClassVar[int] = 0
-    """The most examples that `review` takes; 0 for a task without figures."""
+    """The largest number of examples that `review` takes; 0 for a task without figures."""
     gives_logits: ClassVar[bool] = False
     """True if the outputs are logits, for which metrics have to be adapted."""
     targets_are_masks: ClassVar[bool] = False
@@ -105,7 +105,7 @@ class Task(ABC):
         return {}
 
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Returns the shape of the model's output for one example; None if any will do. Default: the targets' shape."""
+        """Returns the shape of the model's output for one example (default: the targets'); None for any shape."""
         # For a single number a dense layer outputs a row.
         return tuple(source.element_spec[1].shape) or (1,)
 
@@ -282,8 +282,8 @@ class Task(ABC):
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
-            # Keras would add it too, but not save that it did, and the saved model would not load under another
-            # dtype policy.
+            # Keras would wrap the optimizer too, but would not save that, and the saved model would not load
+            # under another dtype policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
         loss: Any = self.soft_loss() if soft_targets else self.loss

@@ -154,13 +154,13 @@ def test_layers_of_the_user():
         (lambda: Careless("variable"), "uses TensorFlow's AssignAddVariableOp, which keeps state"),
         (
             lambda: Careless("python"),
-            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+            "draws random numbers from Python or NumPy: the same for all steps of a run",
         ),
         (
             lambda: Careless("numpy"),
-            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+            "draws random numbers from Python or NumPy: the same for all steps of a run",
         ),
-        (layers.AugMix, r"augment.x \(AugMix\) draws from Python's or NumPy's random numbers"),
+        (layers.AugMix, r"augment.x \(AugMix\) draws random numbers from Python or NumPy"),
         (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),
         (
             lambda: Careless("fails"),
@@ -453,7 +453,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
     weighted = from_arrays(images, count, w_train=np.ones(6), num_classes=6)
     with pytest.raises(
         ConfigError,
-        match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and those of this run",
+        match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and this run's targets",
     ):
         opened(weighted, Classification(), "augment=mix_up")
     with pytest.raises(

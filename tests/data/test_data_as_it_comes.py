@@ -183,13 +183,13 @@ FOLDERS = [
         "train/a/1.png validation/a/1.png val/a/2.png",
         {},
         (1, 1, 0),
-        "no split has such a name: val (splits are train,",
+        "they are in no split: val (each split has the first of its names: train, training; validation, val,",
     ),
     (
         "train/a/1.png holdout/a/1.png x.png",
         {},
         (1, 0, 0),
-        "no split has such a name: holdout, x.png",
+        "they are in no split: holdout, x.png",
     ),
     ("train/a/1.png train/a/._1.png train/a/Thumbs.db __MACOSX/x.png", {}, (1, 0, 0), ""),
     ("train/a/1.png train/a/1.heic", {}, (1, 0, 0), "left out what is no image: 1 x .heic"),
@@ -507,7 +507,7 @@ def test_rows_of_parquet(images, labels, options, expected, tmp_path):
         assert classes.tolist() == expected and source.num_examples("validation") == 1
         assert np.array_equal(second, COLORS)
         assert np.array_equal(first, COLORS[::-1, ::-1] if isinstance(images[0], bytes) else COLORS)
-        assert "no split has such a name: value.parquet" in warnings(source)
+        assert "they are in no split: value.parquet" in warnings(source)
 
 
 def test_pixels_that_are_scaled_twice_are_named(tmp_path):

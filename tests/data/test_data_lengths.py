@@ -211,7 +211,7 @@ def test_labels_that_do_not_do_are_refused(file, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(
         ConfigError,
-        match=r"dataset.label=n needs a table or a .jsonl file, and dataset.file=.* is no",
+        match=r"dataset.label=n needs a table or a .jsonl file, which dataset.file=.* is not",
     ):
         texts(str(tmp_path / "a.txt"), label="n").num_examples("train")
     path = tmp_path / "t.parquet"

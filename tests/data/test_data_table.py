@@ -108,11 +108,11 @@ def test_an_embedded_table():
     [
         (
             {"target": "pay"},
-            r"dataset.target=pay is no column of people; it has age, city, income, plan",
+            r"dataset.target=pay is not a column of people; it has age, city, income, plan",
         ),
         (
             {"features": {"size": "float"}},
-            r"dataset.features.size is no column of people; it has age, city, income",
+            r"dataset.features.size is not a column of people; it has age, city, income",
         ),
         (
             {"features": {"age": "number"}},
@@ -124,10 +124,10 @@ def test_an_embedded_table():
         ),
         (
             {"features": {"city": "float"}},
-            r"people.\w+: the column city holds '\w+' and is to be float",
+            r"people.\w+: the column city holds '\w+', which cannot be read as float",
         ),
         ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
-        ({"target_is": "number"}, r"dataset.target_is=number and the column plan holds"),
+        ({"target_is": "number"}, r"dataset.target_is=number, but the column plan holds"),
         ({"target_is": "names"}, r"dataset.target_is=names is not one of class, number, null"),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(file, options, said):
 def test_gaps_and_missing_files_are_named(tmp_path):
     with pytest.raises(
         DataError,
-        match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or a folder of them",
+        match=r"dataset.file=nowhere.csv names no table; give a .csv or .parquet file, or a folder of them",
     ):
         Table("nowhere.csv").num_examples("train")
     csv.write_csv(

@@ -9,7 +9,13 @@ from pyarrow import csv, parquet
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, manifest
-from hvtrain.data.formats.documents import WHOLE_DOCUMENTS, cut, embedded, read_documents
+from hvtrain.data.formats.documents import (
+    WHOLE_DOCUMENTS,
+    cut,
+    embedded,
+    read_documents,
+    read_labelled,
+)
 from hvtrain.data.formats.tokenizer import Tokenizer, train_tokenizer
 from hvtrain.data.sources.text import Text
 from hvtrain.errors import ConfigError, DataError
@@ -282,6 +288,9 @@ def test_files_that_are_no_text_are_named(tmp_path):
         DataError, match=r"dataset.file=.* holds no text; give a text file, a folder of .txt files"
     ):
         read_documents(str(tmp_path), None)
+    (tmp_path / "t.csv").write_text("tale,mood\n ,happy\n")
+    with pytest.raises(DataError, match=r"t.csv holds no text"):
+        read_labelled(str(tmp_path / "t.csv"), "tale", "mood")
     (tmp_path / "latin.txt").write_bytes("früh".encode("latin-1"))
     with pytest.raises(
         DataError, match=r"latin.txt is not UTF-8 text \(byte 2\); convert it, or leave it out"

@@ -13,7 +13,7 @@ from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.inputs import of_input
 from hvtrain.finished.outputs import flat, rows_of
 from hvtrain.finished.writers import writer_for
-from hvtrain.tasks import Binary, Multilabel, Regression
+from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 
 ODDS = np.log(3.0)  # The logit of a probability of 3/4.
 
@@ -26,6 +26,15 @@ def test_labels_have_their_names():
         "even": 1, "prime": 0, "above four": 1, "with a loop": 0,
     }  # fmt: skip
     assert rows["p.even"][0] == pytest.approx(0.75) and rows["p.prime"][0] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"), [("ab", ["p.a", "p.b"]), ("aa", ["p.0", "p.1"]), ("abc", ["p.0", "p.1"])]
+)
+def test_each_class_has_a_column(names, columns):
+    source = SimpleNamespace(facts=lambda: {"class_names": list(names)})
+    rows = Classification().columns(np.array([[ODDS, 0.0]], np.float32), source)
+    assert list(rows)[3:] == columns and rows[columns[0]] == pytest.approx([0.75])
 
 
 def test_one_of_two_has_the_probability_of_the_second():

@@ -180,11 +180,11 @@ def parts_by_path(model):
     [
         (
             "nothing",
-            "is not there; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",
+            "does not exist; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",
         ),
         (
             "model.txt",
-            "is of another kind; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",
+            "is not a source of weights; choose a .keras file, a .weights.h5 file, a run folder or a preset",
         ),
         ("empty", "is a folder without a model or a whole checkpoint; choose a .keras file"),
         ("broken.keras", "cannot be read: ValueError: "),

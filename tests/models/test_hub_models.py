@@ -177,23 +177,21 @@ def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
     )
     refused("no backbone or task 'zzz'; the nearest: BertBackbone, GPT2CausalLM", "zzz")
     refused(
-        "TextClassifier is a kind of models; choose one, such as AlbertTextClassifier, .* model.preset",
+        "TextClassifier is a base class; choose a subclass, such as AlbertTextClassifier, .* model.preset",
         "TextClassifier",
     )
-    refused("Backbone is a kind of models; choose one, such as AlbertBackbone", "Backbone")
+    refused("Backbone is a base class; choose a subclass, such as AlbertBackbone", "Backbone")
     refused("RetinaNetObjectDetector has a loss of its own", "RetinaNetObjectDetector")
 
 
 def test_impossible_options_are_refused():
     refused("cannot be built: .* missing .* 'num_layers', .*; change model.backbone", backbone={})
     refused(
-        r"given model.backbone.depth; options that it takes there: vocabulary_size, num_layers",
+        r"given model.backbone.depth; its options there: vocabulary_size, num_layers",
         backbone={**SMALL, "depth": 3},
     )
-    refused("given model.pooling; options that it takes there: num_classes, dropout", pooling="max")
-    refused(
-        "given model.pooling; options that it takes there: dropout", "BertBackbone", pooling="max"
-    )
+    refused("given model.pooling; its options there: num_classes, dropout", pooling="max")
+    refused("given model.pooling; its options there: dropout", "BertBackbone", pooling="max")
     refused("between 0 and 1. Received: rate=2; change", "BertBackbone", dropout=2)
     refused("cannot be built: .*; change model.backbone", backbone={**SMALL, "hidden_dim": -1})
 

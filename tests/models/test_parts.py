@@ -107,18 +107,18 @@ def test_how_much_trains_is_said():
     [
         (
             ["midle"],
-            "model.freeze names midle, which matches nothing that trains; near names: middle",
+            "model.freeze names midle, which matches nothing trainable; similar names: middle",
         ),
-        (["conv*"], "model.freeze names conv*, which matches nothing that trains; near names: "),
+        (["conv*"], "model.freeze names conv*, which matches nothing trainable; similar names: "),
         (
             ["stem", "*"],
-            "model.freeze=[stem,*] leaves nothing that trains; leave out a layer, such as logits",
+            "model.freeze=[stem,*] leaves nothing to train; leave out a layer, such as logits",
         ),
         (
             ["bn/moving_mean"],
-            "model.freeze names bn/moving_mean, which matches nothing that trains; near names: ",
+            "model.freeze names bn/moving_mean, which matches nothing trainable; similar names: ",
         ),
-        (["flatten"], "model.freeze names flatten, which matches nothing that trains"),
+        (["flatten"], "model.freeze names flatten, which matches nothing trainable"),
     ],
 )
 def test_patterns_that_freeze_nothing_or_all_are_refused(patterns, message):

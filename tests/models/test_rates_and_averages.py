@@ -102,7 +102,7 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
 
     with pytest.raises(
         ConfigError,
-        match=r"^train.rates names boddy, which matches nothing that trains; near names",
+        match=r"^train.rates names boddy, which matches nothing trainable; similar names",
     ):
         set_rates(compiled(keras.optimizers.SGD()), {"boddy": 2})
     with pytest.raises(

@@ -76,6 +76,12 @@ def test_an_item_that_is_not_in_the_catalogue_is_refused():
     ):
         Retrieval().prepare(source)
 
+    many = {"catalogue": np.broadcast_to(0, (2**24 + 1, 1))}
+    with pytest.raises(
+        ConfigError, match="takes up to 16,777,216 items, and arrays has 16,777,217"
+    ):
+        Retrieval().prepare(from_arrays({"query": ids, "item": ids}, ids[:, 0], facts=many))
+
 
 def test_a_strategy_without_the_joint_batch_refuses_the_loss():
     with pytest.raises(

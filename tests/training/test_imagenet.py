@@ -188,7 +188,7 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
     truth = folder / "ILSVRC2012_validation_ground_truth.txt"
     refused(
         str(truth),
-        r"gives 30 images no class that train/ has: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_numbers",
+        r"gives 30 images classes that have no folder in train/: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_numbers",
     )
     short = tmp_path / "short.txt"
     short.write_text("n1\n")
@@ -198,7 +198,7 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
     short.write_text(f"ILSVRC2012_val_00000001.JPEG {SYNSETS[0]}\n")
     refused(
         str(short),
-        r"gives 29 images no class that train/ has: ILSVRC2012_val_00000002.JPEG \(none\)",
+        r"gives 29 images classes that have no folder in train/: ILSVRC2012_val_00000002.JPEG \(no class\)",
     )
 
 

@@ -1,1 +1,1 @@
-"""File formats: TFRecord, Parquet."""
+"""File formats: tables, TFRecord, Parquet, tar files, images, text and its tokenizers."""

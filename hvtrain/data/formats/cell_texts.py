@@ -16,9 +16,29 @@ CLOCK = "hours:minutes"
 CLOCK_TIME = r"^(?P<hours>\d{1,3}):(?P<minutes>[0-5]\d)(?::(?P<seconds>[0-5]\d(?:\.\d+)?))?$"
 SPACES = "\N{NO-BREAK SPACE}|\N{NARROW NO-BREAK SPACE}|\N{THIN SPACE}"
 # Pairs of decimal sign and thousands separator, the most common first.
-NUMBER_FORMATS = ((".", ""), (".", ","), (",", ""), (",", "."), (",", " "), (".", " "), (".", "'"))
+NUMBER_FORMATS = (
+    (".", ""),
+    (".", ","),
+    (",", ""),
+    (",", "."),
+    (",", " "),
+    (".", " "),
+    (".", "'"),
+    (",", "'"),
+)
 # 01/02/2024 is in January, as in pandas, unless more of the column's cells can be read with the day first.
-DAY_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d %b %Y", "%b %d, %Y")
+DAY_FORMATS = (
+    "%d.%m.%Y",
+    "%m/%d/%Y",
+    "%d/%m/%Y",
+    "%Y/%m/%d",
+    "%d-%m-%Y",
+    "%d %b %Y",
+    "%b %d, %Y",
+    "%d.%m.%y",
+    "%m/%d/%y",
+    "%d/%m/%y",
+)
 TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
 # Not a strptime format: times_in() parses ISO 8601 itself, since its time and zone are optional.
 ISO_8601 = ""
@@ -152,8 +172,9 @@ def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
     """
     if date_format != ISO_8601:
         parsed = pc.strptime(text, format=date_format, unit="us", error_is_null=True)
-        # strptime reads February 30 as a day in March.
+        # strptime reads February 30 as a day in March, and 24 as %Y as the year 24.
         pattern = date_format.replace(".", r"\.").replace("%d", r"(?P<day>\d{1,2})")
+        pattern = pattern.replace("%Y", r"\d{4}")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
         return pc.if_else(is_real, parsed, pa.scalar(None, parsed.type))

@@ -174,9 +174,8 @@ def infer(
     if types.is_boolean(kind):
         return column
     if types.is_integer(kind):
-        bounds = pc.min_max(values).as_py()
-        is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
-        return replace(column, kind="number") if is_exact else column
+        largest = max(map(abs, pc.min_max(values).as_py().values()))
+        return replace(column, kind="number") if largest <= MAX_EXACT else column
     if types.is_floating(kind):
         if pc.all(pc.is_nan(values)).as_py():
             return "empty"
@@ -231,7 +230,7 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
     trial = sample[:: max(1, len(sample) // TRIAL_ROWS)]
     for candidate in candidates:
         # The whole text is parsed only in the few formats that may fit; half the share allows for an unlucky sample.
-        if min(_share_read(cells, candidate) for cells in (trial, sample)) < MOSTLY / 2:
+        if any(_share_read(cells, candidate) < MOSTLY / 2 for cells in (trial, sample)):
             continue
         share_read = _share_read(text, candidate)
         if share_read >= MOSTLY and share_read > best_share:
@@ -302,8 +301,8 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
 def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
     example = next(iter(values.drop_null()[:1].to_pylist()), None)
     return DataError(
-        f"{where}: the column {column.source} holds {example!r} and is to be {column.feature}; "
-        f"string_categorical takes names"
+        f"{where}: the column {column.source} holds {example!r}, which cannot be read as {column.feature}; "
+        "fix the file, or choose string_categorical, which takes names"
     )
 
 

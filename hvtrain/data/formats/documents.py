@@ -66,16 +66,20 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise DataError(
-            f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
-        )
+        raise _no_text(file)
     return documents
+
+
+def _no_text(file: str) -> DataError:
+    return DataError(
+        f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
+    )
 
 
 def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
     """Lists the .txt files in a folder and its subfolders, sorted, and counts all other files by suffix."""
     texts = []
-    others: Counter[str] = Counter()
+    others = Counter[str]()
     for path in sorted(folder.rglob("*")):
         # Junk is, for example, ._tale.txt, which macOS writes beside tale.txt.
         if not path.is_file() or any(is_junk(part) for part in path.relative_to(folder).parts):
@@ -102,12 +106,12 @@ def read_labelled(
 
     Raises:
         ConfigError: The file is not a table, lacks a column, or has too many labels for classes.
-        DataError: A text has no label, or all have the same.
+        DataError: There is no text, a text has no label, or all have the same.
     """
     path = user_path(file)
     if not has_columns(path):
         raise ConfigError(
-            f"dataset.label={label} needs a table or a .jsonl file, and dataset.file={file} is none"
+            f"dataset.label={label} needs a table or a .jsonl file, which dataset.file={file} is not"
         )
     cells = plain(read_column(path, "dataset.label", label))
     labels = read(Column(label, label, "name"), cells, str(path)).values.to_pylist()
@@ -116,6 +120,8 @@ def read_labelled(
         for text, value in zip(read_texts(path, column), labels)
         if text and text.strip()
     ]
+    if not rows:
+        raise _no_text(file)
     num_gaps = sum(value is None for _, value in rows)
     if num_gaps:
         raise DataError(
@@ -127,7 +133,7 @@ def read_labelled(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
-    # Classes with few texts are usual, but a column in which most texts have a value of their own is no label.
+    # Classes with few texts are usual, but a column whose values are mostly unique is not a label.
     if len(names) > max(FEW_NAMES, len(rows) // 2):
         raise ConfigError(
             f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "

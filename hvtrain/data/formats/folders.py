@@ -103,10 +103,10 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
         return []
-    aliases = ", ".join(
-        alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split
-    )
-    return [f"left out, because no split has such a name: {listed(names)} (splits are {aliases})"]
+    aliases = "; ".join(map(", ".join, SPLIT_NAMES.values()))
+    return [
+        f"left out, because they are in no split: {listed(names)} (each split has the first of its names: {aliases})"
+    ]
 
 
 def with_labels(
@@ -137,7 +137,8 @@ def with_labels(
             for row in rows
             if len(row) > 1
         }
-        texts = [by_name.get(path.name, by_name.get(path.stem, "none")) for path in paths]
+        # Empty, which is the name of no class, for files that are not in the list.
+        texts = [by_name.get(path.name, by_name.get(path.stem, "")) for path in paths]
     if len(texts) != len(paths):
         raise DataError(
             f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one each, or lines of FILE CLASS"
@@ -145,11 +146,15 @@ def with_labels(
 
     by_number = {row[0]: row[-1] for row in _rows(number_file)} if number_file else {}
     texts = [by_number.get(text, text) for text in texts]
-    wrong = [f"{path.name} ({text})" for path, text in zip(paths, texts) if text not in labels]
+    wrong = [
+        f"{path.name} ({text or 'no class'})"
+        for path, text in zip(paths, texts)
+        if text not in labels
+    ]
     if wrong:
         raise DataError(
-            f"{class_file} gives {len(wrong):,} images no class that train/ has: {listed(wrong)}; name its folders, or "
-            "set dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
+            f"{class_file} gives {len(wrong):,} images classes that have no folder in train/: {listed(wrong)}; write "
+            "the folders' names, or set dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
         )
     return [(str(path), labels[text]) for path, text in zip(paths, texts)]
 

@@ -70,7 +70,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     Raises:
         DataError: The 16-bit images use so few of their bits that they would look almost black.
     """
-    formats: Counter[str] = Counter()
+    formats = Counter[str]()
     sizes = set()
     num_turned = 0
     deep = {}  # The largest value of each 16-bit image, by location.

@@ -73,10 +73,8 @@ def scan_records(
             while header and len(offsets) < limit:
                 record = f"record {len(offsets)} at byte {offset}"
                 if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
-                    return (
-                        offsets,
-                        f"{record} has a length whose CRC is wrong: it is truncated or damaged",
-                    )
+                    problem = "has a length whose CRC is wrong: it is truncated or damaged"
+                    return offsets, f"{record} {problem}"
 
                 length = 0
                 if len(header) == HEADER_BYTES:
@@ -132,7 +130,7 @@ def first_records(path: str, number: int) -> list[bytes]:
 
 
 def feature_of(record: bytes, key: str) -> tf.train.Feature:
-    """Returns a feature of a tf.train.Example; empty if it has no such feature or the record is no Example."""
+    """Returns a feature of a tf.train.Example; empty if it lacks the feature or the record is not an Example."""
     return _features_of(record).get(key, tf.train.Feature())
 
 
@@ -144,7 +142,7 @@ def _features_of(record: bytes) -> dict[str, tf.train.Feature]:
 
 
 def example_problem(record: bytes, image_key: str, label_key: str) -> str:
-    """Says why a tf.train.Example is not an encoded image with a label; empty if it is, or is no Example."""
+    """Explains why an Example is not an encoded image with a label; empty if it is one, or if it is not an Example."""
     features = _features_of(record)
     if not features:
         return ""
@@ -162,7 +160,7 @@ def example_problem(record: bytes, image_key: str, label_key: str) -> str:
         )
     num_labels = len(getattr(features[label_key], kinds[label_key]).value)
     if num_labels != 1:
-        return f"has {num_labels} values in {label_key}, and one is needed; of a one-hot label write the index"
+        return f"has {num_labels} values in {label_key}, and one is needed; for a one-hot label, write the index"
     return ""
 
 

@@ -79,7 +79,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
-    """Checks the types of both columns, and returns that of the pixels or encoded images.
+    """Checks the types of both columns, and returns the type of the pixels or encoded images.
 
     Raises:
         DataError: A column is missing or has an unsuitable type.
@@ -138,9 +138,10 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
         for index in range(metadata.num_columns):
             column = metadata.row_group(group).column(index)
             is_image = column.path_in_schema.startswith(f"{columns.image}.")
-            if is_image and column.statistics is not None and column.statistics.has_min_max:
-                lows.append(float(column.statistics.min))
-                highs.append(float(column.statistics.max))
+            statistics = column.statistics
+            if is_image and statistics is not None and statistics.has_min_max:
+                lows.append(float(statistics.min))
+                highs.append(float(statistics.max))
     return (min(lows), max(highs)) if lows else None
 
 
@@ -184,10 +185,22 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
 
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
     # replaces or leaves out such rows. If a row has several problems, the first is kept.
-    problems = {}
+    problems: dict[int, str] = {}
+    labels = _classes(_plain(_column(table, columns.label)), columns, problems)
     images = _column(table, columns.image)
-    labels = _plain(_column(table, columns.label))
+    for row in np.flatnonzero(pc.is_null(images)):
+        problems.setdefault(int(row), f"{columns.image} is null")
+    if hasattr(images.type, "value_type"):
+        pixels = _pixels(images, columns, problems)
+    else:
+        pixels = images.fill_null(b"").to_numpy()
 
+    labels[list(problems)] = -1
+    return pixels, labels, problems
+
+
+def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
+    """Turns labels into class indices, int32 [n]; labels of no class become -1 and are added to `problems`."""
     if columns.class_names:
         classes = pa.array(columns.class_names, labels.type)
         scope = f"is none of {listed(columns.class_names)}"
@@ -196,22 +209,13 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
         labels = labels.cast(pa.int64(), safe=False)
         classes = pa.array(range(columns.num_classes))
         scope = f"is outside 0 ... {columns.num_classes - 1}"
-    values = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
-    for row in np.flatnonzero(values < 0):
+    indices = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
+    for row in np.flatnonzero(indices < 0):
         label = labels[row].as_py()
         problems[int(row)] = (
             f"{columns.label} is null" if label is None else f"label {label} {scope}"
         )
-
-    for row in np.flatnonzero(pc.is_null(images)):
-        problems.setdefault(int(row), f"{columns.image} is null")
-    if hasattr(images.type, "value_type"):
-        pixels = _pixels(images, columns, problems)
-    else:
-        pixels = images.fill_null(b"").to_numpy()
-
-    values[list(problems)] = -1
-    return pixels, values, problems
+    return indices
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
@@ -249,7 +253,7 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """Returns a column, or the field of a struct; the field is null wherever a struct around it is null."""
+    """Returns a column, or the field of a struct; the field is null where an enclosing struct is null."""
     # A column whose own name has dots takes precedence over a field.
     return table[column] if column in table.column_names else _flat(table)[column]
 

@@ -104,14 +104,11 @@ class Settings:
         check_choice("dataset.target_is", self.target_is or "null", ("class", "number", "null"))
         check_choice("dataset.dates", self.dates, DATES)
         check_least("dataset.hash_buckets", self.hash_buckets, 1)
-        for name, value, signs in (
-            ("decimal", self.decimal, ".,"),
-            ("thousands", self.thousands, ",. '"),
-        ):
-            if value is not None and value not in signs:
-                raise ConfigError(
-                    f"dataset.{name}={value!r} is not one of {' '.join(map(repr, signs))}"
-                )
+        if not number_formats((), self.decimal, self.thousands):
+            raise ConfigError(
+                f"dataset.decimal={self.decimal!r} and dataset.thousands={self.thousands!r} fit no number; give '.' "
+                "or ',' as decimal, and another of '.', ',', ' ' and \"'\" as thousands"
+            )
 
     def uses(self, name: str) -> bool:
         """True for a column that becomes a feature or the target if its cells allow it."""
@@ -158,7 +155,7 @@ def plain_columns(table: pa.Table) -> dict[str, pa.Array]:
 
 
 def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) -> Schema:
-    """Infers the schema of a training table, without statistics.
+    """Infers the schema of a training table, whose columns have no statistics yet.
 
     Args:
         arrays: the columns, from plain_columns().
@@ -187,7 +184,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     columns = []
     left_out = {}
     for column, array in used.items():
-        result = _as_set(inferred[column], column, array, settings, name)
+        result = _with_feature(inferred[column], column, array, settings, name)
         if isinstance(result, Column):
             columns += _parts(result, array, settings)
         else:
@@ -204,10 +201,10 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
         columns,
         target,
         classes,
-        settings.id,
-        left_out,
-        settings.category_ids,
-        settings.hash_buckets,
+        id=settings.id,
+        left_out=left_out,
+        has_ids=settings.category_ids,
+        hash_buckets=settings.hash_buckets,
     )
 
 
@@ -222,16 +219,16 @@ def _check_names(names: Collection[str], settings: Settings, table: str) -> None
     for setting, column in needed:
         if column not in names:
             raise ConfigError(
-                f"dataset.{setting}{column} is no column of {table}; it has {', '.join(names)}"
+                f"dataset.{setting}{column} is not a column of {table}; it has {', '.join(names)}"
             )
 
 
-def _as_set(
+def _with_feature(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings, table: str
 ) -> Column | str:
-    """Returns a column with the feature that the user or the default sets, or the reason why it is left out."""
+    """Returns a column with the user's or the default feature, or the reason why it is left out."""
     if settings.features is None:
-        return _by_default(inferred, name, values, settings)
+        return _with_default_feature(inferred, name, values, settings)
 
     feature = settings.features[name]
     if isinstance(inferred, str):
@@ -240,7 +237,7 @@ def _as_set(
         )
     if inferred.kind == "vector" and feature not in ("float", "float_normalized"):
         raise ConfigError(
-            f"dataset.features.{name}={feature} takes no vectors; choose float or float_normalized"
+            f"dataset.features.{name}={feature} cannot take vectors; choose float or float_normalized"
         )
     if feature == "integer_categorical" and settings.missing_of(name) == "indicator":
         raise ConfigError(
@@ -252,9 +249,10 @@ def _as_set(
     return replace(inferred, kind=kind, feature=feature)
 
 
-def _by_default(
+def _with_default_feature(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings
 ) -> Column | str:
+    """Does the same as _with_feature for users who have not chosen features."""
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):
@@ -262,22 +260,20 @@ def _by_default(
     if inferred.kind == "date" and settings.dates == "drop":
         return "a date"
 
-    is_log = settings.log_numbers and inferred.kind == "number"
-    column = replace(inferred, feature="float_log" if is_log else "float_normalized")
     is_name = inferred.kind == "name"
-    if not is_name and not (inferred.kind == "number" and ID_NAME.fullmatch(name)):
-        return column
-    num_filled = len(values) - values.null_count
-    num_distinct = pc.count_distinct(values).as_py()
-    if num_distinct > FEW_NAMES:
-        if num_distinct == num_filled:
-            return "unique in every row"
-        if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
-            return f"{num_distinct:,} names in {num_filled:,} rows"
-    if not is_name:
-        return column
-    feature = "string_hashed" if num_distinct > MAX_NAMES else "string_categorical"
-    return replace(column, feature=feature)
+    if is_name or (inferred.kind == "number" and ID_NAME.fullmatch(name)):
+        num_filled = len(values) - values.null_count
+        num_distinct = pc.count_distinct(values).as_py()
+        if num_distinct > FEW_NAMES:
+            if num_distinct == num_filled:
+                return "unique in every row"
+            if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
+                return f"{num_distinct:,} names in {num_filled:,} rows"
+    if is_name:
+        is_hashed = num_distinct > MAX_NAMES
+        return replace(inferred, feature="string_hashed" if is_hashed else "string_categorical")
+    is_log = settings.log_numbers and inferred.kind == "number"
+    return replace(inferred, feature="float_log" if is_log else "float_normalized")
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:
@@ -319,7 +315,9 @@ def _infer_target(
         is_class = settings.target_is == "class"
     if not is_class:
         if inferred.kind == "name":
-            raise ConfigError(f"dataset.target_is=number and the column {name} holds {example!r}")
+            raise ConfigError(
+                f"dataset.target_is=number, but the column {name} holds {example!r}; choose dataset.target_is=class"
+            )
         return replace(inferred, feature="float", missing=missing), []
 
     column = replace(inferred, kind="name", feature="string_categorical", missing=missing)
@@ -349,11 +347,11 @@ def _is_whole(column: Column, values: pa.Array) -> bool:
 def read_cells(
     columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str
 ) -> dict[str, Cells]:
-    """Reads columns of a table as the kinds in the schema; returns their cells by column name.
+    """Reads a table's columns as the schema says, and returns their cells by column name.
 
     Args:
         columns: columns of the schema.
-        arrays: those of the table, from plain_columns().
+        arrays: the table's columns, from plain_columns().
         where: the file, for messages.
 
     Raises:

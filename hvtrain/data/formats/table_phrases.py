@@ -82,7 +82,7 @@ def _odd_names(values: pa.Array) -> list[str]:
     """Describes what is odd in a column of names: most are numbers, or two differ only in case or spaces.
 
     >>> _odd_names(pa.array(["1", "2", "3.5", "none yet", "None yet"]))
-    ["numbers but for 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
+    ["numbers except 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
     """
     if not pa.types.is_string(values.type):
         return []
@@ -91,14 +91,13 @@ def _odd_names(values: pa.Array) -> list[str]:
     details = []
     if 0.5 <= share(is_number) < 1:
         others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
-        details.append(f"numbers but for {' and '.join(map(repr, others))}")
-    if pair := spelled_alike(names.to_pylist()):
-        details.append(pair)
-    return details
+        details.append(f"numbers except {' and '.join(map(repr, others))}")
+    pair = spelled_alike(names.to_pylist())
+    return [*details, pair] if pair else details
 
 
 def spelled_alike(names: Sequence[str]) -> str:
-    """Names the first two names that differ only in case or spaces; empty if there are none.
+    """Quotes the first two names that differ only in case or spaces; empty if there are none.
 
     >>> spelled_alike(["no", "yes", "No "])
     "'no' beside 'No '"
@@ -172,6 +171,7 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
     if len(schema.classes) > len(shares):
         shares.append("...")
-    if pair := spelled_alike(schema.classes):
+    pair = spelled_alike(schema.classes)
+    if pair:
         shares.append(pair)
     return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)})"

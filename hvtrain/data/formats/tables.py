@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -51,7 +51,7 @@ DELIMITERS = ",;\t|"
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
+# The share of rows that must have the same width: a delimiter may be right although a few rows are odd.
 MOSTLY = 0.9
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
@@ -62,6 +62,19 @@ COLUMNS_AT_ONCE = 100
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
+
+
+class Layout(NamedTuple):
+    """The layout of a CSV file, if `delimiter` separates its cells."""
+
+    delimiter: str
+    fit: tuple[bool, bool, float, int]
+    """How well the delimiter fits; the largest fits best."""
+    is_header: bool
+    """True if the first line has a name for each column."""
+    names: list[str]
+    num_lines: int
+    """The number of lines before the first row."""
 
 
 def is_table(path: Path) -> bool:
@@ -80,7 +93,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         setting: the setting that names it, for messages.
 
     Raises:
-        DataError: There is no such file.
+        DataError: There is no table.
     """
     path = user_path(location)
     if path.is_file():
@@ -99,7 +112,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         files = []
     if not files:
         raise DataError(
-            f"{setting}={location} is no file; give a .csv or .parquet file, or a folder of them"
+            f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"
         )
     return [(file, dict(_partitions(file.relative_to(base)))) for file in sorted(files)]
 
@@ -145,7 +158,7 @@ def read_table(
                 table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
         for name, count in Counter(table.column_names).items():
             if count > 1:
-                raise DataError(f"{path} has {count} columns of the name {name}; rename them")
+                raise DataError(f"{path} has {count} columns named {name}; rename them")
         tables.append(table)
         # The order of columns may differ between files.
         for name in sorted({*table.column_names} ^ {*tables[0].column_names}):
@@ -158,7 +171,7 @@ def read_table(
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
-            f"the files of {setting} have unlike columns: {first_line(error)}; convert them"
+            f"the columns of the files of {setting} differ in type: {first_line(error)}; convert them"
         ) from error
 
 
@@ -167,11 +180,11 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
         raise ValueError("it is empty")
     stored = pa.memory_map(str(path)).read_buffer()
     data = _decompressed(stored)
-    start = data[:16].to_pybytes()
+    begin = data[:16].to_pybytes()
     for mark, kind in OTHER_FORMATS.items():
-        if start.startswith(mark):
+        if begin.startswith(mark):
             raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
-    if not start.startswith(b"PAR1"):
+    if not begin.startswith(b"PAR1"):
         return _read_csv(data, **text_format)
 
     # Opened by path, not from the memory map, whose pages would count as this process's memory once read.
@@ -218,16 +231,18 @@ def _read_csv(
 ) -> pa.Table:
     data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
-    names, num_lines, delimiter = _header(sample, len(sample.encode()) < len(data), delimiter)
+    layout = _find_layout(sample, len(sample.encode()) < len(data), delimiter)
 
     # Numbers stand in for names, since two columns may share a name, or have none.
-    numbers = [str(number) for number in range(len(names))]
+    numbers = [str(number) for number in range(len(layout.names))]
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
-            pa.csv.ReadOptions(column_names=numbers, skip_rows=num_lines, block_size=BLOCK_BYTES),
+            pa.csv.ReadOptions(
+                column_names=numbers, skip_rows=layout.num_lines, block_size=BLOCK_BYTES
+            ),
             # Quoted texts may span several lines.
-            pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            pa.csv.ParseOptions(delimiter=layout.delimiter, newlines_in_values=True),
             pa.csv.ConvertOptions(column_types=dict.fromkeys(numbers, pa.string())),
         )
     except pa.ArrowInvalid as error:
@@ -235,18 +250,15 @@ def _read_csv(
             raise
         # The file has names, but no rows.
         table = pa.table({number: pa.array([], pa.string()) for number in numbers})
-    return table.rename_columns(names)
+    return table.rename_columns(layout.names)
 
 
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
     """Returns the text of a file in UTF-8, without a byte order mark."""
-    start = data[:4].to_pybytes()
-    for mark, name in MARKS.items():
-        if start.startswith(mark):
-            encoding = name
-            break
-
     head = data[:4096].to_pybytes()
+    for mark, name in MARKS.items():
+        if head.startswith(mark):
+            encoding = name
     if encoding is None and head.count(0) > len(head) // 4:
         # In UTF-16, every other byte of Latin text is 0.
         encoding = "utf-16-be" if head[0] == 0 else "utf-16-le"
@@ -264,7 +276,7 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
 
 def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if it is UTF-8 but for a few bytes."""
+    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if all but a few bytes are UTF-8."""
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
@@ -276,13 +288,20 @@ def _from_windows(text: bytes) -> str:
         return text.decode("latin-1")
 
 
-def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str], int, str]:
-    """Returns the column names, the number of lines up to the first row, and the delimiter."""
+def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
+    """Finds the layout that fits a file's first characters best.
+
+    Args:
+        sample: The first characters.
+        is_cut: True if the file has more.
+        delimiter: The user's choice; None: one of DELIMITERS.
+    """
     num_before = 0
-    first_line, _, rest = sample.partition("\n")
+    begin, _, rest = sample.partition("\n")
+    begin = begin.strip()
     # Excel writes the delimiter on a line of its own, such as sep=;
-    if first_line.strip().lower().startswith("sep=") and len(first_line.strip()) == 5:
-        delimiter = delimiter or first_line.strip()[4]
+    if begin.lower().startswith("sep=") and len(begin) == 5:
+        delimiter = delimiter or begin[4]
         sample = rest
         num_before = 1
 
@@ -290,31 +309,28 @@ def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str]
     has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
     while True:
         layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
-        (_, is_header, *_), names, num_lines, used = max(layouts, key=lambda layout: layout[0])
+        best = max(layouts, key=lambda layout: layout.fit)
         rest = sample.partition("\n")[2]
         # Comments are skipped, except for the last one if it names the columns, as in files that NumPy writes.
         if not has_comments or not sample.startswith("#"):
             break
-        if is_header and not rest.startswith("#"):
+        if best.is_header and not rest.startswith("#"):
             break
         sample = rest
         num_before += 1
+    names = best.names
     if not names:
         raise ValueError("its first lines are empty")
     names[0] = names[0].removeprefix("# ")
     names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(names)]
-    return names, num_before + num_lines, used
+    return best._replace(names=names, num_lines=num_before + best.num_lines)
 
 
-def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], int, str]:
-    """Returns how well a delimiter fits (more is better), the header's names and number of lines, and the delimiter."""
+def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
+    """Returns the layout of a file's first characters with a delimiter."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
-    names: list[str] = []
-    while not names:
-        try:
-            names = next(reader)
-        except StopIteration:
-            break
+    # Empty lines before the header are skipped.
+    names = next(filter(None, reader), [])
     num_lines = reader.line_num
 
     rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
@@ -337,4 +353,4 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
         names = ["", *names]
     elif width == len(names) - 1 and not names[-1].strip():
         names = names[:-1]
-    return fit, names, num_lines, delimiter
+    return Layout(delimiter, fit, is_header, names, num_lines)

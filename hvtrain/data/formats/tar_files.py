@@ -1,4 +1,4 @@
-"""Locates the members of tar files that are shards of a data set, so that one ranged read gets a member.
+"""Locates the members of a data set's shards, which are tar files, so that one ranged read gets a member.
 
 A shard's members are found once, by reading its headers, and kept in .SHARD.index beside it, or in the
 user's cache if that folder is read-only. An index holds the shard's size and modification time, and is

@@ -42,8 +42,7 @@ class Tokenizer:
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
         """Concatenates the tokens of all documents, int32, with the end token after each."""
-        tokens = [[*self.encode(document), self.end] for document in documents]
-        parts = [np.asarray(part, np.int32) for part in tokens]
+        parts = [np.array([*self.encode(text), self.end], np.int32) for text in documents]
         # np.concatenate() refuses an empty list, so an empty part comes first.
         return np.concatenate([np.zeros(0, np.int32), *parts])
 

@@ -11,7 +11,7 @@ saved state. Layers get raw images, in the range of the data set, before they ar
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,37 +69,18 @@ class PureLayer:
         self.unchanged: set[str] = set()
         """Parts that are returned unchanged, whatever the seed."""
 
-        takes_dict = takes_batches(layer)
-        if MASKS in spec and not (takes_dict or isinstance(layer, keras.layers.RandomGrayscale)):
+        self._layer = layer
+        self._takes_dict = takes_batches(layer)
+        if MASKS in spec and not (
+            self._takes_dict or isinstance(layer, keras.layers.RandomGrayscale)
+        ):
             raise ConfigError(
                 f"{self.name} takes images alone, so masks would not move with them; give it a "
                 "method transform_segmentation_masks and a call that takes a dict, as "
                 "keras.layers.RandomFlip has"
             )
 
-        def apply(batch, seed):
-            # Augmentation layers change images only in training mode.
-            training = {"training": True} if layer._call_has_training_arg else {}
-            argument = dict(batch) if takes_dict else batch[IMAGES]
-            with drawing_from(seed):
-                changed = layer(argument, **training)
-            if not takes_dict:
-                changed = {IMAGES: changed}
-
-            # A layer may leave parts out, and may compute in another type.
-            outputs = {}
-            for name, part in batch.items():
-                output = tf.cast(changed.get(name, part), tf.float32)
-                if name == MASKS:
-                    # CutMix returns masks with as many channels as the images.
-                    output = output[..., :1]
-                # Decided from the graph, since values could be equal by chance.
-                if _origin(output) is _origin(part):
-                    self.unchanged.add(name)
-                outputs[name] = output
-            return outputs
-
-        self._traced = self._trace(apply)
+        self._traced = self._trace()
         # Checked after tracing, which creates the weights.
         if layer.trainable_variables:
             raise ConfigError(
@@ -113,12 +94,34 @@ class PureLayer:
     def __call__(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
         return self._traced(dict(batch), seed)
 
-    def _trace(self, apply: Callable[..., Any]) -> Any:
+    def _apply(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
+        """Calls the layer with random numbers from the seed, and notes which parts it leaves unchanged."""
+        # Augmentation layers change images only in training mode.
+        training = {"training": True} if self._layer._call_has_training_arg else {}
+        with drawing_from(seed):
+            changed = self._layer(dict(batch) if self._takes_dict else batch[IMAGES], **training)
+        if not self._takes_dict:
+            changed = {IMAGES: changed}
+
+        # A layer may leave parts out, and may compute in another type.
+        outputs = {}
+        for name, part in batch.items():
+            output = tf.cast(changed.get(name, part), tf.float32)
+            if name == MASKS:
+                # CutMix returns masks with as many channels as the images.
+                output = output[..., :1]
+            # Decided from the graph, since values could be equal by chance.
+            if _origin(output) is _origin(part):
+                self.unchanged.add(name)
+            outputs[name] = output
+        return outputs
+
+    def _trace(self) -> Any:
         """Traces the layer. Raises ConfigError if that fails or its graph is not pure."""
         python_state = random.getstate()
         numpy_state = repr(np.random.get_state())
         try:
-            traced = tf.function(apply, autograph=False).get_concrete_function(
+            traced = tf.function(self._apply, autograph=False).get_concrete_function(
                 dict(self.input_spec), TensorSpec([2], tf.int64)
             )
         except Exception as error:
@@ -132,9 +135,8 @@ class PureLayer:
         # A number drawn by Python or NumPy would become a constant in the graph.
         if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
             raise ConfigError(
-                f"{self.name} draws from Python's or NumPy's random numbers, once and for all "
-                "steps alike, so that a resumed run would differ; use keras.random, or choose "
-                "another layer"
+                f"{self.name} draws random numbers from Python or NumPy: the same for all steps of a run, and "
+                "others after a resume; use keras.random, or choose another layer"
             )
         operations = _stateful_operations(traced)
         if operations:
@@ -212,7 +214,7 @@ class Labels:
             return
         if self.soften is None:
             raise ConfigError(
-                f"{layer.name} mixes the targets of examples, and those of this run cannot be "
+                f"{layer.name} mixes the targets of examples, and this run's targets cannot be "
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
                 "regression, without weights of examples"
             )

@@ -37,7 +37,7 @@ _TURNED = (
     r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
 )
 _TIFF = (r"II\*\x00", r"MM\x00\*")
-# AVIF, animated WebP, and the files that an error message names; see NO_IMAGES.
+# AVIF, animated WebP, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
 _OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs", r"RIFF\C{4}WEBPVP8X\C{14}ANIM")
 # Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
 # of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.
@@ -68,8 +68,8 @@ class RandomResizedCrop:
     decoded. Its outer columns may differ by a few colour levels from those of the whole JPEG.
 
     Attributes:
-        area: Smallest and largest fraction of the image's area; the fraction is drawn uniformly.
-        aspect: Smallest and largest width divided by height; its logarithm is drawn uniformly.
+        area: Smallest and largest fraction of the image's area; drawn uniformly.
+        aspect: Smallest and largest ratio of width to height; its logarithm is drawn uniformly.
 
     Raises:
         ConfigError: A limit is out of range.
@@ -161,11 +161,10 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Rows cut off at the top and at the bottom each, and columns at the left and at the right each."""
-        height, width = (
-            round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2]
-        )
-        return height, width
+        """Rows cut off at both the top and the bottom, and columns cut off at both sides."""
+        height, width, _ = self.image_shape
+        share = (1 / self.crop_fraction - 1) / 2
+        return round(height * share), round(width * share)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -210,15 +209,13 @@ class Sizing:
         resized = labels.transform(
             self.size[::-1], Image.Transform.EXTENT, extent, fillcolor=padding
         )
-        return ImageOps.crop(resized, (*self.border[::-1], *self.border[::-1]))
+        return ImageOps.crop(resized, 2 * self.border[::-1])
 
     def whole(self, encoded: Any) -> Tensor:
         """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
-        return (
-            decode(encoded, self)
-            if self.is_fixed
-            else _decode_whole(encoded, _are_for_pillow(encoded, self), self)
-        )
+        if self.is_fixed:
+            return decode(encoded, self)
+        return _decode_whole(encoded, _are_for_pillow(encoded, self), self)
 
     def layers(self) -> list[Callable[[Any], Any]]:
         """Returns layers that resize a decoded image as decode() does, to the last bit; none if is_fixed."""

@@ -271,12 +271,12 @@ class TableFeatures:
                 cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
             codes[column.name] = self._lookups[column.name](cells)
         if not self.schema.has_ids:
-            for name, numbers in codes.items():
+            for name, indices in codes.items():
                 span = self._spans[name]
                 encoder = keras.layers.CategoryEncoding(
                     num_tokens=len(span), output_mode="multi_hot", dtype="float32"
                 )
-                pieces.append((encoder(numbers), span))
+                pieces.append((encoder(indices), span))
 
         pieces.sort(key=lambda piece: piece[1][0])
         features = keras.ops.concatenate([piece for piece, _ in pieces], axis=1)

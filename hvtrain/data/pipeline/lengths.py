@@ -1,8 +1,8 @@
 """Batches examples of similar length, in buckets, so that in each step all ranks have similar lengths.
 
-A rank sorts its shuffled examples by bucket, cuts them into steps, and shuffles the steps in the same way as all other
-ranks. The padded length of a batch follows from the lengths of all examples, which every rank knows, so that nothing
-needs to be communicated.
+A rank sorts its shuffled examples by bucket, cuts them into steps, and shuffles the steps in the same
+way as all other ranks. The padded length of a batch follows from the lengths of all examples, which
+every rank knows, so nothing is communicated.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def bucketed_batches(
         shards.append(buckets[np.asarray(rows, np.int64)])
     counts = [np.bincount(shard, minlength=len(boundaries)) for shard in shards]
     # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
-    left_out = [[len(shard) - share.num_examples] for shard, share in zip(shards, shares)]
+    left_out = [[len(shard) - rank_share.num_examples] for shard, rank_share in zip(shards, shares)]
 
     # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
     # that step's size.
@@ -77,11 +77,11 @@ def bucketed_batches(
     part_of_step = tf.math.invert_permutation(steps)
     sizes = tf.gather(np.stack(list(map(step_sizes, shares))), steps, axis=1)
     ends = tf.cumsum(sizes, axis=1)
-    # The bucket of each part's longest example, [ranks, steps], and the largest over the ranks.
-    longest = tf.searchsorted(
+    # The bucket of each part's longest example, [ranks, steps]; a step takes the largest over the ranks.
+    last_buckets = tf.searchsorted(
         np.cumsum(counts, axis=1), ends - 1 + np.array(left_out), side="right"
     )
-    lengths = tf.gather(boundaries, tf.reduce_max(longest, axis=0))
+    lengths = tf.gather(boundaries, tf.reduce_max(last_buckets, axis=0))
 
     own_buckets = tf.gather(shards[topology.rank], order)
     order = tf.gather(order, tf.argsort(own_buckets, stable=True))

@@ -79,8 +79,8 @@ class Transform:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Normalizes raw images to float32."""
-        mean = np.asarray(self.mean, np.float32)
-        scale = np.asarray(self.scale, np.float32)
+        mean = np.float32(self.mean)
+        scale = np.float32(self.scale)
         pixels = tf.cast(images, tf.float32)
         # Keras's Normalization subtracts a mean of 0 too, which flushes denormal numbers to 0. So the
         # subtraction is left out only for integers, none of which is denormal.
@@ -109,9 +109,7 @@ class Transform:
         if not layers and shape != image_shape:
             layers.append(keras.layers.Reshape(image_shape, dtype="float32"))
 
-        mean = np.asarray(self.mean, np.float32)
-        scale = np.asarray(self.scale, np.float32)
-        mean, scale = np.broadcast_arrays(mean, scale)
+        mean, scale = np.broadcast_arrays(np.float32(self.mean), np.float32(self.scale))
         if mean.any() or (scale != 1).any():
             layers += _normalization_layers(mean, scale, image_shape)
         return Preprocessing(shape, layers, values, limits)
