@@ -120,6 +120,7 @@ CASES = [
     Case("German dates", text(day.strftime("%d.%m.%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %d.%m.%Y)", DAY_NUMBERS),
     Case("American dates", text(day.strftime("%m/%d/%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %m/%d/%Y)", DAY_NUMBERS),
     Case("years of two digits", text(day.strftime("%m/%d/%y") for day in DAYS), "x: date (days since 1970-01-01, read as %m/%d/%y)", DAY_NUMBERS),
+    Case("versions are no dates", text(["1.2.3", "1.2.4", "1.3.0"] * 20), "x: 3 names", ["1.2.3", "1.2.4", "1.3.0"] * 20, pandas={}),
     Case("times with a zone", text(f"{day}T12:00:00Z" for day in DAYS), "x: date (days since 1970-01-01)", np.array(DAY_NUMBERS) + 0.5),
     Case("decimals", columns(x=[decimal.Decimal(str(number)) for number in NUMBERS]), "x: number", NUMBERS),
     Case("typed dates", columns(x=DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),

@@ -174,7 +174,8 @@ def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
         parsed = pc.strptime(text, format=date_format, unit="us", error_is_null=True)
         # strptime reads February 30 as a day in March, and 24 as %Y as the year 24.
         pattern = date_format.replace(".", r"\.").replace("%d", r"(?P<day>\d{1,2})")
-        pattern = pattern.replace("%Y", r"\d{4}")
+        # And 1.2.3 is a version rather than a day in 2003.
+        pattern = pattern.replace("%Y", r"\d{4}").replace("%y", r"\d{2}")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
         return pc.if_else(is_real, parsed, pa.scalar(None, parsed.type))
