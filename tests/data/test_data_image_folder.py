@@ -88,7 +88,7 @@ def test_hidden_folders_are_no_classes_and_other_files_are_reported(tmp_path):
     )
     (message,) = source.description()["warnings"]
     assert (
-        message == f"{tmp_path}/train: left out what is no image: 2 x .xcf, 1 x notes, 1 x folder"
+        message == f"{tmp_path}/train: left out entries that are not images: 2 x .xcf, 1 x notes, 1 x folder"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
         assert isinstance(explained, DataError)
         assert str(explained).startswith(f"{culprit}: ")
         assert str(explained).endswith(
-            "; fix or remove it, or leave out what cannot be read with data.on_error=skip"
+            "; fix or remove it, or set data.on_error=skip to leave out what cannot be read"
         )
 
 

@@ -88,6 +88,12 @@ def test_a_manifest_sees_another_structure_and_another_number():
             {},
             r"inputs.a of example 7 hold NaN or infinite",
         ),
+        ((AGES, np.where(AGES == 7, -1e300, AGES)), {}, r"targets of example 7 .* beyond float32"),
+        (
+            (AGES * 1.0, AGES, np.ones((2, 5)), AGES[:2]),
+            {},
+            r"test .*: the inputs of an example have the shape \(5,\), and those of train \(\)",
+        ),
         (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),
             {"w_train": AGES},

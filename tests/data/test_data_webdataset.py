@@ -26,7 +26,9 @@ from launching import many_runs
 from shards import IMAGE_KEYS, members_of, write_shard, write_shards
 from tiny_data import SHAPE, images_of, joined, random_images, scaled, write_folder
 
-ADVICE = "write or fetch the shard again, or leave out what cannot be read with data.on_error=skip"
+ADVICE = (
+    "write or fetch the shard again, or set data.on_error=skip to leave out what cannot be read"
+)
 
 
 @pytest.fixture(autouse=True)

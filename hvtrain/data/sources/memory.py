@@ -3,7 +3,8 @@
 Each rank loads the whole arrays, but keeps only its shard.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ Elements = Mapping[str, Parts]
 # Fixed, so that every run holds out the same examples, whatever its own seed.
 SPLIT_SEED = 0
 PART_NAMES = ("inputs", "targets", "weights")
+MAX_FLOAT = np.finfo(np.float32).max
 
-RENUMBER = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
+RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) does"
 
 
 class Part(NamedTuple):
@@ -43,9 +45,8 @@ class Part(NamedTuple):
 class MemorySource(IndexedSource):
     """A source of examples from a function that returns whole arrays.
 
-    The function runs when counts, types or a stream are first needed. The first stream cuts the
-    arrays down to this rank's shards and drops the rest. float64 becomes float32, and int64 becomes
-    int32.
+    The function runs when counts, types or a stream are first needed. The first stream keeps only
+    this rank's shards of the arrays. float64 becomes float32, and int64 becomes int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -58,11 +59,12 @@ class MemorySource(IndexedSource):
 
     Raises:
         ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: once loaded, if lengths differ, or numbers are not finite or too large.
+        DataError: once loaded, if lengths differ, splits have unlike shapes, or numbers are not finite or too large.
     """
 
     transform: Transform = Unchanged()
     _spec: Parts = ()
+    _train_shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
     # The whole arrays, kept only from counting until the shards are cut.
     _parts: dict[str, Part] | None = None
 
@@ -151,9 +153,11 @@ class MemorySource(IndexedSource):
     def _open(self) -> dict[str, Part]:
         """Loads and checks the whole arrays, sets the spec of an example, and takes out the validation part."""
         try:
+            loaded = self._load()
+            # The training part comes first, since it decides how check() reads the others.
             arrays = {
-                split: nest.map_structure(np.asarray, tuple(elements))
-                for split, elements in self._load().items()
+                split: nest.map_structure(np.asarray, tuple(loaded[split]))
+                for split in sorted(loaded, key=lambda split: split != "train")
             }
         except OSError as error:
             raise DataError(
@@ -185,10 +189,11 @@ class MemorySource(IndexedSource):
         return parts
 
     def check(self, split: str, *elements: Any) -> Parts:
-        """Checks and returns a split's elements.
+        """Checks and returns a split's elements; train is checked first.
 
         Raises:
-            DataError: for unequal lengths, and for numbers that are not finite.
+            DataError: for unequal lengths, for shapes unlike those of train, and for numbers that are
+                not finite or beyond float32.
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by part and the path within it, such as "inputs.age".
@@ -197,14 +202,25 @@ class MemorySource(IndexedSource):
             lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
             raise DataError(f"{where}: {lengths}; each example needs one of each")
 
+        if split == "train":
+            self._train_shapes = {name: array.shape[1:] for name, array in arrays.items()}
         for name, array in arrays.items():
+            shape = array.shape[1:]
+            train_shape = self._train_shapes.get(name, shape)
+            if _without_ones(shape) != _without_ones(train_shape):
+                raise DataError(
+                    f"{where}: the {name} of an example have the shape {shape}, and those of train {train_shape}; "
+                    "give both the same"
+                )
             if not np.issubdtype(array.dtype, np.floating):
                 continue
-            is_finite = np.isfinite(array)
+            # False for NaN too.
+            is_finite = (array >= -MAX_FLOAT) & (array <= MAX_FLOAT)
             if not is_finite.all():
                 row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
                 raise DataError(
-                    f"{where}: the {name} of example {row} hold NaN or infinite values; fix or drop it"
+                    f"{where}: the {name} of example {row} hold NaN or infinite values, or some beyond float32; "
+                    "fix or drop it"
                 )
 
         return elements
@@ -239,6 +255,11 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
 def no_examples(element_spec: Any) -> Any:
     """Returns tensors for zero examples of this spec."""
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """Drops axes of size 1, which Keras adds and drops itself."""
+    return [side for side in shape if side != 1]
 
 
 def _take(arrays: Any, rows: np.ndarray) -> Any:

@@ -141,7 +141,7 @@ class Parquet(DealtSource):
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
 
-    def looked_at(self) -> list[tuple[str, bytes]]:
+    def sample_images(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:
             return []
         group = next(iter(self.counts["train"]))

@@ -89,7 +89,7 @@ class SegmentationFolder(ListedImages):
             )
 
         # Computed here, since it refuses images that would be misread.
-        self._look  # noqa: B018
+        self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
         values = set(self._count("train"))
         self._may_be_binary = num_classes == 2 and not colors
