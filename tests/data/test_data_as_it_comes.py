@@ -193,7 +193,12 @@ FOLDERS = [
         "no split has such a name: holdout, x.png",
     ),
     ("train/a/1.png train/a/._1.png train/a/Thumbs.db __MACOSX/x.png", {}, (1, 0, 0), ""),
-    ("train/a/1.png train/a/1.heic", {}, (1, 0, 0), "left out entries that are not images: 1 x .heic"),
+    (
+        "train/a/1.png train/a/1.heic",
+        {},
+        (1, 0, 0),
+        "left out entries that are not images: 1 x .heic",
+    ),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
     (
         "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF",
@@ -224,7 +229,11 @@ REFUSED_FOLDERS = [
         {"test_fraction": 0.6},
         "leaves no training images of a",
     ),
-    ("train/a/x/1.png train/b/x/1.png", {}, "train/a holds no images .*move those of its subfolders"),
+    (
+        "train/a/x/1.png train/b/x/1.png",
+        {},
+        "train/a holds no images .*move those of its subfolders",
+    ),
     ("train/a/1.png test/b/1.png", {}, "test has classes that .*train lacks: b"),
     (
         f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png",
@@ -296,7 +305,7 @@ REFUSED_MASKS = [
     (
         {"1.png": LABELS[:, :5]},
         TWO,
-        r"1.png is \(5, 4\) pixels and its image \(6, 4\); both need one size",
+        r"1.png has \(5, 4\) pixels and its image \(6, 4\); both need the same size",
     ),
     (
         {"1_mask.png": LABELS, "1_gt.png": LABELS},
@@ -304,11 +313,11 @@ REFUSED_MASKS = [
         "has several masks .*1_gt.png and 1_mask.png; keep one",
     ),
     ({"2_mask.png": LABELS}, TWO, "1.png has no mask"),
-    ({"1.png": IN_COLORS}, TWO, "is a picture in colors; give the color of each class"),
+    ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},
         RED,
-        r"has the color \[\d+, 0, 1\], which is none of dataset.colors",
+        r"has the color \[\d+, 0, 1\], which is not in dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
     (
@@ -316,7 +325,7 @@ REFUSED_MASKS = [
         {**RED, "colors": [[0, 0, 0]]},
         "dataset.colors has 1 colors for 2 classes",
     ),
-    ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is no color; give"),
+    ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is not a color; give"),
 ]
 
 
@@ -579,7 +588,7 @@ def test_a_folder_of_texts_says_what_it_leaves_out(tmp_path):
         write(tmp_path / name, words)
     source = Text(str(tmp_path), vocabulary_size=290, length=16)
     assert source.num_examples("train") > 0
-    assert warnings(source) == f"{tmp_path}: left out what is no .txt file: 2 x .md"
+    assert warnings(source) == f"{tmp_path}: left out files that are not .txt: 2 x .md"
     with pytest.raises(
         ConfigError, match=r"dataset.test_share=1e-05 of 1 document.* rounds to nothing"
     ):

@@ -194,7 +194,7 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
     }
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
     said = {
-        "short": "row 4 has 1 values and row 0 of train 2 in short",
+        "short": "row 4 has 1 values (row 0 of train: 2) in short",
         "gap": "row 2 has no value in gap",
     }
     for column, message in said.items():
@@ -204,6 +204,10 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
         assert message in str(source.explain(caught.value)) and isinstance(
             source.explain(caught.value), DataError
         )
+    first = datasets.Dataset.from_dict({"short": [None, [1.0]], "size": [1.0] * 2})
+    first.save_to_disk(str(tmp_path / "first"))
+    with pytest.raises(DataError, match="train: row 0 has no value in short"):
+        HuggingFace(str(tmp_path / "first"), "short", "size")
 
 
 def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
@@ -211,9 +215,9 @@ def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
         DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"
     ):
         HuggingFace(str(tmp_path / "nowhere"), "image", "label")
-    with pytest.raises(ConfigError, match=r"name leaf; .* has image, label, sides, grid, size"):
+    with pytest.raises(ConfigError, match=r"name leaf, but .* has image, label, sides, grid, size"):
         HuggingFace(str(saved), "leaf", "label")
-    with pytest.raises(ConfigError, match=r"image of .* holds images; give dataset.image_shape"):
+    with pytest.raises(ConfigError, match=r"holds images in image; give dataset.image_shape"):
         HuggingFace(str(saved), "image", "label")
 
 

@@ -280,7 +280,8 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
             Parquet(str(tmp_path), SHAPE, 3, **options).num_examples("train")
     other = write(tmp_path / "train2.parquet", pa.array(png(images)), labels)
     with pytest.raises(
-        DataError, match=f"{path} and {other}: image is encoded in one and pixels in the other"
+        DataError,
+        match=f"{path} and {other}: image holds encoded images in one and pixels in the other",
     ):
         Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     for options in ({"scale": 0}, {"shuffle_groups": 0}):

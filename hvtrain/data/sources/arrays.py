@@ -246,7 +246,7 @@ class ImagesWithMasks(ArraySource):
         return super().check(split, images, masks.astype(np.uint8), *weights)
 
     def description(self) -> Phrases:
-        masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
+        masks = ["0 and 255, read as classes 0 and 1"] if self._is_binary else []
         return super().description() | {"masks": masks}
 
 

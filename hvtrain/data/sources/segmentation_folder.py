@@ -27,19 +27,19 @@ from hvtrain.errors import ConfigError, DataError
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-# Before training, pixels are counted in at most this many masks of a split.
+# Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
-# Kept by a run: whether 255 is class 1 or ignored.
+# The file in which a run keeps whether 255 is class 1 or ignored.
 MASKS_FILE = "masks.json"
 
 
 class SegmentationFolder(ListedImages):
-    """A source of images, with a mask of class indices for each.
+    """A source of images, each with a mask of class indices.
 
-    Images are resized, and scaled to 0 ... 1; masks are resized by nearest pixels, and padding is
+    Images are resized and scaled to 0 ... 1. Masks are resized to the nearest pixel, and padding is
     ignored. A mask is a grey or palette image whose values are class indices, with 255 for ignored
-    pixels, or an image whose colors stand for classes. With two classes, and only 0 and 255 in
-    masks, 255 is class 1.
+    pixels, or an image whose colors stand for classes. If there are two classes and masks hold only 0
+    and 255, then 255 is class 1.
 
     Example:
         python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
@@ -55,11 +55,11 @@ class SegmentationFolder(ListedImages):
         flip: mirrors half of the training images, and their masks.
         colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
-        images: class_names, shift_pixels (pixels that a shift brings in at a border are ignored), and
-            how images and masks are resized; see FileSource.
+        images: class_names, shift_pixels (pixels that enter at a border are ignored), and how images
+            and masks are resized; see FileSource.
 
     Raises:
-        ConfigError: if there are too many classes, or not one name, or color, for each.
+        ConfigError: if there are too many classes, or not one name and one color for each.
         DataError: if there are no training images, or an image has no mask.
     """
 
@@ -78,7 +78,7 @@ class SegmentationFolder(ListedImages):
     ) -> None:
         if num_classes > IGNORED:
             raise ConfigError(
-                f"dataset.num_classes={num_classes}: masks have 8 bits, and at most {IGNORED} classes; merge some"
+                f"dataset.num_classes={num_classes}: masks of 8 bits hold at most {IGNORED} classes; merge some"
             )
         super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
@@ -113,7 +113,7 @@ class SegmentationFolder(ListedImages):
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         """Lists the images and masks of each split, and returns warnings about unused entries."""
-        # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
+        # PASCAL VOC lists the images of each split in a file; otherwise, each split is a folder.
         if (self.folder / "ImageSets").is_dir():
             return voc_pairs(self.folder), []
         return list_pairs(self.folder)
@@ -126,7 +126,7 @@ class SegmentationFolder(ListedImages):
         description = super().description()
         phrases = []
         if self._masks.is_binary:
-            phrases.append("0 and 255, read as the classes 0 and 1")
+            phrases.append("0 and 255, read as classes 0 and 1")
         names = class_labels(self)
         for split, pairs in self._files.items():
             counts = self._count(split)
@@ -157,7 +157,7 @@ class SegmentationFolder(ListedImages):
         paths, masks = self.shard(split, topology)
         spec = TensorSpec([None, *self.image_shape[:2]], tf.uint8)
 
-        # Masks are read with Pillow, since TensorFlow would convert palette indices to colours.
+        # Masks are read with Pillow, since TensorFlow would convert palette indices to colors.
         def read_masks(images, indices):
             pairs = [(path.decode(), masks[row]) for path, row in zip(images, indices)]
             return [np.stack(list(map(self._masks.read, pairs)))]
@@ -195,7 +195,9 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
         pairs[split], unused = pair_up(paths, mask_folder)
         alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
         if alone:
-            warnings.append(f"{split}: left out what is no image, or has none: {listed(alone)}")
+            warnings.append(
+                f"{split}: left out files that are not images, or masks without one: {listed(alone)}"
+            )
 
     if not (images and masks):
         others = [path for path in visible(folder) if path.is_dir() or is_image(path)]
@@ -222,7 +224,7 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
         unknown = [stem for stem in stems if stem not in images]
         if unknown:
             raise DataError(
-                f"{file} lists {listed(unknown)}, and JPEGImages/ has no such image; fix the list"
+                f"{file} lists {listed(unknown)}, but JPEGImages/ has no such image; fix the list"
             )
         pairs[split], _ = pair_up([images[stem] for stem in stems], folder / "SegmentationClass")
     return pairs

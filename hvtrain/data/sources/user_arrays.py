@@ -199,9 +199,9 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
             )
         if array.dtype.kind == "O":
             array = _typed(array, where)
+    except DataError:
+        raise
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
 
     if array.dtype.kind in "mM":
@@ -298,13 +298,14 @@ def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarr
         DataError: A target is not one of the names.
     """
     distinct, inverse = np.unique(targets, return_inverse=True)
-    unknown = [_text(name) for name in distinct if _text(name) not in names]
+    texts = list(map(_text, distinct))
+    unknown = [text for text in texts if text not in names]
     if unknown:
         raise DataError(
             f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
             "names to class_names"
         )
-    indices = np.array([list(names).index(_text(name)) for name in distinct], np.int64)
+    indices = np.array(list(map(list(names).index, texts)), np.int64)
     return indices[inverse].reshape(targets.shape)
 
 
