@@ -212,7 +212,7 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
 
 def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
     with pytest.raises(
-        DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"
+        DataError, match=r"^dataset.dir=.*nowhere does not exist on \S+; give a folder"
     ):
         HuggingFace(str(tmp_path / "nowhere"), "image", "label")
     with pytest.raises(ConfigError, match=r"name leaf, but .* has image, label, sides, grid, size"):
@@ -236,7 +236,7 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("trees", str(tmp_path))
     with pytest.raises(DataError, match=r"mnist is not prepared in .*; prepare it once"):
         PreparedDataset("mnist", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"name leaf; leaves has image, label, size"):
+    with pytest.raises(ConfigError, match=r"name leaf, but leaves has image, label, size"):
         PreparedDataset("leaves", str(prepared), input="leaf")
     with pytest.raises(ConfigError, match=r"leaves holds images; give dataset.image_shape"):
         PreparedDataset("leaves", str(prepared))

@@ -10,7 +10,7 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError
 
-# Exponent of the Zipf distribution of ids. Like in real logs, most ids are rare.
+# Exponent of the Zipf distribution of ids. As in real logs, most ids are rare.
 ZIPF = 1.3
 # Share of purchases drawn from the user's own cluster; all others are drawn from all items.
 LOYALTY = 0.8
@@ -40,7 +40,7 @@ def clicks(
     """
     if len(category_sizes) < 2:
         raise ConfigError(
-            f"dataset.category_sizes={list(category_sizes)} has fewer than two features; give another"
+            f"dataset.category_sizes={list(category_sizes)} has fewer than two features; add some"
         )
     _check_counts(num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
     check_least("dataset.seed", seed, 0)
@@ -104,7 +104,7 @@ def purchases(
     check_least("dataset.seed", seed, 0)
     if num_items % num_clusters:
         raise ConfigError(
-            f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; give one"
+            f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; change one of them"
         )
     random = np.random.default_rng(seed)
     number = num_train + num_test

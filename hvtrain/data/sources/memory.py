@@ -34,7 +34,7 @@ RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) 
 
 
 class Part(NamedTuple):
-    """A split as rows of whole arrays, so that taking validation out of training copies nothing."""
+    """A split as rows of whole arrays, so that taking validation out of train copies nothing."""
 
     elements: Parts
     """The whole arrays, as in Elements."""
@@ -151,7 +151,7 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads and checks the whole arrays, sets the spec of an example, and takes out the validation part."""
+        """Loads and checks the whole arrays, sets the spec of an example, and takes validation out of train."""
         try:
             loaded = self._load()
             # The training part comes first, since it decides how check() reads the others.

@@ -14,7 +14,7 @@ from hvtrain.data.source import Source, StreamRequest
 
 
 class Synthetic(Source):
-    """A source of normal noise and random labels, one batch per rank in memory. There is nothing to learn.
+    """A source of Gaussian noise and random labels, from one batch per rank in memory. There is nothing to learn.
 
     The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
 

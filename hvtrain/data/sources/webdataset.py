@@ -160,8 +160,8 @@ class Shards:
             self.num_validation and "validation" in examples
         ):
             raise ConfigError(
-                f"dataset.num_validation={self.num_validation} is not possible; give 0 ... {len(rows) - 1}, and only 0 if "
-                "validation has shards of its own"
+                f"dataset.num_validation={self.num_validation} is not possible; give 0 ... {len(rows) - 1}, but only 0 "
+                "if validation has shards of its own"
             )
         if self.num_validation:
             validation, train = random_parts(self.num_validation, len(rows) - self.num_validation)
