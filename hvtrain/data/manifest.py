@@ -44,7 +44,7 @@ def user_path(text: str | Path) -> Path:
     """
     path = path_of(text)
     with suppress(RuntimeError):
-        path = path.expanduser()
+        return path.expanduser()
     return path
 
 

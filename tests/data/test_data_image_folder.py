@@ -43,7 +43,8 @@ def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
 
 def test_layouts_that_are_refused(tmp_path):
     with pytest.raises(
-        DataError, match=r"^dataset.dir=/no/such does not exist on \S+; give a folder that this host"
+        DataError,
+        match=r"^dataset.dir=/no/such does not exist on \S+; give a folder that this host",
     ):
         ImageFolder("/no/such")
     with pytest.raises(

@@ -88,11 +88,10 @@ def test_a_manifest_sees_another_structure_and_another_number():
             {},
             r"inputs.a of example 7 hold NaN or infinite",
         ),
-        ((AGES, np.where(AGES == 7, -1e300, AGES)), {}, r"targets of example 7 .* beyond float32"),
         (
             (AGES * 1.0, AGES, np.ones((2, 5)), AGES[:2]),
             {},
-            r"test .*: the inputs of an example have the shape \(5,\), and those of train \(\)",
+            r"test .*: inputs hold 5 values per example, in train 1",
         ),
         (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),

@@ -177,12 +177,12 @@ class FileSource(NotesFailure, StreamedSource):
             specs = whole.element_spec
             blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
 
-            def repaired(*batch):
-                return tuple(call_python(partial(repair, blanks), batch, specs))
-
+            repaired = single.map(
+                lambda *batch: tuple(call_python(partial(repair, blanks), batch, specs))
+            )
             whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
             # take(1) reads the repaired batch only if the whole one failed.
-            either = whole.concatenate(single.map(repaired)).take(1)
+            either = whole.concatenate(repaired).take(1)
             return either.map(lambda *pair: postprocess(step, *pair))
 
         # Several batches are read at a time, but arrive in order.

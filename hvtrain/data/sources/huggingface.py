@@ -123,15 +123,15 @@ class HuggingFace(NotesFailure, IndexedSource):
             images = [
                 (f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded
             ]
-            phrases = describe_images(images, self.sizing)
-            description["images"] = [*description.get("images", []), *phrases]
+            description.setdefault("images", []).extend(describe_images(images, self.sizing))
         return description | {"warnings": self._warnings}
 
     def manifest(self) -> dict[str, Any]:
-        def paths(split):
-            return [file["filename"] for file in self._splits[split].cache_files]
-
-        return with_files(super().manifest(), self.folder, paths)
+        return with_files(
+            super().manifest(),
+            self.folder,
+            lambda split: [file["filename"] for file in self._splits[split].cache_files],
+        )
 
     def whole_targets(self) -> dict[str, Any]:
         if not isinstance(self._target, str) or self._target in self._images:
@@ -168,12 +168,12 @@ class HuggingFace(NotesFailure, IndexedSource):
         def read(indices, *draws):
             values = dict(zip(self._specs, call_python(read_arrays, [indices], specs)))
             for name in self._images:
-                # Only a single input is cropped at random, not images among several inputs or in targets.
-                is_input = name == self._input
-                values[name] = decode_batch(values[name], self.sizing, *(draws if is_input else ()))
-                # The transform scales the single input; other images are scaled here.
-                if not is_input:
-                    values[name] = tf.cast(values[name], tf.float32) / 255.0
+                # Only a single input is cropped at random, and scaled by the transform.
+                if name == self._input:
+                    values[name] = decode_batch(values[name], self.sizing, *draws)
+                else:
+                    images = decode_batch(values[name], self.sizing)
+                    values[name] = tf.cast(images, tf.float32) / 255.0
             return self._arranged(values)
 
         return read
@@ -318,7 +318,7 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     # A single Dataset has no splits, so all of it is for training.
     parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     names = split_entries(parts)
-    if not len(parts[names["train"]] if "train" in names else []):
+    if not len(parts.get(names.get("train"), ())):
         raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
     unused = left_out(map(Path, parts), map(Path, names.values()))
     # Arrow tables keep images encoded, for TensorFlow to decode.

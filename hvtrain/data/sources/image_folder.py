@@ -70,24 +70,21 @@ class ListedImages(FileSource, IndexedSource):
     def load(self, batches: Dataset, split: str, topology: Topology, *settings: Any) -> Dataset:
         files = self._files.get(split)
         if files and is_far(files[0][0]):
-            batches = self._read_ahead(batches, split, topology)
+            paths = [path.decode() for path in self.shard(split, topology)[0].numpy()]
+
+            def announce(indices):
+                members_ahead.announce(paths[index] for index in indices)
+                return [np.True_]
+
+            def announced(step, batch):
+                indices = nest.flatten(batch)[0]
+                done = call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
+                with tf.control_dependencies(done):
+                    return step, nest.map_structure(tf.identity, batch)
+
+            # The images of these batches are read ahead; the indices stay the same.
+            batches = batches.map(announced).prefetch(BATCHES_AHEAD)
         return super().load(batches, split, topology, *settings)
-
-    def _read_ahead(self, batches: Dataset, split: str, topology: Topology) -> Dataset:
-        """Returns the batches of indices unchanged, and begins to read their images from object storage."""
-        paths = [path.decode() for path in self.shard(split, topology)[0].numpy()]
-
-        def announce(indices):
-            members_ahead.announce(paths[index] for index in indices)
-            return [np.True_]
-
-        def announced(step, batch):
-            indices = nest.flatten(batch)[0]
-            done = call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
-            with tf.control_dependencies(done):
-                return step, nest.map_structure(tf.identity, batch)
-
-        return batches.map(announced).prefetch(BATCHES_AHEAD)
 
     def sample_images(self) -> list[tuple[str, str]]:
         paths = [path for path, _ in sample(self._files["train"])]
@@ -188,8 +185,7 @@ class ImageFolder(LabelledImages):
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
             raise ConfigError(
                 f"dataset.validation_fraction={validation_fraction} and "
-                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less "
-                "than 1"
+                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
             )
 
         # Number of entries in class folders that are not images, by split and kind, for the description.
@@ -298,12 +294,9 @@ class ImageFolder(LabelledImages):
         # An unreadable image keeps the label -1. When it is used, it is read again and reported.
         labels = np.full(number, -1, np.int32)
 
-        def read_single(index):
-            return index, *read(index)
-
         # Read one by one, since ignore_errors() drops a whole batch.
-        singles = Dataset.range(number).batch(1)
-        images = singles.map(read_single, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
+        images = Dataset.range(number).batch(1)
+        images = images.map(lambda index: (index, *read(index)), tf.data.AUTOTUNE).ignore_errors()
         for index, image, label in finish(images, topology).as_numpy_iterator():
             pixels[index] = image
             labels[index] = label

@@ -115,12 +115,15 @@ def purchases(
     items = np.where(is_loyal, own, items)
 
     inputs = {"query": users[:, None], "item": items[:, None]}
-    facts = {
-        "query_sizes": [num_users],
-        "item_sizes": [num_items],
-        "catalogue": np.arange(num_items)[:, None],
-    }
-    return _source("purchases", inputs, items, num_train, **facts)
+    return _source(
+        "purchases",
+        inputs,
+        items,
+        num_train,
+        query_sizes=[num_users],
+        item_sizes=[num_items],
+        catalogue=np.arange(num_items)[:, None],
+    )
 
 
 def _check_counts(**counts: int) -> None:
@@ -131,9 +134,8 @@ def _check_counts(**counts: int) -> None:
 def _source(
     name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any
 ) -> MemorySource:
-    examples = (inputs, targets)
-    train = tf.nest.map_structure(lambda array: array[:num_train], examples)
-    test = tf.nest.map_structure(lambda array: array[num_train:], examples)
-    return MemorySource(
-        name, lambda: {"train": train, "test": test}, "drawn at random", more_facts=facts
-    )
+    def rows(part: slice) -> Any:
+        return tf.nest.map_structure(lambda array: array[part], (inputs, targets))
+
+    splits = {"train": rows(slice(num_train)), "test": rows(slice(num_train, None))}
+    return MemorySource(name, lambda: splits, "drawn at random", more_facts=facts)

@@ -39,7 +39,7 @@ IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-IDX_NAMES = [name for pair in IDX_FILES.values() for name in pair]
+IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
 UNSIGNED_BYTES = 8  # The code for this type in an idx file.
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -82,7 +82,7 @@ class KerasFiles(NamedTuple):
     """Another way to get the data, for error messages."""
     read: Callable[[Path], Arrays]
     """Reads a folder that the user provides."""
-    names: Sequence[str] = tuple(IDX_NAMES)
+    names: Sequence[str] = IDX_NAMES
     """The files in such a folder."""
 
     def fetch(self) -> str:
@@ -91,8 +91,7 @@ class KerasFiles(NamedTuple):
         Raises:
             DataError: within seconds, if files are missing and their host does not answer.
         """
-        folder = cache_folder()
-        with _turn(folder):
+        with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
         if not present:
             # Outside the lock, so that the ranks of an offline host fail together, not one by one.
@@ -106,8 +105,7 @@ class KerasFiles(NamedTuple):
 
     def load(self) -> dict:
         """Returns whole arrays by split. Keras downloads them if necessary, and checks their hashes."""
-        folder = cache_folder()
-        with _turn(folder):
+        with _locked_cache() as folder:
             # Keras sets no timeout, so a stalled download would never end.
             timeout = socket.getdefaulttimeout()
             socket.setdefaulttimeout(PROBE_SECONDS)
@@ -146,8 +144,9 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Holds the lock of the cache folder while the context is open."""
+def _locked_cache() -> Iterator[Path]:
+    """Holds the lock of the cache folder while the context is open; yields the folder."""
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's files.
     path = folder / ".hvtrain.lock"
@@ -160,7 +159,7 @@ def _turn(folder: Path) -> Iterator[None]:
     # The lock belongs to the open file, so it is released if this process dies.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield folder
     finally:
         os.close(lock)
 

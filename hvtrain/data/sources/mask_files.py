@@ -149,15 +149,16 @@ class MaskReader:
         if self.is_binary:
             is_outside = (values != 0) & (values != IGNORED)
             needed = "but all others are 0 and 255"
+            classes = values != 0
         else:
             is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
             needed = f"outside 0 ... {self.num_classes - 1}"
+            classes = values
         if is_outside.any():
             fix = "fix the mask or dataset.num_classes"
             if is_jpeg:
                 fix = "write masks as PNG, since JPEG changes labels"
             raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
-        classes = values != 0 if self.is_binary else values
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:

@@ -3,8 +3,8 @@
 Each rank loads the whole arrays, but keeps only its shard.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,6 @@ Elements = Mapping[str, Parts]
 # Fixed, so that every run holds out the same examples, whatever its own seed.
 SPLIT_SEED = 0
 PART_NAMES = ("inputs", "targets", "weights")
-MAX_FLOAT = np.finfo(np.float32).max
 
 RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) does"
 
@@ -59,12 +58,11 @@ class MemorySource(IndexedSource):
 
     Raises:
         ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: once loaded, if lengths differ, splits have unlike shapes, or numbers are not finite or too large.
+        DataError: once loaded, if lengths differ, splits differ in shape, or numbers are not finite or too large.
     """
 
     transform: Transform = Unchanged()
     _spec: Parts = ()
-    _train_shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
     # The whole arrays, kept only from counting until the shards are cut.
     _parts: dict[str, Part] | None = None
 
@@ -84,6 +82,8 @@ class MemorySource(IndexedSource):
         self.take_facts(more_facts or {})
 
         self._counts: dict[str, int] = {}
+        # Number of values in a training example, by the names that check() uses.
+        self._sizes: dict[str, int] = {}
         # Shards are kept by topology: a run resumed on another number of ranks reads the shards of several
         # of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
@@ -123,14 +123,14 @@ class MemorySource(IndexedSource):
             # The whole arrays are dropped once the shards are cut.
             self._parts = None
             self.fit(parts["train"])
-            self._shards[topology] = {}
+            shards = {}
             for split_name, part in parts.items():
                 local = np.asarray(topology.share(len(part.rows)), np.int64)
                 rows = self.in_model_type(_take(part.elements, part.rows[local]))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
-                    tensors = nest.map_structure(tf.constant, rows)
-                self._shards[topology][split_name] = tensors
+                    shards[split_name] = nest.map_structure(tf.constant, rows)
+            self._shards[topology] = shards
 
         # A missing split has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
@@ -154,16 +154,15 @@ class MemorySource(IndexedSource):
         """Loads and checks the whole arrays, sets the spec of an example, and takes validation out of train."""
         try:
             loaded = self._load()
-            # The training part comes first, since it decides how check() reads the others.
-            arrays = {
-                split: nest.map_structure(np.asarray, tuple(loaded[split]))
-                for split in sorted(loaded, key=lambda split: split != "train")
-            }
+            whole = {}
+            # The training part comes first, since check() compares the others with it.
+            for split in sorted(loaded, key=lambda split: split != "train"):
+                arrays = nest.map_structure(np.asarray, tuple(loaded[split]))
+                whole[split] = self.check(split, *arrays)
         except OSError as error:
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        whole = {split: self.check(split, *elements) for split, elements in arrays.items()}
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = nest.map_structure(
             lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
@@ -192,8 +191,8 @@ class MemorySource(IndexedSource):
         """Checks and returns a split's elements; train is checked first.
 
         Raises:
-            DataError: for unequal lengths, for shapes unlike those of train, and for numbers that are
-                not finite or beyond float32.
+            DataError: for unequal lengths, for other sizes than in train, and for numbers that are not
+                finite.
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by part and the path within it, such as "inputs.age".
@@ -202,25 +201,20 @@ class MemorySource(IndexedSource):
             lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
             raise DataError(f"{where}: {lengths}; each example needs one of each")
 
-        if split == "train":
-            self._train_shapes = {name: array.shape[1:] for name, array in arrays.items()}
         for name, array in arrays.items():
-            shape = array.shape[1:]
-            train_shape = self._train_shapes.get(name, shape)
-            if _without_ones(shape) != _without_ones(train_shape):
+            # Sizes, not shapes, since Keras itself adds and drops axes of size 1.
+            size = math.prod(array.shape[1:])
+            if size != self._sizes.setdefault(name, size):
                 raise DataError(
-                    f"{where}: the {name} of an example have the shape {shape}, and those of train {train_shape}; "
-                    "give both the same"
+                    f"{where}: {name} hold {size} values per example, in train {self._sizes[name]}; make them equal"
                 )
             if not np.issubdtype(array.dtype, np.floating):
                 continue
-            # False for NaN too.
-            is_finite = (array >= -MAX_FLOAT) & (array <= MAX_FLOAT)
+            is_finite = np.isfinite(array)
             if not is_finite.all():
                 row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
                 raise DataError(
-                    f"{where}: the {name} of example {row} hold NaN or infinite values, or some beyond float32; "
-                    "fix or drop it"
+                    f"{where}: the {name} of example {row} hold NaN or infinite values; fix or drop it"
                 )
 
         return elements
@@ -255,11 +249,6 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
 def no_examples(element_spec: Any) -> Any:
     """Returns tensors for zero examples of this spec."""
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
-
-
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    """Drops axes of size 1, which Keras adds and drops itself."""
-    return [side for side in shape if side != 1]
 
 
 def _take(arrays: Any, rows: np.ndarray) -> Any:

@@ -125,8 +125,7 @@ class Parquet(DealtSource):
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
             raise DataError(
-                f"{paths}: {self._columns.image} holds encoded images in one and pixels in the other; write both the "
-                "same way"
+                f"{paths}: {self._columns.image} holds encoded images in one and pixels in the other; write one kind"
             )
 
         self._encoded = any(kinds)
@@ -167,8 +166,8 @@ class Parquet(DealtSource):
         except DataError as error:
             if not self.skips:
                 raise
-            problem = str(error).removeprefix(f"{path} ")
-            self.leave_out(Unreadable(str(path), problem, num_examples=None))
+            # None, since the number of rows in a damaged file is unknown.
+            self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
 
         if groups:

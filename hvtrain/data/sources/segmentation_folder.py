@@ -91,15 +91,15 @@ class SegmentationFolder(ListedImages):
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
-        values = set(self._count("train"))
         self._may_be_binary = num_classes == 2 and not colors
-        if self._may_be_binary and values <= {0}:
+        if self._may_be_binary:
+            values = set(self._count("train"))
             # A rare class may be missing from the sample, so all masks are searched until one has it.
-            rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
-            values |= next((labels for labels in rest if labels - {0}), set())
-        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
-        if self._may_be_binary and IGNORED in values <= {0, IGNORED}:
-            self._masks = replace(self._masks, is_binary=True)
+            if values <= {0}:
+                rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
+                values |= next((labels for labels in rest if labels - {0}), set())
+            # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
+            self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:
         if not self._may_be_binary:
@@ -178,17 +178,20 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     images = _named(folder, IMAGE_FOLDERS)
     masks = _named(folder, MASK_FOLDERS)
     folders = {}
+    warnings = []
     if images and masks:
         mask_folders = split_folders(masks)
         for split, path in split_folders(images).items():
             folders[split] = path, mask_folders.get(split, masks / path.name)
     else:
-        for split, path in split_folders(folder).items():
+        parts = split_folders(folder)
+        for split, path in parts.items():
             image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
             folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
+        entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
+        warnings = left_out(entries, parts.values())
 
     pairs = {}
-    warnings = []
     for split, (image_folder, mask_folder) in folders.items():
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
@@ -199,9 +202,6 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
                 f"{split}: left out files that are not images, or masks without one: {listed(alone)}"
             )
 
-    if not (images and masks):
-        others = [path for path in visible(folder) if path.is_dir() or is_image(path)]
-        warnings += left_out(others, split_folders(folder).values())
     return pairs, warnings
 
 
@@ -209,7 +209,7 @@ def _named(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the folder with the first of these names that exists, in any case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = [path for name in names for path in folders if path.name.lower() == name]
-    return matches[0] if matches else None
+    return next(iter(matches), None)
 
 
 def voc_pairs(folder: Path) -> dict[str, Files]:

@@ -54,8 +54,7 @@ def shapes(
         ConfigError: if a value is out of range.
     """
     shape = check_image_shape(image_shape)
-    for side in shape[:2]:
-        check_least("dataset.image_shape (each side)", side, MIN_SIDE)
+    check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)
 
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():

@@ -61,11 +61,12 @@ class Synthetic(Source):
 
         # Smaller steps get the first examples of the batch.
         def cut(step):
+            step %= share.steps
             size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]
 
         steps = Dataset.range(request.start_step, FOREVER)
-        return finish(steps.map(lambda step: cut(step % share.steps)), topology)
+        return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         # Full batches are followed by a short one for the rest of the shard.
@@ -77,8 +78,7 @@ class Synthetic(Source):
 
     def _batch(self, topology: Topology, batch_size: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a rank's only batch, a function of the seed and the rank."""
-        # NumPy refuses negative seeds.
-        random = np.random.default_rng([abs(seed), topology.rank])
+        random = np.random.default_rng([seed, topology.rank])
         images = random.standard_normal((batch_size, *self.image_shape), np.float32)
         labels = random.integers(self.num_classes, size=batch_size, dtype=np.int32)
         with tf.device("CPU:0"):

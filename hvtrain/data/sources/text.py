@@ -294,7 +294,7 @@ class Text(MemorySource):
         for split, texts in parts.items():
             elements[split] = self._filled_rows(split, texts)
             if classes:
-                targets = np.array([classes[number] for number in numbers[split]], np.int32)
+                targets = np.array(classes, np.int32)[numbers[split]]
                 elements[split] = elements[split][0], targets
         return elements
 

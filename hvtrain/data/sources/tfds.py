@@ -65,8 +65,8 @@ class PreparedDataset(FunctionSource):
         unknown = [str(key) for key in self._keys if key not in features]
         if unknown:
             raise ConfigError(
-                f"dataset.input and dataset.target name {', '.join(unknown)}, but {dataset} has {', '.join(features)}; "
-                "choose from these"
+                f"dataset.input and dataset.target name {', '.join(unknown)}, but {dataset} has only "
+                f"{', '.join(features)}"
             )
 
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))
@@ -180,6 +180,5 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     name = dataset.partition(":")[0]
     raise DataError(
         f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, "
-        f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the "
-        "folder that holds it"
+        f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the folder that holds it"
     )

@@ -330,12 +330,12 @@ class TFRecords(DealtSource):
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         piece, row = self.piece_and_row(example[-1])
         record = example[0][0]
-        if not record and not self.skips:
-            # The file may have changed since it was last scanned.
+        may_have_changed = not record and not self.skips
+        if may_have_changed:  # Since the file was last scanned.
             self._scans.pop(piece, None)
         offsets, defect = self._scan(piece)
 
-        if row >= len(offsets) or not (record or self.skips):
+        if row >= len(offsets) or may_have_changed:
             count = next(counts[piece] for counts in self.counts.values() if piece in counts)
             if len(offsets) != count:
                 defect = defect or f"holds {len(offsets)} records and had {count} before"

@@ -150,12 +150,13 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
                 f"{name}: w_{split} is {state}, unlike w_train; give all weights or none"
             )
 
-        parts = (x, y, w) if has_weights else (x, y)
-        names = (f"{name}, x_{split}", f"{name}, y_{split}", f"{name}, w_{split}")
         # tf.nest treats a sparse matrix or a data frame as a single value.
         arrays[split] = tuple(
-            tf.nest.map_structure(partial(_plain_array, where=where), _whole_list(part))
-            for where, part in zip(names, parts)
+            tf.nest.map_structure(
+                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part)
+            )
+            for letter, part in zip("xyw", (x, y, w))
+            if part is not None
         )
 
     return arrays

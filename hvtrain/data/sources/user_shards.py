@@ -68,8 +68,7 @@ class PipelineExamples:
             if not part.shape.is_fully_defined():
                 raise DataError(
                     f"{name} gives tensors of shape {part.shape}; single examples of a known shape "
-                    "are needed: remove .batch(), since the run makes batches, or set the shape with "
-                    "tf.ensure_shape"
+                    "are needed: remove .batch(), since the run makes batches, or set the shape with tf.ensure_shape"
                 )
         if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
             dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
@@ -161,10 +160,10 @@ class PyDatasetExamples:
             # first batches, which the run notices.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches that end at or before the start are not read; in the next one, examples are skipped.
-        ends = np.cumsum(self._sizes[numbers])
-        num_over = int(np.searchsorted(ends, start, side="right"))
-        within = start - int(ends[num_over - 1]) if num_over else start
+        # Batches before that of the first example are not read; in that one, examples are skipped.
+        begins = np.cumsum([0, *self._sizes[numbers]])
+        num_over = int(np.searchsorted(begins, start, side="right")) - 1
+        within = start - int(begins[num_over])
         flat = nest.flatten(self.element_spec)
         specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
 
@@ -244,26 +243,26 @@ class UserFunction(NotesFailure):
         self._has_logged = False
 
         known = (*REQUIRED, *DEFAULTS)
-        parameters = inspect.signature(function).parameters.values()
-        names = {parameter.name for parameter in parameters}
-        # **kwargs accepts all arguments.
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            names.update(known)
-        self.declared = names.intersection(known)
+        self.declared: set[str] = set()
+        for argument in inspect.signature(function).parameters.values():
+            # **kwargs accepts all arguments.
+            if argument.kind is argument.VAR_KEYWORD:
+                self.declared.update(known)
+            elif argument.name in known:
+                self.declared.add(argument.name)
+            elif (
+                argument.default is argument.empty and argument.kind is not argument.VAR_POSITIONAL
+            ):
+                raise ConfigError(
+                    f"{self.name} has the argument {argument.name}, and hvtrain gives only {', '.join(known)}; set it "
+                    "with functools.partial"
+                )
 
         missing = [name for name in REQUIRED if name not in self.declared]
         if missing:
             raise ConfigError(
                 f"{self.name} takes no {' and no '.join(missing)}; it must take both and return that shard"
             )
-
-        for parameter in parameters:
-            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_named and parameter.default is parameter.empty and parameter.name not in known:
-                raise ConfigError(
-                    f"{self.name} has the argument {parameter.name}, and hvtrain gives only {', '.join(known)}; set it "
-                    "with functools.partial"
-                )
 
     def call_in_words(self, key: ShardKey) -> str:
         """Formats the call for a shard as Python code, with which messages begin."""
