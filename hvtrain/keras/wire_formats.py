@@ -61,7 +61,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        """Returns the bytes that a rank sends to reduce tensors of these shapes."""
+        """Returns the bytes that a rank sends to reduce tensors of these shapes; unknown sizes count as 0."""
 
 
 class ByteFormat(WireFormat):
@@ -121,7 +121,7 @@ class ByteFormat(WireFormat):
         return _unpacked(means, tensors), _unpacked(losses, tensors)
 
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        blocks = sum(shape.num_elements() for shape in shapes) / BLOCK
+        blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK
         return ring_bytes(blocks * self.block_bytes, num_ranks)
 
 
@@ -208,7 +208,7 @@ class PowerSGD(WireFormat):
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
         """Returns the shape of Q, or None if the tensor is sent whole."""
         num_elements = shape.num_elements()
-        if shape.rank < 2 or not num_elements:
+        if not num_elements or shape.rank < 2:
             return None
         # The last axis of a kernel, dense or convolutional, is that of the outputs.
         num_columns = shape[-1]
@@ -254,7 +254,7 @@ class PowerSGD(WireFormat):
         num_values = 0
         for shape in shapes:
             projection = self.projection_shape(shape)
-            num_elements = shape.num_elements()
+            num_elements = shape.num_elements() or 0
             if projection is None:
                 num_values += num_elements
             else:

@@ -108,7 +108,7 @@ def refuse_own_cluster(strategy: str) -> None:
     """Raises ConfigError if the environment describes a cluster already."""
     if "TF_CONFIG" in os.environ:
         raise ConfigError(
-            f"TF_CONFIG is set, and strategy={strategy} builds its cluster from the launcher's ranks; unset it"
+            f"TF_CONFIG is set, but strategy={strategy} builds its cluster from the launcher's ranks; unset it"
         )
 
 

@@ -75,7 +75,7 @@ class ReplicaReducer(Reducer):
             return reduced
         if any(map(overwrites, variables)):
             raise ConfigError(
-                f"strategy={self.strategy} sums what float8 layers need the maximum of; choose strategy=horovod"
+                f"strategy={self.strategy} sums gradients, but float8 layers need maxima; choose strategy=horovod"
             )
         if self.topology.size > 1:
             settings = f"op=Sum, stop_flag={self.flag is not None}"
@@ -218,7 +218,7 @@ class ReplicaStrategy(Strategy):
         if overridden:
             raise ConfigError(
                 f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "
-                f"the loss by the number of replicas, and {type(model).__name__} has its own "
+                f"the loss by the number of replicas, but {type(model).__name__} has its own "
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
         self.exclude({"train.jit_compile": model.jit_compile})

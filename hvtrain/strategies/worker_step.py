@@ -21,15 +21,14 @@ from hvtrain.strategies.loop import replaced
 
 
 class Computed(NamedTuple):
-    """The results of the model's train step on a batch, each with its variable.
-
-    counts: numbers to add to the state of the metrics. statistics: new values of weights that no
-    gradient trains, such as moving averages. result: the return value of the step.
-    """
+    """The results of the model's train step on a batch, each with its variable."""
 
     gradients: list[tuple[keras.Variable, Any]]
+    # Numbers to add to the state of the metrics.
     counts: list[tuple[keras.Variable, tf.Tensor]]
+    # New values of weights that no gradient trains, such as moving averages.
     statistics: list[tuple[keras.Variable, tf.Tensor]]
+    # The step's return value.
     result: dict[str, tf.Tensor]
 
 
@@ -67,7 +66,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     if len(steps) != 1:
         raise ConfigError(
             f"{type(model).__name__}.train_step steps {len(steps)} times with the model's "
-            "optimizer, and parameter servers need one step for each batch; choose strategy=horovod"
+            "optimizer, but parameter servers need one step for each batch; choose strategy=horovod"
         )
 
     gradients, variables = steps[0]

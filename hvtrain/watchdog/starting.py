@@ -67,11 +67,11 @@ def start(
         return Watchdog()
 
     address, listener = agree(rank, gather, broadcast)
-    # Each watchdog has a new token, so that it takes ranks of an earlier one for strangers.
+    # Each watchdog has a new token, so that ranks of an earlier one cannot join it.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
     if address is None:
-        log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
+        log.warning("no watchdog: no address of rank 0 can be reached from all ranks")
         return Watchdog(progress)
 
     rules = Rules(limit, beat_seconds(size, limit), survives_loss)
