@@ -193,7 +193,7 @@ def group_by_message(
         rest = dense
         for group in groups:
             ids = {variable_id(variable) for variable in group}
-            # In the first group that names it alone, or a gradient would be reduced twice.
+            # Only in the first group that names it, or its gradient would be reduced twice.
             parts.append([i for i in rest if variable_id(variables[i]) in ids])
             rest = [i for i in rest if i not in parts[-1]]
         parts += [[i] for i in rest]

@@ -108,9 +108,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
             # Keras names them `momentums` in SGD and `_momentums` in RMSprop.
-            for slot in getattr(optimizer, "momentums", None) or getattr(
-                optimizer, "_momentums", []
-            ):
+            slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
+            for slot in slots:
                 slot.assign(slot * (new_rate / old_rate))
 
 

@@ -40,11 +40,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         """Returns the means over the ranks, and this rank's errors (every rank).
 
@@ -83,11 +79,7 @@ class ByteFormat(WireFormat):
         """Decodes the integers of encode() to floats [n, BLOCK] of this type."""
 
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
@@ -217,11 +209,7 @@ class PowerSGD(WireFormat):
         return (num_columns, self.rank) if is_smaller else None
 
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         low = [i for i, projection in enumerate(projections) if projection is not None]
         whole = [i for i, projection in enumerate(projections) if projection is None]

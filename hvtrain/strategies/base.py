@@ -268,10 +268,7 @@ class Strategy:
         return results
 
     def evaluate(
-        self,
-        model: keras.Model,
-        dataset: tf.data.Dataset,
-        callbacks: Sequence[Callback] = (),
+        self, model: keras.Model, dataset: tf.data.Dataset, callbacks: Sequence[Callback] = ()
     ) -> dict[str, float]:
         """Returns the metrics over all ranks' shards, which may differ in size or be empty.
 

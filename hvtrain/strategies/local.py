@@ -42,11 +42,7 @@ class LocalSGDStrategy(HorovodStrategy):
     can_restart = False
 
     def __init__(
-        self,
-        every: int = 16,
-        warmup_steps: int = 0,
-        within_hosts: bool = False,
-        **horovod: Any,
+        self, every: int = 16, warmup_steps: int = 0, within_hosts: bool = False, **horovod: Any
     ) -> None:
         super().__init__(**horovod)
         compression = "none" if self.compresses else self.compression_name

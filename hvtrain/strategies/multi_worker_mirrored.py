@@ -48,10 +48,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
     name = NAME
 
     def __init__(
-        self,
-        communication: str = "auto",
-        share_gpus: bool = False,
-        pin_cores: bool = True,
+        self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True
     ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         check_choice("strategy.communication", communication, COMMUNICATION)

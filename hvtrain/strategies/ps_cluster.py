@@ -112,10 +112,7 @@ def worker_ranks(roles: Roles) -> list[int]:
 
 
 def join_cluster(
-    num_ps: int,
-    strategy: str,
-    share_gpus: bool,
-    check_workers: Callable[[int], None],
+    num_ps: int, strategy: str, share_gpus: bool, check_workers: Callable[[int], None]
 ) -> Cluster:
     """Joins all processes into one cluster (every process).
 
@@ -237,11 +234,7 @@ def _allow_threads() -> None:
 
 
 def _start_server(
-    spec: tf.train.ClusterSpec,
-    name: str,
-    gpu: int | None,
-    num_here: int,
-    address: str,
+    spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int, address: str
 ) -> None:
     """Starts this process's server.
 
@@ -265,16 +258,10 @@ def _start_server(
 
     job, index = name.split()
     try:
-        _servers.append(
-            tf.distribute.Server(
-                spec,
-                job,
-                int(index),
-                protocol="grpc",
-                config=config,
-                start=True,
-            )
+        server = tf.distribute.Server(
+            spec, job, int(index), protocol="grpc", config=config, start=True
         )
+        _servers.append(server)
     except tf.errors.OpError as error:
         raise RankError(
             f"{name} cannot serve at {address}, which another process may have taken in the meantime: "

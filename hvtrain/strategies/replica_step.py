@@ -64,9 +64,7 @@ class ReplicaReducer(Reducer):
         return self.num_replicas == 1
 
     def __call__(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None = None,
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
     ) -> list[Any]:
         self.num_calls += 1
         reduced = list(gradients)
@@ -116,9 +114,7 @@ def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
 
 
 def replica_loss(
-    loss: keras.losses.Loss,
-    num_replicas: int,
-    mean: Callable[[tf.Tensor], tf.Tensor],
+    loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor]
 ) -> keras.losses.Loss:
     """Returns a copy of the loss whose gradients, summed over all replicas, are those of the joint batch.
 

@@ -73,14 +73,14 @@ class VirtualRanksStrategy(HorovodStrategy):
         return distributed
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        def refuse(number):
+        def refuse(_):
             raise ConfigError(
                 f"strategy={self.name} computes the parts of a step one by one, but the loss needs a sum over all "
                 "parts (because of a mask, an ignored label or weights); choose strategy=horovod"
             )
 
         if hasattr(loss, "joint_batch"):
-            refuse(tf.zeros([]))
+            refuse(None)
         return joint_loss(loss, refuse, lambda: self.virtual_ranks)
 
     def prepare(self, model: keras.Model) -> None:

@@ -101,9 +101,7 @@ def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
 
 
 def reader(
-    batches: Any,
-    marks: StepMarks,
-    sizes: Sequence[int],
+    batches: Any, marks: StepMarks, sizes: Sequence[int]
 ) -> tuple[Callable[[], list[Any]], Any]:
     """Returns a function that reads the next batch and splits it into parts, and the parts' specs.
 
@@ -149,11 +147,7 @@ class Workers:
         return [worker for worker in range(self.number) if worker not in busy]
 
     def call(
-        self,
-        worker: int,
-        step: int,
-        function: Callable[..., tf.Tensor],
-        *arguments: Any,
+        self, worker: int, step: int, function: Callable[..., tf.Tensor], *arguments: Any
     ) -> None:
         """Begins a call on a free worker, for a step of the run."""
 

@@ -70,9 +70,8 @@ class Hub:
             next_tick = 0.0
             while self._is_open:
                 # A tick examines all ranks, so a tick for each beat would be too expensive.
-                for connection, message in self._connections.messages(
-                    max(0.0, next_tick - time.monotonic())
-                ):
+                timeout = max(0.0, next_tick - time.monotonic())
+                for connection, message in self._connections.messages(timeout):
                     self._take(connection, message)
                 # No tick once rank 0 has left: the others, which only wait for it, would seem stalled.
                 if self._is_open and time.monotonic() >= next_tick:

@@ -86,7 +86,7 @@ def test_an_optimizers_reduction_asks(monkeypatch, device, is_refused):
         assert Reducer(op=hvd.Adasum, device_dense=device).op == hvd.Adasum
         return
     with pytest.raises(
-        ValueError, match=r"Adasum on GPUs needs the same number .* and 3 of 4 are on "
+        ValueError, match=r"Adasum on GPUs needs the same number .* but 3 of 4 are on "
     ) as error:
         Reducer(op=hvd.Adasum, device_dense=device)
     assert "\n" not in str(error.value)
