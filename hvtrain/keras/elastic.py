@@ -70,10 +70,7 @@ class KerasState(ObjectState):
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | None = None,
-        **kwargs: Any,
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any
     ) -> None:
         if not model.built:
             raise ValueError(
