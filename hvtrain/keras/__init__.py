@@ -1,8 +1,8 @@
 """Horovod's Keras interface, made to work on Keras 3: `import hvtrain.keras as hvd`.
 
-Names and arguments are those of horovod.tensorflow.keras, horovod.keras and horovod.tensorflow. The
-core (init, ranks, collectives) is Horovod's. What Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic
-state) is implemented here.
+Names and arguments are those of horovod.tensorflow.keras, horovod.keras and horovod.tensorflow. What
+Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is implemented here; the rest
+is Horovod's, with checks added to init and the grouped collectives.
 """
 
 from horovod.tensorflow import (

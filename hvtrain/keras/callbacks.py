@@ -167,8 +167,7 @@ class MetricAverageCallback(Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is None:
-            logs = {}
+        logs = logs or {}
         names = sorted(logs)
         # Sums are matched by position, so all ranks must have the same names.
         if hvd.size() > 1:

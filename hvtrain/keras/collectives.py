@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -157,8 +158,8 @@ def broadcast_(
 ) -> list[Any]:
     """Sets Keras or TensorFlow variables to the values of root_rank, and returns the new values.
 
-    As in broadcast_variables, which sends fewer messages, variables are matched by position, and sharded
-    variables and the seeds of random layers keep their values.
+    Each variable is a message of its own; broadcast_variables sends fewer. As there, variables are matched
+    by position, and sharded variables and the seeds of random layers keep their values.
     """
     prefix = name or positional_name("broadcast_in_place")
     values = []
@@ -253,12 +254,11 @@ def _compare_variables(own: list[tuple[tuple[int, ...], str]], process_set: Any)
     ranks = getattr(process_set, "ranks", None) or range(process_set.size())
     for rank, other in zip(ranks, hvd.allgather_object(own, **options)):
         if other != own:
-            # Slices of length 1, since one of the two may have no variable at that position.
-            longest = max(len(own), len(other))
-            at = next(i for i in range(longest) if own[i : i + 1] != other[i : i + 1])
+            pairs = enumerate(zip_longest(own, other, fillvalue="none"))
+            position, (first, second) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
             raise RankError(
-                f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
-                f"{own[at : at + 1]} and {other[at : at + 1]}; build the same model and optimizer on all ranks"
+                f"ranks {hvd.rank()} and {rank} hold different variables at position {position}: "
+                f"{first} and {second}; build the same model and optimizer on all ranks"
             )
 
 

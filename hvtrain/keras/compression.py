@@ -69,11 +69,9 @@ class CompressedReduction:
     def __call__(self, gradients: list[Any], variables: list[Any], name: str) -> list[Any]:
         """Returns the means over the ranks of dense gradients of the same type (every rank)."""
         dtype = gradients[0].dtype
-        tensors = (
-            gradients
-            if dtype == tf.float64
-            else [tf.cast(gradient, tf.float32) for gradient in gradients]
-        )
+        tensors = gradients
+        if dtype != tf.float64:
+            tensors = [tf.cast(gradient, tf.float32) for gradient in gradients]
         if not self.wire.keeps_errors:
             means, _ = self.wire.reduce(tensors, [], name, self.process_set)
             return [tf.cast(mean, dtype) for mean in means]

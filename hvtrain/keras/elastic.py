@@ -70,10 +70,7 @@ class KerasState(ObjectState):
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | None = None,
-        **kwargs: Any,
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any
     ) -> None:
         if not model.built:
             raise ValueError(
@@ -84,7 +81,7 @@ class KerasState(ObjectState):
         hook = hook_of(self.optimizer)
         if hook and hook.reducer.gathers_weights:
             raise ValueError(
-                "a rank that is lost takes its part of the slots along; leave out shard=True"
+                "a lost rank would take its part of the slots with it; leave out shard=True"
             )
         keeps_errors = hook and getattr(hook.reducer.compression, "keeps_errors", False)
         if keeps_errors or getattr(hook, "outer", None):

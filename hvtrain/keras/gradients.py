@@ -189,10 +189,14 @@ def group_by_message(
     """
     parts = [dense]
     if isinstance(groups, list):
-        ids = [variable_id(variable) for variable in variables]
-        named = [{variable_id(variable) for variable in group} for group in groups]
-        parts = [[i for i in dense if ids[i] in group] for group in named]
-        parts += [[i] for i in dense if not any(ids[i] in group for group in named)]
+        parts = []
+        rest = dense
+        for group in groups:
+            ids = {variable_id(variable) for variable in group}
+            # Only in the first group that names it, or its gradient would be reduced twice.
+            parts.append([i for i in rest if variable_id(variables[i]) in ids])
+            rest = [i for i in rest if i not in parts[-1]]
+        parts += [[i] for i in rest]
     elif bucket_bytes and groups is None:
         last_first = dense[::-1]
         # A shape that is only known at run time counts as 0 bytes.

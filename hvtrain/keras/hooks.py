@@ -122,7 +122,8 @@ class Distributed:
 
     def __reduce__(self) -> Any:
         """Pickles and copies as the plain class, as Keras does; the copy reduces too."""
-        if self._hvtrain.reducer.names_variables:
+        reducer = self._hvtrain.reducer
+        if reducer.local_ids or isinstance(reducer.groups, list):
             raise ValueError(
                 "a DistributedOptimizer with local variables, or with lists of variables as groups, cannot be copied: "
                 "a copy has other variables; copy the plain optimizer, and wrap the copy"

@@ -110,16 +110,17 @@ def joint_batch(rows: Any) -> Any:
 
     # Horovod would name the messages after the tensor, and so after layers, which ranks may number differently.
     name = positional_name("joint_batch")
-    options = {"ignore_name_scope": True}
 
     @tf.custom_gradient
     def gather(own):
-        lengths = hvd.allgather(tf.shape(own)[:1], name=f"{name}_lengths", **options)
+        lengths = hvd.allgather(tf.shape(own)[:1], name=f"{name}_lengths", ignore_name_scope=True)
 
         def gradient(upstream):
-            summed = hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient", **options)
+            summed = hvd.allreduce(
+                upstream, op=hvd.Sum, name=f"{name}_gradient", ignore_name_scope=True
+            )
             return tf.split(summed, lengths, num=hvd.size())[hvd.rank()]
 
-        return hvd.allgather(own, name=name, **options), gradient
+        return hvd.allgather(own, name=name, ignore_name_scope=True), gradient
 
     return gather(rows)

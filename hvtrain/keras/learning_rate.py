@@ -60,7 +60,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         # Keras would refuse to set the rate too, but only at the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
-                f"{type(self).__name__} sets the learning rate, and this optimizer's is a {type(schedule).__name__}; "
+                f"{type(self).__name__} sets the learning rate, but this optimizer's is a {type(schedule).__name__}; "
                 "give the optimizer a number, or leave the callback out and put the warm-up into the schedule"
             )
         if self.initial_lr is None:
@@ -108,9 +108,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
             # Keras names them `momentums` in SGD and `_momentums` in RMSprop.
-            for slot in getattr(optimizer, "momentums", None) or getattr(
-                optimizer, "_momentums", []
-            ):
+            slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
+            for slot in slots:
                 slot.assign(slot * (new_rate / old_rate))
 
 

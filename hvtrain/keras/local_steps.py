@@ -132,7 +132,7 @@ class LocalHook(Hook):
 
     def are_apart(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
-        if self.outer and not (self.has_anchors is not None and bool(self.has_anchors.numpy())):
+        if self.outer and (self.has_anchors is None or not self.has_anchors.numpy()):
             return False  # No step since the weights were set on all ranks.
         return (
             step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step

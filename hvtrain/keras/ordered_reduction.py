@@ -21,9 +21,9 @@ class OrderedReducer(Reducer):
     """Averages gradients over parts; every rank computes the same number of parts.
 
     Attributes:
-        parts: For each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
+        parts: for each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
             all parts. Set it before each call; if it is empty, the gradients passed to the call are the only part.
-        others: The means of those other tensors, set by a call.
+        others: the means of those other tensors, set by a call.
     """
 
     parts: list[list[Any]] = field(default_factory=list)
@@ -35,9 +35,9 @@ class OrderedReducer(Reducer):
         """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: One for each variable, or None. They only tell which variables have a gradient: the
+            gradients: one for each variable, or None. They only tell which variables have a gradient: the
                 values are those in `parts`.
-            variables: One for each gradient.
+            variables: one for each gradient.
         """
         self.num_calls += 1
         reduced = list(gradients)
@@ -73,9 +73,9 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     """Returns the means over all parts, added in the order of the ranks, and of the parts in each rank (every rank).
 
     Args:
-        parts: For each of this rank's parts, a list of tensors. All lists, on all ranks, have the same shapes.
-        name: Prefix of the messages' names.
-        process_set: The ranks that take part.
+        parts: for each of this rank's parts, a list of tensors. All lists, on all ranks, have the same shapes.
+        name: prefix of the messages' names.
+        process_set: the ranks that take part.
     """
     like = parts[0]
     size = process_set.size()

@@ -207,7 +207,7 @@ def check_adasum(process_set: Any, device_dense: str) -> None:
     check_adasum_topology(topology, on_gpus, hvd.is_homogeneous())
     if topology.size > 1 and not hvd.mpi_enabled():
         raise ValueError(
-            "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
+            "Adasum needs MPI, but this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
         )
 
 
@@ -227,16 +227,16 @@ def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bo
     size = topology.size
     if size & (size - 1):
         raise ValueError(
-            f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
+            f"Adasum needs 2, 4, 8, ... ranks, but there are {size}; use op=Average, or other ranks"
         )
     if on_gpus and not hosts_are_equal:
         raise ValueError(
-            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
+            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts, but "
             f"{topology.local_size} of {size} are on {topology.host}; use op=Average, or other -H"
         )
     if on_gpus and topology.rank % topology.local_size != topology.local_rank:
         raise ValueError(
-            f"Adasum on GPUs needs ranks numbered host by host and rank {topology.rank} is local rank "
+            f"Adasum on GPUs needs ranks numbered host by host, but rank {topology.rank} is local rank "
             f"{topology.local_rank} of {topology.local_size} on {topology.host}; "
             "start them with horovodrun or mpirun --map-by slot"
         )

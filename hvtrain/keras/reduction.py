@@ -1,8 +1,8 @@
 """Reduces gradients over all ranks, and counts the reductions inside the graph.
 
 DistributedOptimizer and DistributedGradientTape use it. A Python counter inside a tf.function would
-count traces. So the counter is a variable that the graph increments once the reduced values have
-arrived, and it counts reductions that really ran.
+count traces, so the counter is a variable, which the graph increments once the reduced values have
+arrived.
 """
 
 import itertools
@@ -33,8 +33,7 @@ from hvtrain.keras.table_rows import rows_of, whole_spec, with_nan
 from hvtrain.keras.wire_formats import WireFormat
 from hvtrain.step.step_timing import StepMarks
 
-# Types that Horovod's kernels take for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T).
-# Others are sent as float32.
+# Types of dense tensors that Horovod's kernels take (mpi_ops.cc, attribute T). Others are sent as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
@@ -159,11 +158,6 @@ class Reducer:
         """True if reducing a second time changes nothing."""
         return self.op == hvd.Average and self.scale == 1.0
 
-    @property
-    def names_variables(self) -> bool:
-        """True if it refers to variables, which a copy of the optimizer would not have."""
-        return bool(self.local_ids) or isinstance(self.groups, list)
-
     def register_local(self, variables: Iterable[Any]) -> None:
         """Keeps the gradients of these variables on their rank."""
         self.local_ids.update(map(variable_id, variables))
@@ -204,8 +198,6 @@ class Reducer:
         self.num_calls += 1
         reduced = list(gradients)
         if self.is_alone:
-            if self.scale == 1.0:
-                return reduced
             return [self._scaled(gradient, averages=False) for gradient in reduced]
         if is_compiled_by_xla():
             raise ValueError(
@@ -239,14 +231,9 @@ class Reducer:
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
         groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
-        # These gradients stay on this rank. If one is not finite, a NaN in a shared one tells all ranks.
         own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
         if own:
-            poison = tf.where(are_finite([reduced[i] for i in own]), 0.0, float("nan"))
-            if not dense:
-                (poison,) = self._reduce_group([poison], f"{self.name}_finite")
-            carrier = dense[0] if dense else own[0]
-            reduced[carrier] = with_nan(reduced[carrier], poison)
+            self._share_overflow(reduced, own, dense)
         self.sent_bytes = sent_bytes(
             [reduced[i] for i in dense], self.compression, self.process_set.size()
         )
@@ -265,7 +252,6 @@ class Reducer:
             reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
         done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
-        # Incremented only once the values have arrived, so that it counts what really ran.
         if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
@@ -322,6 +308,17 @@ class Reducer:
                 self.message_name = ""
             raise
 
+    def _share_overflow(self, gradients: list[Any], own: list[int], dense: list[int]) -> None:
+        """Tells all ranks, by a NaN, if one of the gradients that stay on this rank is not finite.
+
+        The first dense gradient carries it to the other ranks. If there is none, it is a message of its own.
+        """
+        poison = tf.where(are_finite([gradients[i] for i in own]), 0.0, float("nan"))
+        if not dense:
+            (poison,) = self._reduce_group([poison], f"{self.name}_finite")
+        carrier = dense[0] if dense else own[0]
+        gradients[carrier] = with_nan(gradients[carrier], poison)
+
     def _reduce_dense(
         self, gradients: list[Any], groups: list[list[int]], variables: list[Any]
     ) -> list[Any]:
@@ -329,7 +326,6 @@ class Reducer:
         done = []
         own_norms = []
         joint_norms = []
-        values: list[Any] = []
         # How many times larger than the mean the result is.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
         # The flag adds an element to a message that is sent anyway, unless a WireFormat could round it away.
@@ -397,4 +393,6 @@ class Reducer:
         factor = self.scale
         if averages:
             factor /= self.process_set.size()
+        if factor == 1.0:
+            return gradient
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)

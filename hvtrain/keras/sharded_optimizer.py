@@ -63,7 +63,7 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
     overridden = overridden_steps(kind)
     if overridden:
         raise ValueError(
-            f"shard=True divides Keras's own step, and {kind.__name__} overrides {', '.join(overridden)}; choose an "
+            f"shard=True divides Keras's own step, but {kind.__name__} overrides {', '.join(overridden)}; choose an "
             "optimizer that updates each variable in update_step"
         )
     if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
@@ -73,7 +73,7 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
         )
     if optimizer.built:
         raise ValueError(
-            f"shard=True needs an optimizer that is not built yet, and this {kind.__name__} has whole slots; create "
+            f"shard=True needs an optimizer that is not built yet, but this {kind.__name__} has whole slots; create "
             "a new one from its config, and restore the slots with scatter_slots"
         )
     # Bypasses Keras's __setattr__, as make_distributed does.
@@ -109,10 +109,10 @@ class Part(NamedTuple):
         # Each row is split into single elements, since a part may begin within a row. Rows that have the
         # same index are not summed: Keras's Adam squares each of them, so the result would differ.
         row_size = math.prod(self.variable.shape[1:])
-        indices = tensor.indices[:, None] * row_size + tf.range(
-            row_size, dtype=tensor.indices.dtype
-        )
-        indices = tf.reshape(indices, [-1]) - self.begin
+        # As int64, since a large table has more elements than int32 can count.
+        rows = tf.cast(tensor.indices, tf.int64)[:, None]
+        elements = rows * row_size + tf.range(row_size, dtype=tf.int64)
+        indices = tf.reshape(elements, [-1]) - self.begin
         is_own = (indices >= 0) & (indices < self.size)
         values = tf.boolean_mask(tf.reshape(tensor.values, [-1, *self.own.shape[1:]]), is_own)
         return tf.IndexedSlices(
@@ -120,20 +120,23 @@ class Part(NamedTuple):
         )
 
     def gather(self, slot: Any, folder: Path | None = None) -> np.ndarray | None:
-        """Returns the whole slot on the set's first rank, and None on the others (every rank)."""
+        """Returns the whole slot on the set's first rank, and None on the others (every rank).
+
+        The folder, which Rows.gather needs, has no effect.
+        """
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
         flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
         # A slot without a reference variable is empty on ranks that lack the variable, or whole on each.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
-        return (
-            flat.numpy()[: math.prod(shape)].reshape(shape)
-            if self.process_set.rank() == 0
-            else None
-        )
+        if self.process_set.rank() != 0:
+            return None
+        return flat.numpy()[: math.prod(shape)].reshape(shape)
 
     def scatter(self, slot: Any, whole: np.ndarray | None) -> None:
         """Sets this rank's part of a slot from the whole array on the set's first rank (every rank)."""
-        own: Any = [] if whole is None or self.process_set.rank() else np.ravel(whole)
+        own: Any = []
+        if whole is not None and self.process_set.rank() == 0:
+            own = np.ravel(whole)
         flat = hvd.allgather(
             tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set
         )

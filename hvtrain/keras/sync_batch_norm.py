@@ -58,7 +58,7 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
             )
         if kwargs.get("synchronized"):
             raise ValueError(
-                "synchronized=True is for tf.distribute; this layer always synchronizes through Horovod, leave it out"
+                "synchronized=True is for tf.distribute; this layer always synchronizes through Horovod; leave it out"
             )
         super().__init__(**kwargs)
         self.supports_jit = False

@@ -45,7 +45,7 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     """
     if getattr(compression, "keeps_errors", False):
         raise ValueError(
-            f"Compression.{compression.name} keeps errors from step to step, for which a tape has no home; use a "
+            f"Compression.{compression.name} keeps errors from step to step, which a tape cannot store; use a "
             "DistributedOptimizer, or Compression.bf16"
         )
     gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
@@ -102,7 +102,7 @@ class _ReducesGradients:
         tables = [rows for rows in map(rows_of, variables) if rows]
         if tables:
             raise ValueError(
-                f"table {tables[0].table} is sharded over the ranks, which a plain optimizer does not know; wrap the "
+                f"table {tables[0].table} is sharded over the ranks, which a plain optimizer cannot handle; wrap the "
                 "optimizer in DistributedOptimizer, and take the gradients with a plain tf.GradientTape"
             )
         tf_variables = [tf_variable(variable) for variable in variables]
@@ -124,11 +124,8 @@ class _ReducesGradients:
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """Returns two lists of (source, gradient): of the local sources, and of the others."""
-        local: list[tuple[Any, Any]] = []
-        shared: list[tuple[Any, Any]] = []
-        for source, gradient in zip(
-            sources, self.gradient(target, sources, output_gradients, **kwargs)
-        ):
-            pairs = local if variable_id(source) in self._hvtrain_local else shared
-            pairs.append((source, gradient))
+        gradients = self.gradient(target, sources, output_gradients, **kwargs)
+        pairs = list(zip(sources, gradients))
+        local = [pair for pair in pairs if variable_id(pair[0]) in self._hvtrain_local]
+        shared = [pair for pair in pairs if variable_id(pair[0]) not in self._hvtrain_local]
         return local, shared

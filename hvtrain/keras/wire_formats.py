@@ -40,11 +40,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         """Returns the means over the ranks, and this rank's errors (every rank).
 
@@ -61,7 +57,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        """Returns the bytes that a rank sends to reduce tensors of these shapes."""
+        """Returns the bytes that a rank sends to reduce tensors of these shapes; unknown sizes count as 0."""
 
 
 class ByteFormat(WireFormat):
@@ -83,11 +79,7 @@ class ByteFormat(WireFormat):
         """Decodes the integers of encode() to floats [n, BLOCK] of this type."""
 
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
@@ -121,7 +113,7 @@ class ByteFormat(WireFormat):
         return _unpacked(means, tensors), _unpacked(losses, tensors)
 
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        blocks = sum(shape.num_elements() for shape in shapes) / BLOCK
+        blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK
         return ring_bytes(blocks * self.block_bytes, num_ranks)
 
 
@@ -208,7 +200,7 @@ class PowerSGD(WireFormat):
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
         """Returns the shape of Q, or None if the tensor is sent whole."""
         num_elements = shape.num_elements()
-        if shape.rank < 2 or not num_elements:
+        if not num_elements or shape.rank < 2:
             return None
         # The last axis of a kernel, dense or convolutional, is that of the outputs.
         num_columns = shape[-1]
@@ -217,11 +209,7 @@ class PowerSGD(WireFormat):
         return (num_columns, self.rank) if is_smaller else None
 
     def reduce(
-        self,
-        tensors: Tensors,
-        projections: list[Any],
-        name: str,
-        process_set: Any,
+        self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
         low = [i for i, projection in enumerate(projections) if projection is not None]
         whole = [i for i, projection in enumerate(projections) if projection is None]
@@ -254,7 +242,7 @@ class PowerSGD(WireFormat):
         num_values = 0
         for shape in shapes:
             projection = self.projection_shape(shape)
-            num_elements = shape.num_elements()
+            num_elements = shape.num_elements() or 0
             if projection is None:
                 num_values += num_elements
             else:

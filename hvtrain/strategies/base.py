@@ -233,11 +233,7 @@ class Strategy:
         callback_list.on_train_end(logs)
 
     def make_steps(
-        self,
-        model: keras.Model,
-        batches: tf.data.Dataset,
-        start_step: int,
-        call_steps: CallSteps,
+        self, model: keras.Model, batches: tf.data.Dataset, start_step: int, call_steps: CallSteps
     ) -> Steps:
         """Returns the function that runs training steps; batches begin at start_step."""
         gpus = tf.config.list_logical_devices("GPU")
@@ -272,29 +268,27 @@ class Strategy:
         return results
 
     def evaluate(
-        self,
-        model: keras.Model,
-        dataset: tf.data.Dataset,
-        callbacks: Sequence[Callback] = (),
+        self, model: keras.Model, dataset: tf.data.Dataset, callbacks: Sequence[Callback] = ()
     ) -> dict[str, float]:
         """Returns the metrics over all ranks' shards, which may differ in size or be empty.
 
         The training metrics of an unfinished epoch keep their state.
         """
         training_state = _values(model.metrics_variables)
-        num_more = 0
+        num_batches = int(dataset.cardinality())
+        num_blank = 0
         if self.calls_together(model):
-            # Afterwards this rank evaluates zeros with the same graph, until ranks with more batches are done.
-            num_calls = max(1, int(dataset.cardinality()))
-            num_more = max(self.comm.gather(num_calls)) - num_calls
+            # All ranks must call the model equally often, so one with fewer batches adds batches of zeros.
+            num_calls = max(1, num_batches)
+            num_blank = max(self.comm.gather(num_calls)) - num_calls
         # A rank without examples still takes part in the sum, so its metrics need their variables.
-        if int(dataset.cardinality().numpy()) == 0:
+        if num_batches == 0:
             names = loop.build_metrics(model, dataset.element_spec)
         else:
             names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
-        if num_more:
+        if num_blank:
             own_state = _values(model.metrics_variables)
-            loop.evaluate_blank(model, dataset.element_spec, num_more)
+            loop.evaluate_blank(model, dataset.element_spec, num_blank)
             _assign(model.metrics_variables, own_state)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
@@ -386,7 +380,7 @@ def refuse_several_processes(strategy: str, instead: str) -> None:
     size = launched_size() or 1
     if size > 1:
         raise ConfigError(
-            f"strategy={strategy} is one process, and the launcher started {size}; start it with "
+            f"strategy={strategy} is one process, but the launcher started {size}; start it with "
             f"python -m hvtrain, or choose strategy={instead}"
         )
 

@@ -293,7 +293,7 @@ class ElasticStrategy(HorovodStrategy):
         topology = super().start()
         if topology.size > 1 and not hvd.is_elastic():
             raise ConfigError(
-                "strategy=elastic needs an elastic job, and this is not one; start it with "
+                "strategy=elastic needs an elastic job, but this is not one; start it with "
                 "horovodrun --gloo --min-np N --host-discovery-script FILE, or leave "
                 "strategy=elastic out"
             )

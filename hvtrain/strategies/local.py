@@ -42,11 +42,7 @@ class LocalSGDStrategy(HorovodStrategy):
     can_restart = False
 
     def __init__(
-        self,
-        every: int = 16,
-        warmup_steps: int = 0,
-        within_hosts: bool = False,
-        **horovod: Any,
+        self, every: int = 16, warmup_steps: int = 0, within_hosts: bool = False, **horovod: Any
     ) -> None:
         super().__init__(**horovod)
         compression = "none" if self.compresses else self.compression_name
@@ -83,7 +79,7 @@ class LocalSGDStrategy(HorovodStrategy):
             ranks = [rank for rank, (name, _) in enumerate(hosts) if name == host]
             if len(ranks) != local_size:
                 raise ConfigError(
-                    f"strategy.within_hosts=true needs a name of its own for each host, and {len(ranks)} ranks are on "
+                    f"strategy.within_hosts=true needs a unique name for each host, but {len(ranks)} ranks are on "
                     f"hosts named {host}, where the launcher started {local_size}; rename the hosts or containers"
                 )
             # Horovod refuses to add a second set with all ranks.
@@ -128,8 +124,8 @@ class LocalSGDStrategy(HorovodStrategy):
     def fit(self, model: keras.Model, batches_from: Any, plan: StepPlan, *arguments: Any) -> None:
         if plan.learning_rate_factor > 1 and self.topology.is_chief:
             log.warning(
-                "strategy=%s: the learning rate is multiplied by %g, as for a joint batch of all ranks, and steps "
-                "between synchronizations are of smaller ones; train.learning_rate_scale=none leaves it as it is",
+                "strategy=%s: the learning rate is multiplied by %g for the joint batch of all ranks, but steps "
+                "between synchronizations use smaller batches; train.learning_rate_scale=none leaves it unchanged",
                 self.name,
                 plan.learning_rate_factor,
             )

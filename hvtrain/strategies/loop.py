@@ -90,10 +90,7 @@ class CallSteps:
 
 
 def evaluate_shard(
-    model: keras.Model,
-    dataset: tf.data.Dataset,
-    callbacks: Sequence[Callback],
-    watchdog: Watchdog,
+    model: keras.Model, dataset: tf.data.Dataset, callbacks: Sequence[Callback], watchdog: Watchdog
 ) -> Collection[str]:
     """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
     # The watchdog would otherwise mistake a long validation for a hang.

@@ -99,7 +99,7 @@ class MirroredStrategy(ReplicaStrategy):
         number = self.num_replicas
         if not plan.is_full or plan.global_batch % number:
             raise ConfigError(
-                f"strategy={self.name} splits the batch of each step into {number} equal parts, and "
+                f"strategy={self.name} splits the batch of each step into {number} equal parts, but "
                 f"steps of this run have {plan.global_batch} examples or fewer; choose "
                 f"data.uneven=trim and a batch size that {number} divides"
             )

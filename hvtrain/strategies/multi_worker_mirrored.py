@@ -48,10 +48,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
     name = NAME
 
     def __init__(
-        self,
-        communication: str = "auto",
-        share_gpus: bool = False,
-        pin_cores: bool = True,
+        self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True
     ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         check_choice("strategy.communication", communication, COMMUNICATION)
@@ -108,7 +105,7 @@ def refuse_own_cluster(strategy: str) -> None:
     """Raises ConfigError if the environment describes a cluster already."""
     if "TF_CONFIG" in os.environ:
         raise ConfigError(
-            f"TF_CONFIG is set, and strategy={strategy} builds its cluster from the launcher's ranks; unset it"
+            f"TF_CONFIG is set, but strategy={strategy} builds its cluster from the launcher's ranks; unset it"
         )
 
 

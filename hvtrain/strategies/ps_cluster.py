@@ -37,17 +37,16 @@ NO_LIMIT_SECONDS = 1e9
 
 @dataclass
 class Cluster:
-    """The cluster as one of its processes sees it.
-
-    hosts and devices are by rank. launcher: "MPI" or "Gloo". replicas: TensorFlow's strategy, only on the
-    coordinator.
-    """
+    """The cluster as one of its processes sees it."""
 
     rank: int
     roles: Roles
+    # By rank.
     hosts: list[str]
     devices: list[str]
+    # "MPI" or "Gloo".
     launcher: str
+    # TensorFlow's strategy, only on the coordinator.
     replicas: tf.distribute.ParameterServerStrategy | None = None
     watchdog: Watchdog | None = None
 
@@ -93,7 +92,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
     if size < num_ps + 2:
         raise ConfigError(
             f"strategy={strategy} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps "
-            f"and a worker), and the launcher started {size}; start it with horovodrun -np "
+            f"and a worker), but the launcher started {size}; start it with horovodrun -np "
             f"{num_ps + 3} for two workers, or python -m hvtrain launch -np 2 --num-ps {num_ps}"
         )
     return Roles(num_workers=size - num_ps - 1, num_ps=num_ps)
@@ -113,10 +112,7 @@ def worker_ranks(roles: Roles) -> list[int]:
 
 
 def join_cluster(
-    num_ps: int,
-    strategy: str,
-    share_gpus: bool,
-    check_workers: Callable[[int], None],
+    num_ps: int, strategy: str, share_gpus: bool, check_workers: Callable[[int], None]
 ) -> Cluster:
     """Joins all processes into one cluster (every process).
 
@@ -238,11 +234,7 @@ def _allow_threads() -> None:
 
 
 def _start_server(
-    spec: tf.train.ClusterSpec,
-    name: str,
-    gpu: int | None,
-    num_here: int,
-    address: str,
+    spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int, address: str
 ) -> None:
     """Starts this process's server.
 
@@ -266,20 +258,14 @@ def _start_server(
 
     job, index = name.split()
     try:
-        _servers.append(
-            tf.distribute.Server(
-                spec,
-                job,
-                int(index),
-                protocol="grpc",
-                config=config,
-                start=True,
-            )
+        server = tf.distribute.Server(
+            spec, job, int(index), protocol="grpc", config=config, start=True
         )
+        _servers.append(server)
     except tf.errors.OpError as error:
         raise RankError(
-            f"{name} cannot serve at {address}, which another process may have taken meanwhile: "
-            f"{str(error).partition(chr(10))[0]}; start the run again"
+            f"{name} cannot serve at {address}, which another process may have taken in the meantime: "
+            f"{str(error).splitlines()[0]}; start the run again"
         ) from error
 
 

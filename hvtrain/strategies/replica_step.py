@@ -64,9 +64,7 @@ class ReplicaReducer(Reducer):
         return self.num_replicas == 1
 
     def __call__(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None = None,
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
     ) -> list[Any]:
         self.num_calls += 1
         reduced = list(gradients)
@@ -75,7 +73,7 @@ class ReplicaReducer(Reducer):
             return reduced
         if any(map(overwrites, variables)):
             raise ConfigError(
-                f"strategy={self.strategy} sums what float8 layers need the maximum of; choose strategy=horovod"
+                f"strategy={self.strategy} sums gradients, but float8 layers need maxima; choose strategy=horovod"
             )
         if self.topology.size > 1:
             settings = f"op=Sum, stop_flag={self.flag is not None}"
@@ -116,9 +114,7 @@ def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
 
 
 def replica_loss(
-    loss: keras.losses.Loss,
-    num_replicas: int,
-    mean: Callable[[tf.Tensor], tf.Tensor],
+    loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor]
 ) -> keras.losses.Loss:
     """Returns a copy of the loss whose gradients, summed over all replicas, are those of the joint batch.
 
@@ -218,7 +214,7 @@ class ReplicaStrategy(Strategy):
         if overridden:
             raise ConfigError(
                 f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "
-                f"the loss by the number of replicas, and {type(model).__name__} has its own "
+                f"the loss by the number of replicas, but {type(model).__name__} has its own "
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
         self.exclude({"train.jit_compile": model.jit_compile})

@@ -31,9 +31,8 @@ class VirtualRanksStrategy(HorovodStrategy):
     added in the order of the parts. So a run can continue from any step on another number of ranks.
 
     Args:
-        virtual_ranks: Number of virtual ranks, a multiple of the number of ranks.
-        share_gpus: See HorovodStrategy.
-        pin_cores: See HorovodStrategy.
+        virtual_ranks: number of virtual ranks, a multiple of the number of ranks.
+        share_gpus, pin_cores: as in HorovodStrategy.
     """
 
     name = "virtual_ranks"
@@ -55,8 +54,8 @@ class VirtualRanksStrategy(HorovodStrategy):
         topology = super().start()
         if self.virtual_ranks % topology.size:
             raise ConfigError(
-                f"strategy.virtual_ranks={self.virtual_ranks} is not a multiple of the {topology.size} ranks that "
-                "compute as many parts each; choose one, such as 12 for 1, 2, 3, 4 and 6 ranks"
+                f"strategy.virtual_ranks={self.virtual_ranks} is not a multiple of the {topology.size} ranks, "
+                "which compute equal numbers of parts; choose a multiple, such as 12 for 1, 2, 3, 4 or 6 ranks"
             )
         self.num_replicas = self.virtual_ranks // topology.size
         return topology
@@ -74,14 +73,14 @@ class VirtualRanksStrategy(HorovodStrategy):
         return distributed
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        def refuse(number):
+        def refuse(_):
             raise ConfigError(
-                f"strategy={self.name} computes parts of a step one by one, and the loss needs what all of it "
-                "holds (a mask, an ignored label or weights); choose strategy=horovod"
+                f"strategy={self.name} computes the parts of a step one by one, but the loss needs a sum over all "
+                "parts (because of a mask, an ignored label or weights); choose strategy=horovod"
             )
 
         if hasattr(loss, "joint_batch"):
-            refuse(tf.zeros([]))
+            refuse(None)
         return joint_loss(loss, refuse, lambda: self.virtual_ranks)
 
     def prepare(self, model: keras.Model) -> None:

@@ -21,15 +21,14 @@ from hvtrain.strategies.loop import replaced
 
 
 class Computed(NamedTuple):
-    """The results of the model's train step on a batch, each with its variable.
-
-    counts: numbers to add to the state of the metrics. statistics: new values of weights that no
-    gradient trains, such as moving averages. result: the return value of the step.
-    """
+    """The results of the model's train step on a batch, each with its variable."""
 
     gradients: list[tuple[keras.Variable, Any]]
+    # Numbers to add to the state of the metrics.
     counts: list[tuple[keras.Variable, tf.Tensor]]
+    # New values of weights that no gradient trains, such as moving averages.
     statistics: list[tuple[keras.Variable, tf.Tensor]]
+    # The step's return value.
     result: dict[str, tf.Tensor]
 
 
@@ -67,7 +66,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     if len(steps) != 1:
         raise ConfigError(
             f"{type(model).__name__}.train_step steps {len(steps)} times with the model's "
-            "optimizer, and parameter servers need one step for each batch; choose strategy=horovod"
+            "optimizer, but parameter servers need one step for each batch; choose strategy=horovod"
         )
 
     gradients, variables = steps[0]
@@ -102,9 +101,7 @@ def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
 
 
 def reader(
-    batches: Any,
-    marks: StepMarks,
-    sizes: Sequence[int],
+    batches: Any, marks: StepMarks, sizes: Sequence[int]
 ) -> tuple[Callable[[], list[Any]], Any]:
     """Returns a function that reads the next batch and splits it into parts, and the parts' specs.
 
@@ -150,11 +147,7 @@ class Workers:
         return [worker for worker in range(self.number) if worker not in busy]
 
     def call(
-        self,
-        worker: int,
-        step: int,
-        function: Callable[..., tf.Tensor],
-        *arguments: Any,
+        self, worker: int, step: int, function: Callable[..., tf.Tensor], *arguments: Any
     ) -> None:
         """Begins a call on a free worker, for a step of the run."""
 

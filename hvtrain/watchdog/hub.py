@@ -70,9 +70,8 @@ class Hub:
             next_tick = 0.0
             while self._is_open:
                 # A tick examines all ranks, so a tick for each beat would be too expensive.
-                for connection, message in self._connections.messages(
-                    max(0.0, next_tick - time.monotonic())
-                ):
+                timeout = max(0.0, next_tick - time.monotonic())
+                for connection, message in self._connections.messages(timeout):
                     self._take(connection, message)
                 # No tick once rank 0 has left: the others, which only wait for it, would seem stalled.
                 if self._is_open and time.monotonic() >= next_tick:
@@ -202,15 +201,17 @@ class Hub:
         self._stalled = replace(standing, ranks=list(map(replace, standing.ranks)))
 
         ranks = self._connections.ranks
-        processes = {
+        process_of = {
             rank: connection.process for rank, connection in ranks.items() if connection.process
         }
         silent = {state.rank for state in standing.silent_ranks()}
         wakers = defaultdict(list)
         for rank in sorted(silent):
-            process = processes[rank]
+            process = process_of[rank]
             peers = [
-                peer for peer in ranks.keys() - silent if processes[peer].machine == process.machine
+                peer
+                for peer in ranks.keys() - silent
+                if process_of[peer].machine == process.machine
             ]
             if peers:
                 self._woken.add(rank)
@@ -236,7 +237,8 @@ class Hub:
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
         self._member.tell(text)
-        processes.say(text, 0, next((state.rank for state in standing.culprits()), None))
+        culprit = next((state.rank for state in standing.culprits()), None)
+        processes.say(text, 0, culprit)
 
         # This process ends last, since it holds the connections.
         for rank, connection in self._connections.ranks.items():

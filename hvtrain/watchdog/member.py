@@ -230,10 +230,9 @@ class Member(Watchdog):
         return messages[0]
 
     def _send(self, kind: Kind, **values) -> None:
-        # If this fails, the next read finds out why.
-        # The watchdog's thread may let go of the connection at any moment.
+        # A copy, since the watchdog's thread may drop the connection at any moment.
         connection = self._connection
-        with self._lock, suppress(OSError):
+        with self._lock, suppress(OSError):  # If this fails, the next read finds out why.
             if connection:
                 connection.sendall(connections.encode({"kind": kind, **values}))
 

@@ -25,7 +25,7 @@ from hvtrain.system import console
 
 T = TypeVar("T")
 
-ENDED = "at its end"
+ENDED = "no longer running"
 _STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP, Ctrl-Z)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",

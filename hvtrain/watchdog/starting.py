@@ -32,7 +32,7 @@ MAX_BEAT_SECONDS = 4.0
 MIN_BEAT_SECONDS = 0.05
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_REACH = 2.0
-MAX_WAITING = 4096
+LISTEN_BACKLOG = 4096
 
 
 def start(
@@ -67,11 +67,11 @@ def start(
         return Watchdog()
 
     address, listener = agree(rank, gather, broadcast)
-    # Each watchdog has a new token, so that it takes ranks of an earlier one for strangers.
+    # Each watchdog has a new token, so that ranks of an earlier one cannot join it.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
     if address is None:
-        log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
+        log.warning("no watchdog: no address of rank 0 can be reached from all ranks")
         return Watchdog(progress)
 
     rules = Rules(limit, beat_seconds(size, limit), survives_loss)
@@ -133,14 +133,14 @@ def agree(
 def _own_addresses() -> list[str]:
     """Returns this host's addresses except loopback, those of Horovod's interface first."""
     first = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    items = sorted(host_facts.all_interfaces(), key=lambda item: item["name"] != first)
-    return [item["address"] for item in items if not item["address"].startswith("127.")]
+    interfaces = sorted(host_facts.all_interfaces(), key=lambda item: item["name"] != first)
+    return [item["address"] for item in interfaces if not item["address"].startswith("127.")]
 
 
 def listen(address: str) -> socket.socket | None:
     """Returns a socket that listens on a free port; None if that fails, since no rank may raise alone here."""
     try:
-        return socket.create_server((address, 0), backlog=MAX_WAITING)
+        return socket.create_server((address, 0), backlog=LISTEN_BACKLOG)
     except OSError:
         return None
 

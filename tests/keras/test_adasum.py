@@ -42,7 +42,7 @@ def test_other_numbers_of_ranks_are_refused(ranks_by_host, on_gpus):
     """Two hosts with three GPUs each too: Horovod's own check would let them through, and MPI stops them."""
     number = sum(ranks_by_host)
     for message in refusals(ranks_by_host, on_gpus):
-        assert message.startswith(f"Adasum needs 2, 4, 8, ... ranks and there are {number}; ")
+        assert message.startswith(f"Adasum needs 2, 4, 8, ... ranks, but there are {number}; ")
 
 
 @pytest.mark.parametrize("ranks_by_host", [[3, 1], [1, 2, 1], [6, 2]])
@@ -51,7 +51,7 @@ def test_unlike_hosts_are_refused_on_gpus_alone(ranks_by_host):
     assert not any(refusals(ranks_by_host, on_gpus=False))
     for message in refusals(ranks_by_host, on_gpus=True):
         assert message.startswith(
-            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
+            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts, but "
         )
 
 
@@ -60,7 +60,7 @@ def test_ranks_dealt_out_over_hosts_are_refused_on_gpus_alone():
     assert not any(refusals([2, 2], on_gpus=False, by_host=False))
     first, second, third, last = refusals([2, 2], on_gpus=True, by_host=False)
     assert (first, last) == ("", "")
-    assert "numbered host by host and rank 1 is local rank 0 of 2 on s1; " in second
+    assert "numbered host by host, but rank 1 is local rank 0 of 2 on s1; " in second
     assert (
         "rank 2 is local rank 1 of 2 on s0; start them with horovodrun or mpirun --map-by slot"
         in third
@@ -86,7 +86,7 @@ def test_an_optimizers_reduction_asks(monkeypatch, device, is_refused):
         assert Reducer(op=hvd.Adasum, device_dense=device).op == hvd.Adasum
         return
     with pytest.raises(
-        ValueError, match=r"Adasum on GPUs needs the same number .* and 3 of 4 are on "
+        ValueError, match=r"Adasum on GPUs needs the same number .* but 3 of 4 are on "
     ) as error:
         Reducer(op=hvd.Adasum, device_dense=device)
     assert "\n" not in str(error.value)

@@ -11,7 +11,10 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
+from hvtrain.keras.compression import sent_bytes
+from hvtrain.keras.gradients import group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
+from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
 
 
@@ -37,6 +40,29 @@ def test_accumulated_gradients_are_summed_as_on_several_ranks(averages, weight):
 def test_no_backward_pass_for_a_step_is_refused():
     with pytest.raises(ValueError, match="backward_passes_per_step=0 is out of range"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+
+
+def test_a_variable_in_two_groups_is_reduced_once():
+    first, second = variables = [tf.Variable([0.0]), tf.Variable([0.0])]
+    gradients = [tf.constant([1.0])] * 2
+    groups = [[first], [second, first]]
+    assert group_by_message([0, 1], gradients, variables, groups, 0) == [[0], [1]]
+
+
+def test_rows_of_a_table_of_more_elements_than_int32_counts_are_cut():
+    table = SimpleNamespace(shape=(1 << 28, 32))
+    part = Part(table, SimpleNamespace(shape=(64, 1)), 1 << 32)
+    values = tf.repeat(tf.constant([[1.0], [2.0]]), 32, axis=1)
+    own = part.cut(tf.IndexedSlices(values, tf.constant([0, (1 << 27) + 1])))
+    assert own.indices.numpy().tolist() == list(range(32, 64))
+    assert set(own.values.numpy().ravel()) == {2.0}
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.bf16, hvd.Compression.powersgd(1)])
+def test_a_gradient_of_unknown_shape_counts_as_no_bytes(compression):
+    known = tf.TensorSpec([1024])
+    expected = sent_bytes([known], compression, 2)
+    assert sent_bytes([tf.TensorSpec(None), known], compression, 2) == expected > 0
 
 
 def test_an_average_in_the_place_of_the_name_is_refused():

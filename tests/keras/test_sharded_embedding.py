@@ -148,7 +148,7 @@ def test_an_error_about_ids_becomes_one_line():
         ("tied", "no other layer can use its weights"),
         ("initializer", "a sharded table cannot begin with Orthogonal; choose uniform,"),
         ("too large", "GiB are free here; use more hosts, or fewer rows"),
-        ("tape", "table t is sharded over the ranks, which a plain optimizer does not know; wrap"),
+        ("tape", "table t is sharded over the ranks, which a plain optimizer cannot handle; wrap"),
         ("lamb", "Lamb needs whole weights; choose SGD, Adam"),
         ("shard", "shard=True divides what is divided already"),
         ("local in every step", "LocalSGD and DiLoCo average weights"),

@@ -75,14 +75,14 @@ def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_build
 @pytest.mark.parametrize(
     ("case", "line"),
     [
-        ("own step", "shard=True divides Keras's own step, and OwnStep overrides apply"),
+        ("own step", "shard=True divides Keras's own step, but OwnStep overrides apply"),
         (
             "built",
-            "shard=True needs an optimizer that is not built yet, and this Adam has whole slots",
+            "shard=True needs an optimizer that is not built yet, but this Adam has whole slots",
         ),
         ("schedule free", "slots of ScheduleFreeAdamW begin as the weights"),
         ("local variable", "shard needs gradients that all ranks share"),
-        ("elastic", "a rank that is lost takes its part of the slots along"),
+        ("elastic", "a lost rank would take its part of the slots with it"),
         ("join", "or its part of the weights, which the others will gather"),
     ],
 )

@@ -32,7 +32,7 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
         mirrored_over.__wrapped__(3)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(
-        ConfigError, match=r"strategy=mirrored is one process, and the launcher started 2; start it"
+        ConfigError, match=r"strategy=mirrored is one process, but the launcher started 2; start it"
     ):
         MirroredStrategy(2).start()
     with pytest.raises(
@@ -47,6 +47,7 @@ def test_what_float8_layers_exchange_is_refused():
         overwrite_with_gradient = True
 
     with pytest.raises(
-        ConfigError, match=r"strategy=mirrored sums what float8 layers need the maximum of; choose"
+        ConfigError,
+        match=r"strategy=mirrored sums gradients, but float8 layers need maxima; choose",
     ):
         ReplicaReducer(strategy="mirrored", num_replicas=2)([tf.ones(1)], [Scale()])

@@ -26,7 +26,7 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
         MultiWorkerMirroredStrategy().expect_restart()
     monkeypatch.setenv("TF_CONFIG", "{}")
     with pytest.raises(
-        ConfigError, match=r"TF_CONFIG is set, and .* builds its cluster from the launcher's ranks"
+        ConfigError, match=r"TF_CONFIG is set, but .* builds its cluster from the launcher's ranks"
     ):
         join_cluster.__wrapped__(0, 2, "auto")
 

@@ -180,14 +180,14 @@ REFUSED = [
     ("by xla", r"strategy=\w+ and train.jit_compile exclude each other; leave one of them out"),
     (
         "own step",
-        r"needs Keras's own train_step and compute_loss, .* and OwnStep has its own train_step; choose",
+        r"needs Keras's own train_step and compute_loss, .* but OwnStep has its own train_step; choose",
     ),
 ]
 REFUSED_BY_REPLICAS = [
     ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
     (
         "pads",
-        r"strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim",
+        r"strategy=mirrored splits the batch of each step into 2 equal parts, but .* choose data.uneven=trim",
     ),
     (
         "synced",

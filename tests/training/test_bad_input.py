@@ -73,7 +73,7 @@ def test_a_strategy_that_reduces_nothing_is_stopped(two_ranks):
 
 @pytest.mark.nightly
 def test_a_job_that_is_not_elastic_is_refused(two_ranks):
-    why = "strategy=elastic needs an elastic job, and this is not one; start it with horovodrun --gloo"
+    why = "strategy=elastic needs an elastic job, but this is not one; start it with horovodrun --gloo"
     assert all(why in error for error in errors(two_ranks, "elastic"))
 
 
