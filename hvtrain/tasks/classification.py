@@ -152,9 +152,11 @@ class Multilabel(Task):
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Returns 0 or 1 for each label, and the probability of 1."""
-        # Only some data sets name their labels.
-        default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
-        names = source.facts().get("label_names") or default_names
+        names = source.facts().get("label_names") or ()
+        num_labels = outputs.shape[-1]
+        # Only some data sets name their labels, and of two columns with the same name one would be lost.
+        if not len(names) == len(set(names)) == num_labels:
+            names = [f"label.{index}" for index in range(num_labels)]
 
         decoded = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
