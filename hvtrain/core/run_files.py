@@ -293,7 +293,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes a run folder that has no file from after the first step began (on the chief, or in the launcher)."""
+    """Removes a run folder that contains only files from before the first step (on the chief, or in the launcher)."""
     written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
     folders_before = {"logs", "launch", "preprocessing"}
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
@@ -301,16 +301,18 @@ def remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Words in the names of metrics for which lower is better. For all others, such as accuracy, higher is better.
+# Words in the names of metrics for which lower is better; "false" is for counts of false positives and negatives.
+# For all others, such as accuracy, higher is better.
 _LOWER_IS_BETTER = re.compile(
     "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
+    "|hinge|(log)?cosh|poisson|false"
 )
 
 
 def lower_is_better(metric: str) -> bool:
     """True if lower values of a metric are better, judging by its name.
 
-    >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
-    (True, False)
+    >>> lower_is_better("val_loss"), lower_is_better("false_negatives"), lower_is_better("val_accuracy")
+    (True, True, False)
     """
     return any(map(_LOWER_IS_BETTER.fullmatch, metric.split("_")))

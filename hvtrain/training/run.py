@@ -136,13 +136,13 @@ class Run:
 
         Its elements are pairs (batch, weight) if batches of different ranks or steps differ in size.
         """
-        is_one = self.config.data.one_batch
-        if is_one:
+        one_batch = self.config.data.one_batch
+        if one_batch:
             step = self.plan.shift  # The first step of the plan, wherever the run resumes.
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
-        if is_one:
+        if one_batch:
             # Cached, so that the input pipeline does not slow down debugging.
             batches = batches.take(1).cache().repeat()
         return batches
@@ -331,7 +331,7 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
-    # The current ranks then have a plan of their own, see planned_batch_sizes.
+    # True with train.resize=scale, which makes a new plan for the current ranks (see planned_batch_sizes).
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"

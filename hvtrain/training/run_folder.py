@@ -91,10 +91,11 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             resume=never and it holds checkpoints.
     """
     folder = state.folder or state.store.folder
-    has_name = folder or config.run.dir
-    folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
+    is_default = not folder and not config.run.dir
+    if folder is None:
+        folder = Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
-        if not has_name:
+        if is_default:
             # Even runs that begin in the same second get folders of their own.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"

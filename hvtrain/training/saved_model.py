@@ -1,4 +1,4 @@
-"""Saves the models of a run, model.keras and best.keras, with a description, so that they need only Keras.
+"""Saves the models of a run, model.keras and best.keras, with a description; loading them needs only Keras.
 
 A saved model takes raw examples, as they are in the user's arrays or files: it includes the
 preprocessing of the input pipeline as Keras layers, see Source.preprocessing.
@@ -74,8 +74,8 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
     """Returns a model from raw examples to logits; its last layer is the trained model.
 
-    Both are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if not
-    compiled.
+    Both models are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if
+    not compiled.
     """
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")

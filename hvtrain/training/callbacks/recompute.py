@@ -48,8 +48,8 @@ class Recompute(RunCallback):
     """Makes all ranks recompute one rank's gradient of the next step after every N steps (every rank).
 
     The ranks take turns. All ranks receive the rank's batch and dropout seeds; their weights are equal
-    anyway. So each check compares the forward and backward passes of all ranks, and the gradient that
-    the rank sent with the one that it should have sent.
+    anyway. So each check compares the forward and backward passes of all ranks, and what the rank sent
+    with what it should have sent.
 
     Raises:
         ConfigError: A step depends on more than weights, batch and seeds.
@@ -64,10 +64,10 @@ class Recompute(RunCallback):
         obstacle = ""
         if not run.strategy.is_plain or run.strategy.sync_every > 1:
             obstacle = "a strategy whose steps are not those of each rank by itself"
-        elif train.jit_compile or train.sync_batch_norm:
-            obstacle = (
-                "train.jit_compile=true" if train.jit_compile else "train.sync_batch_norm=true"
-            )
+        elif train.jit_compile:
+            obstacle = "train.jit_compile=true"
+        elif train.sync_batch_norm:
+            obstacle = "train.sync_batch_norm=true"
         elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
