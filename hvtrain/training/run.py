@@ -150,23 +150,14 @@ class Run:
     def stream_from(self, step: int) -> tf.data.Dataset:
         """Returns this rank's batches, beginning at a step, without augmentation and weights."""
         return training_batches(
-            self.source,
-            self.plan,
-            self.topology,
-            self.config.seed,
-            step,
-            augmented=False,
+            self.source, self.plan, self.topology, self.config.seed, step, augmented=False
         )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """Returns this rank's shard of a split, up to train.evaluation_steps batches; None if the split is empty."""
         steps = self.config.train.evaluation_steps
-        dataset = evaluation_batches(
-            self.source,
-            split,
-            self.topology,
-            self.config.train.evaluation_batch_size,
-        )
+        batch_size = self.config.train.evaluation_batch_size
+        dataset = evaluation_batches(self.source, split, self.topology, batch_size)
         if dataset is not None and steps:
             dataset = dataset.take(steps)
         return dataset

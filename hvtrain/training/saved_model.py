@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
-from hvtrain.errors import in_one_line
+from hvtrain.errors import DataError, in_one_line
 from hvtrain.system.files import write_atomic, write_json
 from hvtrain.tasks import Task
 
@@ -121,8 +121,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
         }
     else:
         inputs = tf.nest.map_structure(
-            lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name},
-            raw,
+            lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name}, raw
         )
 
     output_shape = task.output_shape(source)
@@ -157,7 +156,7 @@ def check_preprocessing(
         if not batches:
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
-    except (OSError, tf.errors.OpError):
+    except (OSError, DataError, tf.errors.OpError):
         return None  # Missing files must not fail a finished run, which needs them no more.
 
     pairs = [

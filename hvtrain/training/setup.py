@@ -11,12 +11,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.make_plan import (
-    choose_uneven,
-    make_plan,
-    planned_batch_sizes,
-    resumed_plan,
-)
+from hvtrain.config.make_plan import choose_uneven, make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan

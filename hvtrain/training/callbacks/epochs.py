@@ -94,12 +94,11 @@ class Validation(RunCallback):
         self.unlogged = dict(resumed)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        if self.dataset is not None and self.position.is_multiple_of(
-            self.config.validate_every_steps,
-        ):
+        is_due = self.position.is_multiple_of(self.config.validate_every_steps)
+        if self.dataset is not None and is_due:
             self._validate()
             results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
-            log.info("step %s: %s", f"{self.step:,}", results)
+            log.info(f"step {self.step:,}: {results}")
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.dataset is None or self.position.in_epoch:
@@ -348,7 +347,5 @@ def report_skipped(run: Run, report: RunReport) -> None:
         files = sum(part.num_examples is None for part in report.unreadable.values())
         rest = f", and what is left of {files} damaged file(s)" if files else ""
         log.info(
-            "skipped %s examples that could not be read%s; names in logs/ of the run folder",
-            f"{report.num_skipped:,}",
-            rest,
+            f"skipped {report.num_skipped:,} examples that could not be read{rest}; names in logs/ of the run folder"
         )

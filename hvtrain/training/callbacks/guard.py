@@ -151,11 +151,8 @@ class OneBatch(RunCallback):
     after SameLogs, so that all ranks make the same decision.
     """
 
-    training: dict[str, float]
-    before: dict[str, float]
-
     def on_train_begin(self, logs: Any) -> None:
-        self.training = {}
+        self.training: dict[str, float] = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:

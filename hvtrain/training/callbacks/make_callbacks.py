@@ -229,11 +229,7 @@ _REFUSED = {
 }
 
 
-def own_callbacks(
-    run: Run,
-    model: keras.Model,
-    validates: bool,
-) -> dict[str, Callback]:
+def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Callback]:
     """Returns the user's callbacks on this rank, by name. Keras's callbacks that only write are on the chief alone.
 
     Args:

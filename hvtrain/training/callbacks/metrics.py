@@ -158,11 +158,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
                 sent_bytes(self._optimizer),
             ),
             ("memory_bytes", "Memory that rank 0 uses.", memory, "kind"),
-            (
-                "checkpoint_step",
-                "Step of this start's newest checkpoint.",
-                self._writer.whole_step,
-            ),
+            ("checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step),
             (
                 "checkpoint_timestamp_seconds",
                 "When that checkpoint was complete; before the first one, when this start began.",

@@ -101,9 +101,8 @@ class Recompute(RunCallback):
     def on_train_end(self, logs: Any) -> None:
         if self._differences:
             log.info(
-                "%s gradients were computed again on all ranks, with relative differences up to %.1g",
-                f"{len(self._differences):,}",
-                max(self._differences),
+                f"{len(self._differences):,} gradients were computed again on all ranks, with relative differences up "
+                f"to {max(self._differences):.1g}"
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:

@@ -53,8 +53,7 @@ class TimelineTrace(RunCallback):
         if self.is_chief:
             # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
-                host_tracer_level=3,
-                python_tracer_level=0,
+                host_tracer_level=3, python_tracer_level=0
             )
             tf.profiler.experimental.start(str(self.folder), options)
 
@@ -66,8 +65,7 @@ class TimelineTrace(RunCallback):
     def on_train_end(self, logs: Any) -> None:
         if self._begin is None:
             log.warning(
-                "profile.timeline traced nothing: the run ended before step %s",
-                f"{self.first_step + 1:,}",
+                f"profile.timeline traced nothing: the run ended before step {self.first_step + 1:,}"
             )
         self._end()
 
