@@ -261,7 +261,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     parts = []
     if ranks > 1:
         if synchronizations:
-            parts.append(f"weights brought together {synchronizations:,} times in {steps:,} steps")
+            parts.append(f"weights synchronized {synchronizations:,} times in {steps:,} steps")
         else:
             parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
         checks = numbers["weight_checks"]
@@ -283,11 +283,11 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         if len(counts) > 1:
             seen += f" to {counts[-1]:,}"
         skipped = numbers.get("skipped")
-        left_out = f", but for {skipped:,} that cannot be read" if skipped else ""
+        left_out = f", except for {skipped:,} that cannot be read" if skipped else ""
         parts.append(f"{seen} of {numbers['examples']:,} samples seen once per epoch{left_out}")
     sent_bytes = numbers.get("sent_bytes")
     if sent_bytes:
-        moment = "at a time" if synchronizations else "in a step"
+        moment = "each time" if synchronizations else "in a step"
         parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
 

@@ -301,7 +301,7 @@ class _Search:
         lines = [line for rank_lines in self.comm.gather(own_lines) for line in rank_lines]
         if lines and not saved:
             raise CheckpointError(
-                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start anew"
+                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start over"
             )
         if topology.is_chief:
             for line in lines:

@@ -298,7 +298,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     left_out = plan.num_examples - plan.examples_per_epoch
     if left_out > MOST_LEFT_OUT * plan.num_examples:
         share = percent(left_out / plan.num_examples)
-        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
+        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), different ones in each epoch"
         lines["left out"] = f"{text} (data.uneven=trim)"
 
     if start.name:

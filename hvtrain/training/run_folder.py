@@ -59,7 +59,7 @@ REPLACED = (
 )
 MOST_STARTS = 100
 CONFIG_HEADER = """\
-# All settings of this run. The same run once more, in a new folder, with any of them changed:
+# All settings of this run. To repeat it in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
 defaults:
   - _self_
@@ -148,7 +148,7 @@ def refuse_files_of_others(folder: Path) -> None:
     # A run folder whose config.yaml was edited or lost still has its checkpoints.
     if not is_of_a_run and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
-            f"run.dir={folder} is not the folder of a run, which would replace its {others[0]}; choose another run.dir"
+            f"run.dir={folder} is not a run folder, and a run would replace its {others[0]}; choose another run.dir"
         )
 
 

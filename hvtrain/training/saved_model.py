@@ -61,7 +61,7 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
     except Exception as error:
         weights = path.with_suffix(".weights.h5")
         log.warning(
-            "%s is written instead of %s, since Keras fails: %s",
+            "%s is written instead of %s, since Keras cannot save the whole model: %s",
             weights.name,
             path.name,
             in_one_line(error),

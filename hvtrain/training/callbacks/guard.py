@@ -96,7 +96,7 @@ def explain_errors(
                 hint = ""
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
-                f"nothing of it reached the weights; {NOT_FINITE_ADVICE}{hint}"
+                f"it did not reach the weights; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
         if is_lost_rank_error(error):

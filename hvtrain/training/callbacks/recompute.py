@@ -172,7 +172,7 @@ class Recompute(RunCallback):
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
             f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
-            f"{tolerance:.1g}); take that host out, and resume from a checkpoint from before"
+            f"{tolerance:.1g}); take that host out, and resume from an earlier checkpoint"
         )
         error.culprit = verdict.ranks[0]
         raise error

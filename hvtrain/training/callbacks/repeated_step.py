@@ -161,7 +161,7 @@ def _in_batch(batch: Any) -> Origin | None:
             if not is_finite.all():
                 num_examples = len(is_finite)
                 example = int(np.argmin(is_finite.reshape(num_examples, -1).all(axis=1)))
-                text = f"the {part} of the batch, in its example {example} of {num_examples}"
+                text = f"the {part} of the batch, in example {example} of {num_examples}"
                 return Origin(BATCH, 0, text)
     return None
 
@@ -226,7 +226,7 @@ class _Watch:
         see_incoming = partial(
             self._with_gradient_seen,
             operation,
-            f"the gradient that comes back to {name} from what follows it",
+            f"the gradient that {name} receives from what follows it",
         )
 
         @wraps(call)
