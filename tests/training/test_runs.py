@@ -40,6 +40,8 @@ def default_run(tmp_path_factory):
     arguments = [
         f"run.dir={run}",
         "profile.timeline=true",
+        # Within an interval of calls (20 steps), which ends after the epoch (22 steps) does.
+        "profile.first_step=24",
         "profile.noise_scale_every=2",
         "run.report=true",
     ]
