@@ -25,15 +25,17 @@ def in_buckets(
     [[0, 2, 3], [1], [4]]
     """
     buckets: list[list[int]] = []
-    # Bytes in the current shared bucket, and its index. Starts full, so the first small tensor opens one.
-    filled, shared = bucket_bytes, -1
+    # Index and bytes of the current shared bucket. It starts full, so that the first small tensor opens one.
+    shared = -1
+    filled = bucket_bytes
     for position, size in enumerate(sizes):
         if size >= alone_bytes:
             buckets.append([position])
             continue
         if filled >= bucket_bytes:
+            shared = len(buckets)
+            filled = 0
             buckets.append([])
-            filled, shared = 0, len(buckets) - 1
         buckets[shared].append(position)
         filled += size
     return buckets

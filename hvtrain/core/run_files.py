@@ -261,7 +261,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     parts = []
     if ranks > 1:
         if synchronizations:
-            parts.append(f"weights brought together {synchronizations:,} times in {steps:,} steps")
+            parts.append(f"weights synchronized {synchronizations:,} times in {steps:,} steps")
         else:
             parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
         checks = numbers["weight_checks"]
@@ -283,17 +283,17 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         if len(counts) > 1:
             seen += f" to {counts[-1]:,}"
         skipped = numbers.get("skipped")
-        left_out = f", but for {skipped:,} that cannot be read" if skipped else ""
+        left_out = f", except for {skipped:,} that cannot be read" if skipped else ""
         parts.append(f"{seen} of {numbers['examples']:,} samples seen once per epoch{left_out}")
     sent_bytes = numbers.get("sent_bytes")
     if sent_bytes:
-        moment = "at a time" if synchronizations else "in a step"
+        moment = "each time" if synchronizations else "in a step"
         parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes a run folder that has no file from after the first step began (on the chief, or in the launcher)."""
+    """Removes a run folder that contains only files from before the first step (on the chief, or in the launcher)."""
     written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
     folders_before = {"logs", "launch", "preprocessing"}
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
@@ -301,16 +301,18 @@ def remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Words in the names of metrics for which lower is better. For all others, such as accuracy, higher is better.
+# Words in the names of metrics for which lower is better; "false" is for counts of false positives and negatives.
+# For all others, such as accuracy, higher is better.
 _LOWER_IS_BETTER = re.compile(
     "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
+    "|hinge|(log)?cosh|poisson|false"
 )
 
 
 def lower_is_better(metric: str) -> bool:
     """True if lower values of a metric are better, judging by its name.
 
-    >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
-    (True, False)
+    >>> lower_is_better("val_loss"), lower_is_better("false_negatives"), lower_is_better("val_accuracy")
+    (True, True, False)
     """
     return any(map(_LOWER_IS_BETTER.fullmatch, metric.split("_")))

@@ -29,7 +29,7 @@ SCALARS = SimpleNamespace(
 class Schedule:
     """Warms up over warmup_epochs, then applies a subclass's decay over the rest of num_steps.
 
-    base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
+    base and peak are learning rates; steps are the plan's optimizer steps, counted from 0.
     warmup_from: the rate at step 0 in place of base, capped at the peak rate.
 
     Raises:
@@ -79,7 +79,7 @@ class Schedule:
         """Returns the factor that multiplies the peak rate after the warm-up: 1 here.
 
         Args:
-            step: the step of the run.
+            step: the step of the plan.
             progress: 0 at the end of the warm-up, 1 at the end of the run.
             ops: as in __call__.
         """

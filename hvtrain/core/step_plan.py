@@ -140,10 +140,10 @@ class StepPlan:
         """
         steps = range(1 if self.is_full else self.steps_per_epoch)
         touched: set[int] = set()
-        for offsets, (begin, end) in (
-            (self.share_offsets(step), self.parts(step)[rank]) for step in steps
-        ):
-            touched.update((bisect_right(offsets, begin) - 1, bisect_left(offsets, end) - 1))
+        for step in steps:
+            offsets = self.share_offsets(step)
+            begin, end = self.parts(step)[rank]
+            touched |= {bisect_right(offsets, begin) - 1, bisect_left(offsets, end) - 1}
         return range(min(touched), max(touched) + 1)
 
     def on(self, size: int) -> "StepPlan":

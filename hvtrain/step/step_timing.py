@@ -44,6 +44,15 @@ class StepTimes(NamedTuple):
         return self.own_work + self.communication
 
 
+class StepCounts(NamedTuple):
+    """How often this process's steps have got their batch, had gradients ready and reduced, and ended."""
+
+    arrived: int
+    ready: int
+    reduced: int
+    ended: int
+
+
 class StepMarks:
     """Counters and clocks of one process. The methods that set marks must be called while a graph is traced.
 
@@ -52,7 +61,7 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
-        # Set to False if TensorFlow's operations must be deterministic, which reading a clock is not.
+        # To be set to False if TensorFlow's operations must be deterministic, which reading a clock is not.
         self.timed = True
         # True without a GPU. Marked values are then passed on only after the clock was read, since a
         # single thread might otherwise use them first. With a GPU each step would wait for the host, only
@@ -71,9 +80,8 @@ class StepMarks:
         # Seconds of communication.
         self._seconds = host_variable(0.0, tf.float64, "seconds")
 
-    def __call__(self) -> tuple[int, int, int, int]:
-        """Returns the numbers of batches arrived, of times gradients were ready and reduced, and of steps ended."""
-        return (
+    def __call__(self) -> StepCounts:
+        return StepCounts(
             int(self._arrived.numpy()),
             int(self._ready.numpy()),
             int(self._reduced.numpy()),

@@ -93,7 +93,7 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
     crops = [name for name in names if config.augment[name].get("_target_") == CROP_TARGET]
     if not crops:
         return names
-    if names.index(crops[-1]):
+    if crops[-1] != names[0]:
         raise ConfigError(
             f"augment=[{','.join(names)}]: {crops[-1]} runs while images are decoded, before any layer; list it "
             "first, and only once"
@@ -147,11 +147,9 @@ def _check_range(
         own_range = getattr(inner, "value_range", None)
         if own_range is None or (limits and tuple(own_range) == limits):
             continue
-        known = (
-            f"gives images from {limits[0]:g} to {limits[1]:g}"
-            if limits
-            else "does not give the range of its images"
-        )
+        known = "does not give the range of its images"
+        if limits:
+            known = f"gives images from {limits[0]:g} to {limits[1]:g}"
         raise ConfigError(
             f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
             f"{source_name} {known}; set value_range in {setting}"

@@ -37,7 +37,7 @@ BUCKETS_MIB = (25.0, 4.0)
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
-# A setting is taken only if its time is below this share of the best so far; a smaller gain may be noise.
+# A setting is chosen only if its time is below this share of the best so far; a smaller gain may be noise.
 WORTHWHILE = 0.97
 
 
@@ -88,7 +88,8 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     folder = run.folder
     comm = strategy.comm
     default = default_settings(run.config.strategy.get("bucket_mib"))
-    sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
+    weights = [variable.value for variable in build().trainable_variables]
+    sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
 
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
     measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}

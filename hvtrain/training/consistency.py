@@ -64,7 +64,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
             difference = difference_of(first[kind], other[kind])
             if difference:
                 raise error(
-                    f"rank 0 on {first_host} and rank {rank} on {host} run different {kind}: {difference}; {advice}"
+                    f"rank 0 on {first_host} and rank {rank} on {host} have different {kind}: {difference}; {advice}"
                 )
 
 

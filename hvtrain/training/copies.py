@@ -67,7 +67,7 @@ class Copies(AbstractContextManager["Copies"]):
 def begin_copies(run: Run) -> Copies:
     """Connects rank 0 to the receiver if checkpoint.copies is set; returns this rank's side (every rank).
 
-    If there is no other host, or the two do not connect, only logs a warning.
+    Only logs a warning if there is no other host with a disk of its own, or if the two cannot connect.
     """
     if not run.config.checkpoint.copies:
         return Copies()
@@ -77,7 +77,7 @@ def begin_copies(run: Run) -> Copies:
     # The receiver needs a disk of its own. On such hosts the first rank keeps a note of the newest checkpoint.
     keeps_note = comm.gather(run.state.note_keeper.folder is not None)
     receiver = next(
-        (rank for rank, host in enumerate(hosts) if keeps_note[rank] and host != hosts[0]), 0
+        (other for other, host in enumerate(hosts) if keeps_note[other] and host != hosts[0]), 0
     )
     if not receiver:
         if rank == 0:
@@ -110,7 +110,7 @@ def begin_copies(run: Run) -> Copies:
             return copies
     except (OSError, ValueError) as error:
         log.warning(
-            "checkpoint.copies=1 has no effect: %s and %s do not connect: %s",
+            "checkpoint.copies=1 has no effect: %s and %s cannot connect: %s",
             hosts[0],
             hosts[receiver],
             error,

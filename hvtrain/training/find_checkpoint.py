@@ -182,13 +182,13 @@ class _Search:
 
         run_ids = {candidate.run_id for candidate in self.candidates} - {None}
         if saved and self.run_id is None and len(run_ids) > 1:
-            first_of_runs = {
-                candidate.run_id: candidate for candidate in reversed(self.candidates)
-            }.values()
-            in_order = sorted(first_of_runs, key=lambda candidate: candidate.rank)
+            first_of_runs: dict[str | None, Candidate] = {}
+            for candidate in self.candidates:
+                first_of_runs.setdefault(candidate.run_id, candidate)
             raise CheckpointError(
                 f"the hosts have checkpoints of different runs in {self.checkpoints}: "
-                f"{', '.join(map(str, in_order))}; remove those of the other run, or choose another run.dir"
+                f"{', '.join(map(str, first_of_runs.values()))}; remove those of the other run, or choose "
+                "another run.dir"
             )
         self._report_damaged(saved)
         return saved
@@ -286,11 +286,11 @@ class _Search:
     def _report_damaged(self, saved: ResumePoint | None) -> None:
         """Sets damaged checkpoints aside and logs them (every rank).
 
-        Raises CheckpointError if no other checkpoint is left.
+        Raises CheckpointError if no other checkpoint is left. The damaged ones then keep their names,
+        since someone may be able to repair them.
         """
         topology = self.comm.topology
         own_lines = list(self._damaged.values())
-        # If there is no other checkpoint, they keep their names, since someone may be able to repair them.
         if saved:
             own_lines = [
                 store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()
@@ -301,7 +301,7 @@ class _Search:
         lines = [line for rank_lines in self.comm.gather(own_lines) for line in rank_lines]
         if lines and not saved:
             raise CheckpointError(
-                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start anew"
+                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start over"
             )
         if topology.is_chief:
             for line in lines:
@@ -344,9 +344,9 @@ def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candida
     if run_id is None:
         return list(candidates)
     ours = [candidate for candidate in candidates if candidate.run_id == run_id]
-    # Without any, those of an unknown run: these are damaged, which must be reported before the run
-    # starts over.
-    ours = ours or [candidate for candidate in candidates if candidate.run_id is None]
+    if not ours:
+        # Those of an unknown run are damaged, which must be reported before the run starts over.
+        ours = [candidate for candidate in candidates if candidate.run_id is None]
     for candidate in candidates:
         if candidate not in ours:
             log.warning("%s is ignored: this is run %s", candidate, run_id)
@@ -354,7 +354,7 @@ def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candida
 
 
 def _check_notes(
-    notes: Sequence[Note],
+    all_notes: Sequence[Note],
     hosts: Sequence[str],
     candidates: Sequence[Candidate],
     folder: Path,
@@ -365,7 +365,7 @@ def _check_notes(
     """
     run_ids = {candidate.run_id for candidate in candidates} - {None}
     seen_step = max((candidate.seen_step for candidate in candidates), default=-1)
-    away = [note for note in notes if note.host not in hosts and note.step > seen_step]
+    away = [note for note in all_notes if note.host not in hosts and note.step > seen_step]
     # A note without a run is the launcher's, and counts as this run's.
     away = [note for note in away if not run_ids or note.run_id is None or note.run_id in run_ids]
     newest = max(away, key=lambda note: note.step, default=None)

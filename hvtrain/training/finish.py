@@ -33,7 +33,7 @@ MAX_BYTES = 256 << 20  # For examples and outputs together.
 
 
 def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
-    """Returns the figures of the run, which are equal on all ranks, except for times and counts of this process.
+    """Returns the run's figures. They are equal on all ranks, except for times and counts of this process.
 
     Args:
         context: The run's context, with its report complete.
@@ -194,7 +194,8 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
 
     metrics = record.metrics
     last_weights = None
-    # Callbacks such as EarlyStopping may have restored other weights after the last step.
+    # Even if the last checkpoint is the best: callbacks such as EarlyStopping may have restored other
+    # weights after it.
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
@@ -273,7 +274,7 @@ def write_review(run: Run, model: keras.Model) -> None:
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     """Returns the first test examples, or else validation examples, with the model's outputs.
 
-    They are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
+    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
     """
     source = run.source
     limit = run.task.num_reviewed

@@ -150,10 +150,12 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
             known = f"0 ... {num_classes - 1}"
             if names:
                 known += f" or {', '.join(names)}"
-            raise ConfigError(f"{setting} names the class {key}, and {source.name} has {known}")
+            raise ConfigError(
+                f"{setting} names the class {key}, and {source.name} has the classes {known}"
+            )
         if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise ConfigError(
-                f"{setting} gives the class {key} the weight {weight}; give a number from 0"
+                f"{setting} gives the class {key} the weight {weight}; give a number of at least 0"
             )
         weights[index] = float(weight)
     return weights

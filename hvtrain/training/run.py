@@ -136,13 +136,13 @@ class Run:
 
         Its elements are pairs (batch, weight) if batches of different ranks or steps differ in size.
         """
-        is_one = self.config.data.one_batch
-        if is_one:
+        one_batch = self.config.data.one_batch
+        if one_batch:
             step = self.plan.shift  # The first step of the plan, wherever the run resumes.
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
-        if is_one:
+        if one_batch:
             # Cached, so that the input pipeline does not slow down debugging.
             batches = batches.take(1).cache().repeat()
         return batches
@@ -150,23 +150,14 @@ class Run:
     def stream_from(self, step: int) -> tf.data.Dataset:
         """Returns this rank's batches, beginning at a step, without augmentation and weights."""
         return training_batches(
-            self.source,
-            self.plan,
-            self.topology,
-            self.config.seed,
-            step,
-            augmented=False,
+            self.source, self.plan, self.topology, self.config.seed, step, augmented=False
         )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """Returns this rank's shard of a split, up to train.evaluation_steps batches; None if the split is empty."""
         steps = self.config.train.evaluation_steps
-        dataset = evaluation_batches(
-            self.source,
-            split,
-            self.topology,
-            self.config.train.evaluation_batch_size,
-        )
+        batch_size = self.config.train.evaluation_batch_size
+        dataset = evaluation_batches(self.source, split, self.topology, batch_size)
         if dataset is not None and steps:
             dataset = dataset.take(steps)
         return dataset
@@ -307,7 +298,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     left_out = plan.num_examples - plan.examples_per_epoch
     if left_out > MOST_LEFT_OUT * plan.num_examples:
         share = percent(left_out / plan.num_examples)
-        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
+        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), different ones in each epoch"
         lines["left out"] = f"{text} (data.uneven=trim)"
 
     if start.name:
@@ -331,7 +322,7 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
-    # The current ranks then have a plan of their own, see planned_batch_sizes.
+    # True with train.resize=scale, which makes a new plan for the current ranks (see planned_batch_sizes).
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"

@@ -59,7 +59,7 @@ REPLACED = (
 )
 MOST_STARTS = 100
 CONFIG_HEADER = """\
-# All settings of this run. The same run once more, in a new folder, with any of them changed:
+# All settings of this run. To repeat it in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
 defaults:
   - _self_
@@ -91,10 +91,11 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             resume=never and it holds checkpoints.
     """
     folder = state.folder or state.store.folder
-    has_name = folder or config.run.dir
-    folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
+    is_default = not folder and not config.run.dir
+    if folder is None:
+        folder = Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
-        if not has_name:
+        if is_default:
             # Even runs that begin in the same second get folders of their own.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"
@@ -147,7 +148,7 @@ def refuse_files_of_others(folder: Path) -> None:
     # A run folder whose config.yaml was edited or lost still has its checkpoints.
     if not is_of_a_run and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
-            f"run.dir={folder} is not the folder of a run, which would replace its {others[0]}; choose another run.dir"
+            f"run.dir={folder} is not a run folder, and a run would replace its {others[0]}; choose another run.dir"
         )
 
 

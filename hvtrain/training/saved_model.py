@@ -1,4 +1,4 @@
-"""Saves the models of a run, model.keras and best.keras, with a description, so that they need only Keras.
+"""Saves the models of a run, model.keras and best.keras, with a description; loading them needs only Keras.
 
 A saved model takes raw examples, as they are in the user's arrays or files: it includes the
 preprocessing of the input pipeline as Keras layers, see Source.preprocessing.
@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
-from hvtrain.errors import in_one_line
+from hvtrain.errors import DataError, in_one_line
 from hvtrain.system.files import write_atomic, write_json
 from hvtrain.tasks import Task
 
@@ -61,7 +61,7 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
     except Exception as error:
         weights = path.with_suffix(".weights.h5")
         log.warning(
-            "%s is written instead of %s, since Keras fails: %s",
+            "%s is written instead of %s, since Keras cannot save the whole model: %s",
             weights.name,
             path.name,
             in_one_line(error),
@@ -74,8 +74,8 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
     """Returns a model from raw examples to logits; its last layer is the trained model.
 
-    Both are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if not
-    compiled.
+    Both models are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if
+    not compiled.
     """
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
@@ -121,8 +121,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
         }
     else:
         inputs = tf.nest.map_structure(
-            lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name},
-            raw,
+            lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name}, raw
         )
 
     output_shape = task.output_shape(source)
@@ -157,7 +156,7 @@ def check_preprocessing(
         if not batches:
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
-    except (OSError, tf.errors.OpError):
+    except (OSError, DataError, tf.errors.OpError):
         return None  # Missing files must not fail a finished run, which needs them no more.
 
     pairs = [

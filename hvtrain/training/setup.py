@@ -11,12 +11,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.make_plan import (
-    choose_uneven,
-    make_plan,
-    planned_batch_sizes,
-    resumed_plan,
-)
+from hvtrain.config.make_plan import choose_uneven, make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
@@ -50,7 +45,7 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 def open_data(
     config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
 ) -> Source:
-    """Opens the data set of a run on this rank. Its task, model and optimizer follow: they need the run's plan.
+    """Opens the data set of a run on this rank, before the run is planned.
 
     Args:
         config: The run's settings.
@@ -101,7 +96,7 @@ def open_task_and_layers(config: RunConfig, source: Source, is_resized: bool) ->
     task = open_task(config, source)
     if config.data.bucket_by_length and source.lengths("train") is None:
         raise ConfigError(
-            f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
+            f"data.bucket_by_length={config.data.bucket_by_length} needs examples of different lengths, and "
             f"{source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
         )
     if config.augment:
@@ -136,7 +131,7 @@ def plan_run(
     num_processes = strategy.topology.size
     if config.data.bucket_by_length and not strategy.takes_lengths:
         raise ConfigError(
-            "data.bucket_by_length gives batches of unlike lengths, and this strategy needs equal ones; "
+            "data.bucket_by_length gives batches of different lengths, and this strategy needs equal ones; "
             "leave the setting out, or choose strategy=horovod"
         )
     # One entry for each rank of the plan, that is for each replica, since a process may have several.
@@ -178,8 +173,8 @@ def build_model(
 
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
-    # Every layer that was built, such as one of augment, has used up names and random numbers of Keras.
-    # After a reset, the run's model does not depend on what was built before it.
+    # Each layer built so far, such as those of augment, has advanced Keras's name counters and random
+    # numbers. After a reset, the model does not depend on them.
     seed_everything(config, strategy.topology.rank)
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
@@ -191,7 +186,8 @@ def build_model(
         for layer in model._flatten_layers():
             if config.train.jit_compile and not getattr(layer, "supports_jit", True):
                 raise ConfigError(
-                    f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
+                    f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile, exclude each other; "
+                    "leave one of the two out"
                 )
 
         optimizer = strategy.distribute(build_optimizer(config, plan), config.guard.finite)
@@ -225,7 +221,7 @@ def build_model(
 
 
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
-    """Builds the model for `size` ranks with the changes that the settings ask for, not yet compiled."""
+    """Builds the model for `size` ranks, with the changes that the settings ask for; does not compile it."""
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
     with _sharding(config):
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)

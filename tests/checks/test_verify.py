@@ -73,7 +73,7 @@ def test_each_check_can_fail(tmp_path):
     )
     assert "the step reduced no gradient" in texts["step of your model"]
     assert "weights differ after one step of your model: rank 1 on " in texts["weights"]
-    assert "run different programs: version of keras is 3.0 and 3.1" in texts["versions"]
+    assert "have different programs: version of keras is 3.0 and 3.1" in texts["versions"]
     assert "ranks share a GPU: 0-1 s1 GPU 0" in texts["devices"]
     assert "variables differ between ranks after a broadcast" in texts["broadcast"]
     assert "0 reductions in the graph for 8 steps" in texts["not reduced"]

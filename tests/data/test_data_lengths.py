@@ -230,6 +230,6 @@ def test_labels_that_do_not_do_are_refused(file, tmp_path):
 def test_strategies_that_need_batches_of_one_length_are_refused(file, strategy):
     config = SimpleNamespace(data=SimpleNamespace(bucket_by_length=3))
     with pytest.raises(
-        ConfigError, match="bucket_by_length gives batches of unlike lengths, and this str"
+        ConfigError, match="bucket_by_length gives batches of different lengths, and this str"
     ):
         plan_run(config, texts(file), strategy)

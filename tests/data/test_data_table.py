@@ -1,5 +1,7 @@
 """Columns of a table as features."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pyarrow as pa
@@ -64,6 +66,11 @@ def test_columns_become_features_and_the_saved_model_takes_columns(file, tmp_pat
     }
     assert loaded.predict(columns, verbose=0).shape == (5, 2)
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+    # A finished run does not need its table any more, which is read again once the shards are cut.
+    source._loaded.clear()
+    moved = Path(file).rename(tmp_path / "moved")
+    assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+    moved.rename(file)
 
 
 def test_categories_of_a_csv_file_are_the_text_that_stands_there(tmp_path):

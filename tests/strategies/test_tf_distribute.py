@@ -184,7 +184,7 @@ REFUSED = [
     ),
 ]
 REFUSED_BY_REPLICAS = [
-    ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
+    ("nan", r"the gradient of step \d+ is not finite on rank 0; it did not reach the weights"),
     (
         "pads",
         r"strategy=mirrored splits the batch of each step into 2 equal parts, but .* choose data.uneven=trim",
@@ -349,7 +349,7 @@ def test_a_process_with_two_replicas_counts_them(replicas):
 
 def test_a_gradient_that_is_not_finite_is_named_and_one_rank_stops_all(workers):
     for rank in workers[0]:
-        assert "is not finite on rank 1; nothing of it reached the weights" in rank["nan"]["error"]
+        assert "is not finite on rank 1; it did not reach the weights" in rank["nan"]["error"]
     assert [rank["stops"]["record"]["num_steps"] for rank in workers[0]] == [4, 4]
 
 

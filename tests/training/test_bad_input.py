@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written(two_ranks):
 def test_settings_that_differ_between_ranks(two_ranks):
     for error in errors(two_ranks, "settings"):
         assert error.startswith("ConfigError: rank 0 on ") and error.endswith(
-            " run different settings: seed is 0 and 1; start all ranks with the same command"
+            " have different settings: seed is 0 and 1; start all ranks with the same command"
         )
 
 

@@ -43,6 +43,6 @@ def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "0"))
     check_same_run(Gathers((settings, digests[0])), config)
     with pytest.raises(
-        RankError, match="rank 0 on s1 and rank 1 on s2 run different programs: code of petals is "
+        RankError, match="rank 0 on s1 and rank 1 on s2 have different programs: code of petals is "
     ):
         check_same_run(Gathers((settings, digests[1])), config)

@@ -126,7 +126,7 @@ def test_a_run_that_resumes_is_not_judged(ranks, folder):
                    "(BreaksAtStep)"),
         ("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
                      "root (Root) passes back"),
-        ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in its "
+        ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in "
                    "example 5 of 32"),
         ("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after "
                  "finite outputs of all layers"),

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks, folder):
     """NaN on rank 1 from its sixth batch on."""
     message = error(ranks, "nan")
     assert message.startswith(
-        "TrainingError: the gradient of step 6 is not finite on rank 1; nothing of it reached"
+        "TrainingError: the gradient of step 6 is not finite on rank 1; it did not reach"
     )
     assert message.endswith("; the same command with debug=nan names the layer")
     assert steps(folder / "nan") == [2, 4]

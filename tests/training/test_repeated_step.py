@@ -104,11 +104,11 @@ def test_the_batch_and_the_weights_come_before_the_layers():
     spoiled = tf.constant([[1.0, 2.0], [float("inf"), 0.0]])
     assert origin(model, (spoiled, targets)) == (
         BATCH,
-        "the inputs of the batch, in its example 1 of 2",
+        "the inputs of the batch, in example 1 of 2",
     )
     assert origin(model, (inputs, targets / 0.0)) == (
         BATCH,
-        "the targets of the batch, in its example 0 of 2",
+        "the targets of the batch, in example 0 of 2",
     )
     model.get_layer("a").bias.assign([0.0, float("nan")])
     before = first_not_finite(model, BATCH_OF_TWO)
@@ -125,7 +125,7 @@ def test_the_layer_whose_gradient_is_the_first_on_the_way_back():
     model = compiled(functional(layers.Dense(2, name="before"), Blocks(name="blocks"), *after))
     assert origin(model) == (BACKWARD, "the gradient that blocks (Blocks) passes back")
     # No layer has it: it lies between two of them.
-    inside = "the gradient that comes back to inner (Dense) from what follows it"
+    inside = "the gradient that inner (Dense) receives from what follows it"
     assert origin(compiled(Own(blocks))) == (BACKWARD, inside)
 
 

@@ -91,7 +91,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
 def test_files_of_others_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(
-        ConfigError, match=f"is not the folder of a run, which would replace its {name}; choose"
+        ConfigError, match=f"is not a run folder, and a run would replace its {name}; choose"
     ):
         opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name] and (

@@ -73,9 +73,9 @@ class Balance(RunCallback):
 
         before = plan.batch_sizes
         sizes = balanced_sizes(before, [rank.own_work for rank in times])
-        each = [rank.own_work / size for rank, size in zip(times, before)]
+        example_seconds = [rank.own_work / size for rank, size in zip(times, before)]
         old_seconds = max(rank.own_work for rank in times)
-        new_seconds = max(size * seconds for size, seconds in zip(sizes, each))
+        new_seconds = max(size * seconds for size, seconds in zip(sizes, example_seconds))
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
         # The conditions above are the same on all ranks, so all of them come here or none does.
         cost = self.comm.broadcast(self._first_step_seconds)
@@ -116,17 +116,17 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
     total = sum(batch_sizes)
     num_ranks = len(batch_sizes)
     largest = math.ceil(MOST_BATCHES * total / num_ranks)
-    each = [rank_seconds / size for rank_seconds, size in zip(seconds, batch_sizes)]
+    example_seconds = [work / size for work, size in zip(seconds, batch_sizes)]
 
     sizes = [1] * num_ranks
     # Each further example goes to the rank that would finish it first.
-    ends = [(2 * example_seconds, rank) for rank, example_seconds in enumerate(each)]
+    ends = [(2 * cost, rank) for rank, cost in enumerate(example_seconds)]
     heapq.heapify(ends)
     for _ in range(total - num_ranks):
         _, rank = heapq.heappop(ends)
         sizes[rank] += 1
         if sizes[rank] < largest:
-            heapq.heappush(ends, ((sizes[rank] + 1) * each[rank], rank))
+            heapq.heappush(ends, ((sizes[rank] + 1) * example_seconds[rank], rank))
     return sizes
 
 

@@ -75,7 +75,7 @@ class Interruption(RunCallback):
         If there are several reasons, Ctrl-C takes precedence, then other signals, then the clock. There
         is no reason if a user's callback has stopped the training.
         """
-        # Each with its exit code, after a number by which they are sorted.
+        # Precedence (0 first), exit code and text of each.
         own_reasons: list[tuple[int, int, str]] = []
         if signal.SIGINT in self._signals:
             own_reasons.append((0, INTERRUPTED, "Ctrl-C"))
@@ -89,7 +89,7 @@ class Interruption(RunCallback):
 
         reasons = [reason for reasons in self.comm.gather(own_reasons) for reason in reasons]
         if reasons:
-            # Of several, that of the lowest rank.
+            # Of equal precedence, min takes the first: the lowest rank's.
             _, self.report.exit_code, self.report.stopped_by = min(reasons, key=itemgetter(0))
 
     @property
@@ -108,9 +108,9 @@ class Interruption(RunCallback):
 class CallbackState(keras.callbacks.Callback):
     """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
-    It saves only numbers, such as patience and best value, in the checkpoint's meta, and best_weights,
-    among its arrays. Since callbacks may set the factor of the learning rate, all ranks get the chief's
-    factor after each epoch. Put this callback after the user's.
+    It saves store.NUMBERS, such as the best value, in the checkpoint's meta, and best_weights among its
+    arrays. Since callbacks may set the factor of the learning rate, all ranks get the chief's factor after
+    each epoch. Put this callback after the user's.
 
     Args:
         callbacks: The user's callbacks on this rank, by name.
@@ -269,12 +269,13 @@ class Checkpointing(_Saving):
         # _minutes_due is collective. The conditions before it are the same on all ranks, so all
         # call it or none does.
         if is_end or by_epochs or by_steps or self._minutes_due():
-            metrics = {name: float(value) for name, value in (logs or {}).items()}
-            if not self._validated_now():
-                # These val_* are results of an earlier step, not of this checkpoint.
-                metrics = {
-                    name: value for name, value in metrics.items() if not name.startswith("val_")
-                }
+            # Without a validation after this step, val_* are results of an earlier one.
+            has_validation = self._validated_now()
+            metrics = {
+                name: float(value)
+                for name, value in (logs or {}).items()
+                if has_validation or not name.startswith("val_")
+            }
             self._save(metrics)
 
         if is_end:
@@ -283,11 +284,11 @@ class Checkpointing(_Saving):
             self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
             ends_early = self.plan.ends_early and self.position.is_last
-            # An elastic job continues from memory, and a run that was stopped does not continue here.
-            in_memory = self.strategy.membership.commit_steps
-            goes_on = self.report.rebalanced or (ends_early and not in_memory)
+            # An elastic job continues from memory instead.
+            is_elastic = self.strategy.membership.commit_steps
+            goes_on = self.report.rebalanced or (ends_early and not is_elastic)
             if goes_on and not self.report.stopped_by and whole_step != self.step:
-                # The next attempt would resume from an older checkpoint and come here again, endlessly.
+                # Otherwise the next attempt would resume from an older checkpoint and come here again, endlessly.
                 raise CheckpointError(
                     f"the rest of the run needs the checkpoint of step {self.step}, which was not written; "
                     "make room, then start again with the same run.dir"
@@ -337,9 +338,9 @@ class Checkpointing(_Saving):
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
         if self.is_chief:
-            # An interrupted run can be resumed; one that a callback has stopped is complete.
-            goes_on = self.report.stopped_by or self.report.rebalanced
-            ended = self.model.stop_training and not goes_on
+            # An interrupted or rebalanced run continues; one that a user's callback has stopped is complete.
+            is_unfinished = self.report.stopped_by or self.report.rebalanced
+            ended = self.model.stop_training and not is_unfinished
             saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()
@@ -381,7 +382,7 @@ class MemoryCommit(_Saving):
             return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
-        # With the step in meta, which the writer adds to a checkpoint on disk.
+        # The step belongs in meta; a writer would add it, but a commit has none.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.step)
         if not self.position.is_last:
             self.strategy.membership.check()

@@ -83,12 +83,8 @@ class Progress(RunCallback):
         """Formats an epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
-        return ", ".join(
-            [
-                f"{self._epoch()}: {', '.join(parts)}; {self._share_of_run} of the run",
-                *self._left(),
-            ],
-        )
+        text = f"{self._epoch()}: {', '.join(parts)}; {self._share_of_run} of the run"
+        return ", ".join([text, *self._left()])
 
     def _drawing(self, logs: Logs) -> Drawing:
         done, total = self._steps_of_epoch
@@ -150,10 +146,7 @@ class Progress(RunCallback):
         """Formats the remaining time of the run; empty if it is not known yet."""
         # Up to now, since the rest of the run has validations and checkpoints too.
         steps = self.plan.num_steps - self.step
-        seconds = steps * _seconds_per_step(
-            self._first_call,
-            (time.monotonic(), self.step),
-        )
+        seconds = steps * _seconds_per_step(self._first_call, (time.monotonic(), self.step))
         return [f"{duration(round(seconds))} left"] if seconds else []
 
 

@@ -94,12 +94,11 @@ class Validation(RunCallback):
         self.unlogged = dict(resumed)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        if self.dataset is not None and self.position.is_multiple_of(
-            self.config.validate_every_steps,
-        ):
+        is_due = self.position.is_multiple_of(self.config.validate_every_steps)
+        if self.dataset is not None and is_due:
             self._validate()
             results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
-            log.info("step %s: %s", f"{self.step:,}", results)
+            log.info(f"step {self.step:,}: {results}")
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.dataset is None or self.position.in_epoch:
@@ -177,20 +176,23 @@ class Throughput(RunCallback):
         if self.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
             self._noted_at = now
             note_step(self.run.folder)
+
         # A call of the graph may have done several steps.
-        first_step = self._last_step
-        steps = self.step - first_step
+        steps_before = self._last_step
+        steps = self.step - steps_before
         self._last_step = self.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
+        logs["examples/s"] = self.epoch_examples_per_second
+
         # A call that began within the warm-up does not count, unless there is no other.
-        is_only_one = self.position.is_last and not self._steps
-        if first_step >= self._last_warmup_step or is_only_one:
+        is_only_call = self.position.is_last and not self._steps
+        if steps_before >= self._last_warmup_step or is_only_call:
             self._seconds += seconds
             self._steps += steps
         if self._times_after_warmup is None and self.step >= self._last_warmup_step:
             self._times_after_warmup = self.strategy.marks.times()
-        logs["examples/s"] = self.epoch_examples_per_second
+
         if self._times_counted:
             self.report.goodput.seconds["steps"] += seconds
         else:
@@ -216,18 +218,16 @@ class Throughput(RunCallback):
         in_epoch = times - self._times_at_epoch_begin
         after_warmup = times - (self._times_after_warmup or times)
         # The span with fewer steps began later.
-        newest = min(after_warmup, in_epoch)
-        own = after_warmup.each(), topology.host, in_epoch.each().own_work, newest.each()
-        ranks = self.comm.gather(own)
-        self.rank_seconds = [own_work for _, _, own_work, _ in ranks]
+        newest = min(after_warmup, in_epoch, key=lambda span: span.steps)
+        own = (after_warmup.each(), topology.host), in_epoch.each().own_work, newest.each()
+        times_and_hosts, own_work, newest_times = zip(*self.comm.gather(own))
+        self.rank_seconds = list(own_work)
         if after_warmup.steps > 0:
-            self.newest_times = [times for *_, times in ranks]
+            self.newest_times = list(newest_times)
             is_rank_by_rank = self.strategy.num_computing == topology.size
             sees_exchange = is_rank_by_rank or self.strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.plan.steps_per_epoch)
-            self.report.split = Split.of(
-                [(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange
-            )
+            self.report.split = Split.of(list(times_and_hosts), steps_in_a_row, sees_exchange)
 
 
 class GradientNoise(RunCallback):
@@ -243,7 +243,7 @@ class GradientNoise(RunCallback):
 
     def on_train_begin(self, logs: Any) -> None:
         try:
-            # Before a step is traced, since the graph takes the measurements.
+            # Before a step is traced, since the graph itself measures the gradients.
             self._noise = NoiseScale(
                 self.model.optimizer, self.run.config.profile.noise_scale_every
             )
@@ -263,7 +263,6 @@ class GradientNoise(RunCallback):
             plan = self.plan
             joint_batch = plan.global_batch * plan.accumulate
             share = share_of_progress(self.latest, joint_batch / plan.size, joint_batch)
-            # What it means for the run's number of ranks.
             log.info(
                 f"gradient noise scale: {self.latest:,.0f} examples; an example in the joint batch of {joint_batch:,} "
                 f"makes {share:.0%} of the progress of one in a rank's batch"
@@ -348,7 +347,5 @@ def report_skipped(run: Run, report: RunReport) -> None:
         files = sum(part.num_examples is None for part in report.unreadable.values())
         rest = f", and what is left of {files} damaged file(s)" if files else ""
         log.info(
-            "skipped %s examples that could not be read%s; names in logs/ of the run folder",
-            f"{report.num_skipped:,}",
-            rest,
+            f"skipped {report.num_skipped:,} examples that could not be read{rest}; names in logs/ of the run folder"
         )

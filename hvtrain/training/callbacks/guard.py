@@ -1,4 +1,4 @@
-"""Stops runs whose ranks differ or whose values are not finite, and counts the examples as proof.
+"""Stops runs whose ranks differ or whose values are not finite, and counts the examples for the proof.
 
 With data.one_batch=true a run also fails if its model has not memorized its only batch.
 """
@@ -79,7 +79,7 @@ def explain_errors(
         DataError: This rank cannot read its data, or an id is out of an embedding table's range.
     """
     strategy = context.run.strategy
-    steps_before = strategy.marks()[3]
+    steps_before = strategy.marks().ended
     try:
         yield
     except tf.errors.OpError as error:
@@ -88,7 +88,7 @@ def explain_errors(
             ranks = ranks_at_fault(context.model.optimizer)
         if ranks:
             # Not position.step: the call of the graph that failed may have completed some steps.
-            step = context.position.start_step + strategy.marks()[3] - steps_before + 1
+            step = context.position.start_step + strategy.marks().ended - steps_before + 1
             origin = ""
             hint = NAMES_LAYER
             if search:
@@ -96,7 +96,7 @@ def explain_errors(
                 hint = ""
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
-                f"nothing of it reached the weights; {NOT_FINITE_ADVICE}{hint}"
+                f"it did not reach the weights; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
         if is_lost_rank_error(error):
@@ -151,11 +151,8 @@ class OneBatch(RunCallback):
     after SameLogs, so that all ranks make the same decision.
     """
 
-    training: dict[str, float]
-    before: dict[str, float]
-
     def on_train_begin(self, logs: Any) -> None:
-        self.training = {}
+        self.training: dict[str, float] = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:

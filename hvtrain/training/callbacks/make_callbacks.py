@@ -10,6 +10,7 @@ from keras.callbacks import Callback, LambdaCallback
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
+from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.parts import sharded_tables
@@ -53,9 +54,9 @@ def make_callbacks(
 ) -> list[Callback]:
     """Returns all callbacks, in this order (every rank).
 
-    Count the step; check that it was reduced; time it. Compute the epoch's metrics over all ranks,
-    check them and validate, so that later callbacks read true logs. Let the user's callbacks act,
-    and stop all ranks if one requests it. Then record, save, track, and commit. The record comes
+    They count the step, check that it was reduced, and time it. They compute the epoch's metrics over
+    all ranks, check them and validate, so that later callbacks read true logs. The user's callbacks act,
+    and all ranks stop if one requests it. The last ones record, save, track and commit. The record comes
     before the checkpoint: in the other order, a run killed between the two would resume without this
     epoch's row.
 
@@ -174,13 +175,12 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         for callback in callbacks
         for name in ("save_freq", "update_freq")
     ]
-    # The chief decides, since it alone has the callbacks that only write.
     libraries = {module.partition(".")[0] for module in modules}
+    has_users = bool(libraries - {"hvtrain", "keras"})
     # The callbacks of hvtrain.keras that set the learning rate for each batch count as the user's.
-    acts_on_batches = "hvtrain.keras.learning_rate" in modules or bool(
-        libraries - {"hvtrain", "keras"}
-    )
+    acts_on_batches = has_users or "hvtrain.keras.learning_rate" in modules
     counts = [steps for steps in counted if isinstance(steps, int)]
+    # The chief decides, since it alone has the callbacks that only write.
     acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
 
     sync_every = strategy.sync_every
@@ -229,11 +229,7 @@ _REFUSED = {
 }
 
 
-def own_callbacks(
-    run: Run,
-    model: keras.Model,
-    validates: bool,
-) -> dict[str, Callback]:
+def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Callback]:
     """Returns the user's callbacks on this rank, by name. Keras's callbacks that only write are on the chief alone.
 
     Args:
@@ -271,33 +267,33 @@ def own_callbacks(
                 f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
                 "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
             )
-        if (
-            is_chief
-            and isinstance(callback, keras.callbacks.TensorBoard)
-            and not find_spec("tensorboard")
-        ):
+        is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
+        if is_chief and is_tensorboard and not find_spec("tensorboard"):
             raise ConfigError(
                 f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
             )
-        monitor = str(getattr(callback, "monitor", ""))
-        # ModelCheckpoint uses its monitor only with save_best_only.
-        if (
-            monitor.startswith("val_")
-            and not validates
-            and getattr(callback, "save_best_only", True)
-        ):
-            takes = "as the split validation"
-            if "num_validation" in config.dataset:
-                takes = "dataset.num_validation=N"
-            raise ConfigError(
-                f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
-                f"training data ({takes}) or choose ++callbacks.{name}.monitor={monitor[4:]}"
-            )
+        if not validates:
+            _check_monitor(name, callback, config)
     return {
         name: callback
         for name, callback in callbacks.items()
         if is_chief or not isinstance(callback, WRITERS)
     }
+
+
+def _check_monitor(name: str, callback: Callback, config: RunConfig) -> None:
+    """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
+    monitor = str(getattr(callback, "monitor", ""))
+    # ModelCheckpoint uses its monitor only with save_best_only.
+    if not monitor.startswith("val_") or not getattr(callback, "save_best_only", True):
+        return
+    advice = "as the split validation"
+    if "num_validation" in config.dataset:
+        advice = "dataset.num_validation=N"
+    raise ConfigError(
+        f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
+        f"training data ({advice}) or choose ++callbacks.{name}.monitor={monitor[4:]}"
+    )
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:

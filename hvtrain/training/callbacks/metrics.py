@@ -134,31 +134,37 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
                 "rank",
             ),
             ("gradient_norm", "Norm of the last step's mean gradient.", norm),
-            ("model_flops", "Operations of the model in a second.", flops.get("flops_per_second")),
+            (
+                "model_flops",
+                "Floating-point operations of the model per second.",
+                flops.get("flops_per_second"),
+            ),
             ("peak_share", "The model's share of the devices' peak.", flops.get("share_of_peak")),
             (
                 "gpu_busy_ratio",
-                "Share of the time in which rank 0's GPU computes.",
+                "Share of the time during which rank 0's GPU computes.",
                 busy and busy / 100,
             ),
-            ("phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily),
+            (
+                "phase_seconds",
+                "Seconds of rank 0's steps, by phase.",
+                phases,
+                "phase",
+                CounterMetricFamily,
+            ),
             (
                 "sent_bytes_per_step",
                 "Bytes that a rank sends in a step.",
                 sent_bytes(self._optimizer),
             ),
             ("memory_bytes", "Memory that rank 0 uses.", memory, "kind"),
-            (
-                "checkpoint_step",
-                "Step of this start's newest checkpoint.",
-                self._writer.whole_step,
-            ),
+            ("checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step),
             (
                 "checkpoint_timestamp_seconds",
-                "When it was complete; before the first one, when this start began.",
+                "When that checkpoint was complete; before the first one, when this start began.",
                 self._writer.whole_at,
             ),
-            ("goodput_seconds", "Wall time of the run by what it went to.", parts, "part"),
+            ("goodput_seconds", "Wall time of the run, by purpose.", parts, "part"),
             ("restarts", "Starts of the run after the first.", self._num_restarts),
         ]
         return [self._family(*family) for family in families]

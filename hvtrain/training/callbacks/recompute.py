@@ -48,8 +48,8 @@ class Recompute(RunCallback):
     """Makes all ranks recompute one rank's gradient of the next step after every N steps (every rank).
 
     The ranks take turns. All ranks receive the rank's batch and dropout seeds; their weights are equal
-    anyway. So each check compares the forward and backward passes of all ranks, and the gradient that
-    the rank sent with the one that it should have sent.
+    anyway. So each check compares the forward and backward passes of all ranks, and what the rank sent
+    with what it should have sent.
 
     Raises:
         ConfigError: A step depends on more than weights, batch and seeds.
@@ -64,10 +64,10 @@ class Recompute(RunCallback):
         obstacle = ""
         if not run.strategy.is_plain or run.strategy.sync_every > 1:
             obstacle = "a strategy whose steps are not those of each rank by itself"
-        elif train.jit_compile or train.sync_batch_norm:
-            obstacle = (
-                "train.jit_compile=true" if train.jit_compile else "train.sync_batch_norm=true"
-            )
+        elif train.jit_compile:
+            obstacle = "train.jit_compile=true"
+        elif train.sync_batch_norm:
+            obstacle = "train.sync_batch_norm=true"
         elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
@@ -101,9 +101,8 @@ class Recompute(RunCallback):
     def on_train_end(self, logs: Any) -> None:
         if self._differences:
             log.info(
-                "%s gradients were computed again on all ranks, with relative differences up to %.1g",
-                f"{len(self._differences):,}",
-                max(self._differences),
+                f"{len(self._differences):,} gradients were computed again on all ranks, with relative differences up "
+                f"to {max(self._differences):.1g}"
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
@@ -173,7 +172,7 @@ class Recompute(RunCallback):
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
             f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
-            f"{tolerance:.1g}); take that host out, and resume from a checkpoint from before"
+            f"{tolerance:.1g}); take that host out, and resume from an earlier checkpoint"
         )
         error.culprit = verdict.ranks[0]
         raise error

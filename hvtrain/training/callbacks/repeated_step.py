@@ -66,10 +66,9 @@ class LayerSearch(RunCallback):
         is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         if ranks:
-            step = self.step
-            origin = self.find_origin(step)
+            origin = self.find_origin(self.step)
             raise TrainingError(
-                f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {NOT_FINITE_ADVICE}"
+                f"the loss of step {self.step:,} is not finite on {named(ranks)}{origin}; {NOT_FINITE_ADVICE}"
             )
 
     def find_origin(self, step: int) -> str:
@@ -132,8 +131,7 @@ def first_not_finite(
 
 
 def step_without_update(
-    model: keras.Model,
-    batch: Any,
+    model: keras.Model, batch: Any
 ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
     """Runs a train step without the optimizer's update.
 
@@ -163,11 +161,8 @@ def _in_batch(batch: Any) -> Origin | None:
             if not is_finite.all():
                 num_examples = len(is_finite)
                 example = int(np.argmin(is_finite.reshape(num_examples, -1).all(axis=1)))
-                return Origin(
-                    BATCH,
-                    0,
-                    f"the {part} of the batch, in its example {example} of {num_examples}",
-                )
+                text = f"the {part} of the batch, in example {example} of {num_examples}"
+                return Origin(BATCH, 0, text)
     return None
 
 
@@ -231,7 +226,7 @@ class _Watch:
         see_incoming = partial(
             self._with_gradient_seen,
             operation,
-            f"the gradient that comes back to {name} from what follows it",
+            f"the gradient that {name} receives from what follows it",
         )
 
         @wraps(call)

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ _TRANSFER = "transfer and sum"
 class TimelineTrace(RunCallback):
     """Traces some steps of this start (every rank; the chief writes).
 
-    It traces at least profile.steps steps, after the first profile.first_step steps: more if a call of
-    the graph runs several. In the run folder, profile/horovod.json is for chrome://tracing or
-    ui.perfetto.dev, and the rest of profile/ for TensorBoard's profiler.
+    It traces profile.steps steps, after the first profile.first_step steps; or a few more, if a call of
+    the graph runs several; or fewer, if the run ends. In the run folder, profile/horovod.json is for
+    chrome://tracing or ui.perfetto.dev, and the rest of profile/ for TensorBoard's profiler.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -52,20 +53,19 @@ class TimelineTrace(RunCallback):
         if self.is_chief:
             # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
-                host_tracer_level=3,
-                python_tracer_level=0,
+                host_tracer_level=3, python_tracer_level=0
             )
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        if self.step >= self.first_step + self.run.config.profile.steps:
+        # From the step at which the trace began, which is after first_step if a call of the graph crossed that.
+        if self._begin is not None and self.step >= self._begin + self.run.config.profile.steps:
             self._end()
 
     def on_train_end(self, logs: Any) -> None:
         if self._begin is None:
             log.warning(
-                "profile.timeline traced nothing: the run ended before step %s",
-                f"{self.first_step + 1:,}",
+                f"profile.timeline traced nothing: the run ended before step {self.first_step + 1:,}"
             )
         self._end()
 
@@ -91,7 +91,8 @@ class TimelineTrace(RunCallback):
                 "*.xplane.pb": f"tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)",
             }
             for pattern, viewer in viewers.items():
-                for path in list(self.folder.rglob(pattern))[:1]:
+                path = next(self.folder.rglob(pattern), None)
+                if path:
                     log.info("%s, for %s", path, viewer)
 
 
@@ -123,7 +124,7 @@ def reductions(path: Path) -> dict[str, float]:
         text = text.rstrip(",") + "]"
     events = json.loads(text)
 
-    # Horovod has a "process" for each gradient. The activities of each are nested: E ends the innermost B.
+    # Each gradient is a "process" (pid), whose activities are nested: E ends the innermost B.
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
@@ -173,7 +174,7 @@ def operations(folder: Path) -> dict[str, float]:
     for path in folder.rglob("*.xplane.pb"):
         space = xplane_pb2.XSpace.FromString(path.read_bytes())
         for plane in space.planes:
-            for event in (event for line in plane.lines for event in line.events):
+            for event in chain.from_iterable(line.events for line in plane.lines):
                 # Operations are named NAME:TYPE; other names are TensorFlow's own overhead.
                 name = plane.event_metadata[event.metadata_id].name
                 _, colon, kind = name.rpartition(":")

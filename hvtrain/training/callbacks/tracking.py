@@ -77,10 +77,7 @@ class Tracking(RunCallback):
 
         def end(name, tracker):
             if values:
-                tracker.scalars(
-                    self.step,
-                    {plain_name(key): value for key, value in values.items()},
-                )
+                tracker.scalars(self.step, {plain_name(key): values[key] for key in values})
             tracker.finish(state, files or [])
 
         self._each(end)
@@ -101,10 +98,8 @@ class Tracking(RunCallback):
             tracked = self._tracked[name]
             for record in self.report.records:
                 if record.step > tracked["step"]:
-                    tracker.scalars(
-                        record.step,
-                        scalars(record, self.report.rank_seconds.get(record.epoch, [])),
-                    )
+                    rank_seconds = self.report.rank_seconds.get(record.epoch, [])
+                    tracker.scalars(record.step, scalars(record, rank_seconds))
                     tracked["step"] = record.step
 
         self._each(send)
