@@ -268,8 +268,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if len(set(plan.batch_sizes)) == 1:
         # The plan counts all replicas of a process as one rank, with their joint batch.
         number = plan.size * strategy.num_replicas
-        kind = "ranks" if number == plan.size else "replicas"
-        batch = f"{number} x {plan.global_batch // number} = {plan.global_batch} ({kind} x batch)"
+        product = f"{number} x {plan.global_batch // number} = {plan.global_batch}"
+        batch = f"{product} ({strategy.unit} x batch)"
     else:
         batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
     if plan.accumulate > 1:
