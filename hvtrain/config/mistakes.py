@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
@@ -25,7 +26,6 @@ _ADVICE = {
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
 }
 _SECTIONS = [section.name for section in fields(RunConfig)]
-_GLOBAL = r"^#\s*@package\s+_global_"
 # Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the groups of each pattern are filled.
@@ -88,8 +88,8 @@ def check_bundles(line: list[str]) -> None:
     """Raises ConfigError for a chosen experiment whose settings Hydra would take for those of a group."""
     for group in BUNDLES:
         for path in choice_files(group, line):
-            text = path.read_text("utf-8", errors="replace")
-            if f"{group}={path.stem}" in line and not re.search(_GLOBAL, text, re.MULTILINE):
+            is_chosen = f"{group}={path.stem}" in line
+            if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
                 raise ConfigError(
                     f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
                     "write it at the top"
@@ -173,11 +173,8 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     inside = [other for other in known if other.startswith(f"{parent}.")]
     match = same_meaning(name, inside or known)
     hint = match and f"did you mean '{match}'?"
-    if hint is None:
-        owner = _of_other_choices(name, tree, line)
-        if owner:
-            return owner
-        hint = _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
+    hint = hint or _of_other_choices(name, tree, line)
+    hint = hint or _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
     # Only groups are open to new settings; all other sections are declared in the schema.
     if hint is None and parent and name.partition(".")[0] in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in _at(tree, parent) if not part.startswith("_"))
@@ -193,16 +190,10 @@ def _of_other_choices(name: str, tree: Settings, line: list[str]) -> str | None:
         key = setting.partition(".")[0]
         if not key or key in tree.get(group, ()) or (dot and group != own_group):
             continue
-        own_line = re.compile(f"^{re.escape(key)}:", re.MULTILINE)
-        choices = [
-            path.stem
-            for path in choice_files(group, line)
-            if own_line.search(path.read_text("utf-8", errors="replace"))
-        ]
+        choices = [path.stem for path in choice_files(group, line) if f"\n{key}:" in _text(path)]
         if choices:
-            unknown = "" if meant == name else f"unknown setting '{name}'; "
             owners = f"{group}={', '.join(choices)}"
-            return f"{unknown}{meant} is a setting of {owners} alone; choose one of these, or leave it out"
+            return f"{meant} is a setting of {owners} alone; choose one of these, or leave it out"
     return None
 
 
@@ -222,6 +213,11 @@ def _at(tree, name: str):
             return None
         tree = tree.get(part)
     return tree
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a choice, in which a line break precedes each line."""
+    return "\n" + path.read_text("utf-8", errors="replace")
 
 
 def _names(group: str, line: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ import math
 import re
 import types
 import typing
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -150,24 +149,20 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
     ('optimizer.learning_rate', None)
     """
-    match = same_meaning(name, known)
-    if match:
-        return match
     # Compares names without their group first: a shared group would make different settings look similar.
-    by_last = defaultdict(list)
-    for other in known:
-        by_last[_last_part(other)].append(other)
-    matches = difflib.get_close_matches(_last_part(name), by_last, n=1)
-    if matches:
-        return difflib.get_close_matches(name, by_last[matches[0]], n=1, cutoff=0)[0]
-    return None
+    similar = difflib.get_close_matches(_last_part(name), [*map(_last_part, known)], n=1)
+    return same_meaning(name, known) or _ending_like(name, known, similar)
 
 
 def same_meaning(name: str, known: Sequence[str]) -> str | None:
     """Returns the known name that ends like `name`, or that SYNONYMS gives for its last part."""
     last = _last_part(name)
-    for meant in SYNONYMS.get(last, [last]):
-        matches = [other for other in known if f".{other.lower()}".endswith(f".{meant}")]
+    return _ending_like(name, known, SYNONYMS.get(last, [last]))
+
+
+def _ending_like(name: str, known: Sequence[str], endings: Sequence[str]) -> str | None:
+    for ending in endings:
+        matches = [other for other in known if f".{other.lower()}".endswith(f".{ending}")]
         if matches:
             return difflib.get_close_matches(name, matches, n=1, cutoff=0)[0]
     return None

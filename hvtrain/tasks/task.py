@@ -119,13 +119,18 @@ class Task(ABC):
         if not self.takes(target):
             specs = tf.nest.flatten(target)
             types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
+            advice = "another task"
+            if not tf.nest.is_nested(target) and target.shape.rank == 0:
+                types = f"one number ({target.dtype.name})"
+                if target.dtype.is_floating:
+                    advice = "task=regression"
             names = source.facts().get("class_names")
             # Classes are given as numbers; their names say more.
             if names:
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
                 f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
-                f"gives {types}; choose another task or data set"
+                f"gives {types}; choose {advice} or another data set"
             )
 
     def examples(self, source: Source) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class RunState:
     Args:
         began: time.monotonic() at the beginning of the run.
         folder: The run folder, once it is open.
+        is_new_folder: True if the run made its folder, and removes it again if it is refused.
         lock: The folder's lock.
         signals: Signals that this rank has received.
         checkpoint: The last commit to memory, in an elastic job.
@@ -47,6 +48,7 @@ class RunState:
 
     began: float
     folder: Path | None = None
+    is_new_folder: bool = False
     lock: RunLock = field(default_factory=RunLock)
     signals: list[int] = field(default_factory=list)
     checkpoint: Checkpoint | None = None

@@ -94,6 +94,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
     has_name = folder or config.run.dir
     folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
+        state.is_new_folder |= not has_name or not folder.exists()
         if not has_name:
             # Even runs that begin in the same second get folders of their own.
             folder = new_folder(folder)

@@ -51,9 +51,13 @@ SUGGESTIONS = {
     "task=custom task.metrics={error:{_target_:keras.metrics.MeanAbsoluteError}}": (
         "unknown setting 'task.metrics.error'; task.metrics has none; a plus adds a new one: +task.metrics.error=VALUE"
     ),
-    "dataset.dir=/data": "dataset.dir is a setting of dataset=cifar10, ...",
-    "optimizer.rho=0.9": "optimizer.rho is a setting of optimizer=rmsprop alone; choose one of these, or leave it out",
-    "callbacks.early_stopping.patience=3": "callbacks.early_stopping.patience is a setting of callbacks=early_stop...",
+    "dataset.dir=/data": "unknown setting 'dataset.dir'; dataset.dir is a setting of dataset=cifar10, ...",
+    "optimizer.rho=0.9": (
+        "unknown setting 'optimizer.rho'; optimizer.rho is a setting of optimizer=rmsprop alone; choose one of ..."
+    ),
+    "callbacks.early_stopping.patience=3": (
+        "unknown setting 'callbacks.early_stopping.patience'; callbacks.early_stopping.patience is a setting of ..."
+    ),
     "data_dir=x": "unknown setting 'data_dir'; dataset.dir is a setting of dataset=..., image_folder, ...",
     "dataset=image_folder data_dir=x": "unknown setting 'data_dir'; did you mean 'dataset.dir'?",
     "dataset=table dataset.path=x": "unknown setting 'dataset.path'; did you mean 'dataset.file'?",
