@@ -195,6 +195,12 @@ CHOSEN = {
     f"--config-dir own experiment={name}": f"...{answer}"
     for name, (_, answer) in EXPERIMENTS.items()
 }
+COMMANDS |= {
+    "find_lr run.dir=x --output y": "run.dir=DIR and --output DIR are the same setting; give one of them",
+    "find_batch --output y run.dir=x": "run.dir=DIR and --output DIR are the same setting; give one of them",
+    "evaluate a run.dir=x": "run.dir=x: a finished run keeps its folder; leave run.dir out",
+    "predict a run=b": "a and run=b are two runs; give one of them",
+}
 MISTAKES = {**CHOSEN, **SUGGESTIONS, **CHOICES, **FORM, **VALUES, **COMMANDS}
 
 

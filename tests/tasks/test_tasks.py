@@ -319,6 +319,11 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         ),
         (
             Classification,
+            Given(IMAGE, spec("float32"), num_classes=3),
+            r"given gives one number \(float32\); choose task=regression or another data set",
+        ),
+        (
+            Classification,
             Given(IMAGE, spec("int32")),
             "task=classification needs num_classes, which the data",
         ),
