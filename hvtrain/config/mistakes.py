@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
-from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, RunConfig, Settings
+from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, Settings
 from hvtrain.config.validate import SYNONYMS, closest, nearest, same_meaning
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import flatten
@@ -25,7 +24,6 @@ _ADVICE = {
     "metrics?": _METRICS,
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
 }
-_SECTIONS = [section.name for section in fields(RunConfig)]
 # Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the groups of each pattern are filled.
@@ -76,24 +74,24 @@ def check_form(arguments: list[str], compose: Compose) -> None:
             )
         # A removed setting would silently get its default. Only choices have settings that can be left out.
         section = name.partition(".")[0]
-        is_open = section in SEVERAL or (section in GROUPS and section != name)
+        is_open = section in SEVERAL or (section in GROUPS and "." in name)
+        is_needed = section in RunConfig.__annotations__ and not is_open
         is_replaced = any(other.startswith(f"+{name}") for other in arguments)
-        if argument[0] == "~" and section in _SECTIONS and not is_open and not is_replaced:
+        if argument.startswith("~") and is_needed and not is_replaced:
             raise ConfigError(
                 f"{argument} removes what every run has; leave it out, or write {name}=VALUE"
             )
 
 
-def check_bundles(line: list[str]) -> None:
+def check_experiment(line: list[str]) -> None:
     """Raises ConfigError for a chosen experiment whose settings Hydra would take for those of a group."""
-    for group in BUNDLES:
-        for path in choice_files(group, line):
-            is_chosen = f"{group}={path.stem}" in line
-            if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
-                raise ConfigError(
-                    f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
-                    "write it at the top"
-                )
+    for path in choice_files("experiment", line):
+        is_chosen = f"experiment={path.stem}" in line
+        if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
+            raise ConfigError(
+                f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
+                "write it at the top"
+            )
 
 
 def explain(error: Exception, line: list[str], compose: Compose) -> str:

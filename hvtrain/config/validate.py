@@ -151,17 +151,13 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     """
     # Compares names without their group first: a shared group would make different settings look similar.
     similar = difflib.get_close_matches(_last_part(name), [*map(_last_part, known)], n=1)
-    return same_meaning(name, known) or _ending_like(name, known, similar)
+    return same_meaning(name, known, similar)
 
 
-def same_meaning(name: str, known: Sequence[str]) -> str | None:
-    """Returns the known name that ends like `name`, or that SYNONYMS gives for its last part."""
+def same_meaning(name: str, known: Sequence[str], similar: Sequence[str] = ()) -> str | None:
+    """Returns the known name with the last part of `name`, with a synonym of it, or with one of `similar`."""
     last = _last_part(name)
-    return _ending_like(name, known, SYNONYMS.get(last, [last]))
-
-
-def _ending_like(name: str, known: Sequence[str], endings: Sequence[str]) -> str | None:
-    for ending in endings:
+    for ending in [*SYNONYMS.get(last, [last]), *similar]:
         matches = [other for other in known if f".{other.lower()}".endswith(f".{ending}")]
         if matches:
             return difflib.get_close_matches(name, matches, n=1, cutoff=0)[0]

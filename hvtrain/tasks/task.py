@@ -118,15 +118,12 @@ class Task(ABC):
         target = source.element_spec[1]
         if not self.takes(target):
             specs = tf.nest.flatten(target)
-            types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
-            advice = "another task"
-            if not tf.nest.is_nested(target) and target.shape.rank == 0:
-                types = f"one number ({target.dtype.name})"
-                if target.dtype.is_floating:
-                    advice = "task=regression"
+            types = ", ".join(
+                f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}" for spec in specs
+            )
+            advice = {"float32 numbers": "task=regression"}.get(types, "another task")
             names = source.facts().get("class_names")
-            # Classes are given as numbers; their names say more.
-            if names:
+            if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
                 f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
