@@ -111,7 +111,7 @@ def run_to_end(
                     lambda: attempt(config, strategy, state)
                 )
         except BaseException:  # Also Ctrl-C, and errors in the user's own code.
-            if config.run.dir is None and state.folder and strategy.comm.topology.is_chief:
+            if state.is_new_folder and state.folder and strategy.comm.topology.is_chief:
                 remove_if_empty(state.folder)
             raise
     return record

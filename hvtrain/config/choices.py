@@ -97,7 +97,7 @@ def setting_lines(schema: type, prefix: str = "") -> list[str]:
 
 def _group_help(group: str, arguments: list[str]) -> list[str]:
     """Returns a line for each choice of a group, with the first comment of its file."""
-    default = _default_choice(group)
+    default = default_choice(group)
     lines = [f"  {group}="]
     for path in choice_files(group, arguments):
         comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
@@ -109,7 +109,7 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     return lines
 
 
-def _default_choice(group: str) -> str | None:
+def default_choice(group: str) -> str | None:
     """Reads a group's default choice from the defaults list in conf/config.yaml, whose lines read "  - model: cnn"."""
     for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines():
         name, _, choice = line.strip(" -").partition(":")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.config.choices import CONFIGS, own_folders
-from hvtrain.config.mistakes import check_form, explain
+from hvtrain.config.mistakes import check_experiment, check_form, explain
 from hvtrain.config.schema import GROUPS, ModelOptions, RunConfig, Settings, from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.system import console, secrets
@@ -45,6 +45,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
     line, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
     options, settings = parsed(line)
     check_form(settings, compose)
+    check_experiment(line)
     run_folder = folder_of_a_run(line)
     if not run_folder:
         folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]

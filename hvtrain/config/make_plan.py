@@ -65,9 +65,10 @@ def make_plan(
     accumulate = train.accumulate
     batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
     if min(shard_sizes) == 0:
+        most = max(1, sum(map(bool, shard_sizes)))
         raise ConfigError(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
-            f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
+            f"use at most {most} rank{'s' * (most > 1)}"
         )
 
     # The rank with the fewest batches limits all of them.
@@ -75,7 +76,7 @@ def make_plan(
     if batch > examples:
         raise ConfigError(
             f"train.batch_size={batch} exceeds the {examples} examples of a rank "
-            f"({total} of {dataset_name} over {size} ranks); "
+            f"({total} of {dataset_name} over {size} rank{'s' * (size > 1)}); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
 
@@ -84,7 +85,8 @@ def make_plan(
     if steps_per_epoch < accumulate:
         raise ConfigError(
             f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
-            f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
+            f"examples of {dataset_name} over {size} rank{'s' * (size > 1)}); "
+            f"lower it to at most {steps_per_epoch}, or train.batch_size"
         )
 
     # An epoch must end with a weight update, so it holds whole accumulations.

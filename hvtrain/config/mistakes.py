@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
-from hvtrain.config.schema import GROUPS, SEVERAL, Settings
-from hvtrain.config.validate import closest, nearest
+from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, Settings
+from hvtrain.config.validate import SYNONYMS, closest, nearest, same_meaning
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import flatten
 
@@ -14,23 +15,25 @@ Compose: TypeAlias = Callable[[list[str]], Settings]
 """The function compose.compose, passed in to find the settings that a refused command line could have used."""
 # An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
-# Names that other libraries use for the number of ranks, which the launcher sets here.
-_NUMBERS_OF_RANKS = (
-    "np",
-    "gpus",
-    "num_gpus",
-    "devices",
-    "nodes",
-    "num_nodes",
-    "ranks",
-    "workers",
-    "num_workers",
-)
-_START = "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
+_METRICS = "add a metric with +task.metrics.NAME._target_=keras.metrics.NAME"
+# Advice on other libraries' names for settings: patterns of their last part.
+_ADVICE = {
+    "np|(num_)?(gpus|devices|nodes|ranks|workers)": (
+        "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
+    ),
+    "metrics?": _METRICS,
+    "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
+}
 # Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the groups of each pattern are filled.
 _ANSWERS = {
+    r"In '((?:experiment|debug)/[^']+)': Could not (?:find|override) '(?:experiment|debug)/": (
+        "the defaults of {0}.yaml have a choice in another form than needed; write - override /GROUP: CHOICE"
+    ),
+    r"In '([^']+)': ConfigTypeError": "{0}.yaml does not hold settings; write each as NAME: VALUE",
+    r"Error merging override \+*((?:task\.)?metrics=.*)": f"{{0}} does not name metrics; {_METRICS}",
+    r"Error merging override \+*([^=]+)=(.*)": "{0}={1} is not a group of settings; write {0}.NAME=VALUE for each",
     r"(?:item is already at '|force-add of config groups is not supported: '\++|Multiple values for )([\w.]*\w)": (
         "{0} is there already; write it without a plus: {0}=VALUE"
     ),
@@ -64,6 +67,31 @@ def check_form(arguments: list[str], compose: Compose) -> None:
             raise ConfigError(
                 f"{argument} has several choices, and a run has one {group}; write {group}=NAME"
             )
+        name = group.lstrip("+~")
+        if re.match(r"hydra\b", name):
+            raise ConfigError(
+                f"{argument} is a setting of Hydra, which a run does not use; set the run folder with run.dir=DIR"
+            )
+        # A removed setting would silently get its default. Only choices have settings that can be left out.
+        section = name.partition(".")[0]
+        is_open = section in SEVERAL or (section in GROUPS and "." in name)
+        is_needed = section in RunConfig.__annotations__ and not is_open
+        is_replaced = any(other.startswith(f"+{name}") for other in arguments)
+        if argument.startswith("~") and is_needed and not is_replaced:
+            raise ConfigError(
+                f"{argument} removes what every run has; leave it out, or write {name}=VALUE"
+            )
+
+
+def check_experiment(line: list[str]) -> None:
+    """Raises ConfigError for a chosen experiment whose settings Hydra would take for those of a group."""
+    for path in choice_files("experiment", line):
+        is_chosen = f"experiment={path.stem}" in line
+        if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
+            raise ConfigError(
+                f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
+                "write it at the top"
+            )
 
 
 def explain(error: Exception, line: list[str], compose: Compose) -> str:
@@ -71,10 +99,25 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
 
     Hydra's errors have no codes, so their texts are matched literally.
     """
+    # A mark of the YAML library has the place.
+    mark = getattr(error, "problem_mark", None)
+    if mark:
+        return (
+            f"{mark.name}, line {mark.line + 1}, is not valid YAML; check its indentation (spaces, no tabs), brackets "
+            "and quotes, and that no name is there twice"
+        )
     text = " ".join(str(error).split())
+    for pattern, answer in _ANSWERS.items():
+        quoted = re.search(pattern, text)
+        if quoted:
+            return answer.format(*quoted.groups())
+
     unknown = re.search(r"(?:Could not override|config group) '([^']+)'", text)
     if unknown:
-        return _unknown_setting(unknown[1], line, compose)
+        # For train={epochs:3,foo:1} the message names train alone; its cause, train.foo.
+        name = unknown[1]
+        key = getattr(error.__cause__, "full_key", None) or ""
+        return _unknown_setting(key if key.startswith(f"{name}.") else name, line, compose)
     choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']*)'", text)
     if choice:
         return _unknown_choice(choice[1], choice[2], line)
@@ -84,11 +127,6 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
         for group, _, name in (argument.lstrip("+~").partition("=") for argument in line):
             if group in ALL_GROUPS and name not in _names(group, line):
                 return _unknown_choice(group, name, line)
-
-    for pattern, answer in _ANSWERS.items():
-        quoted = re.search(pattern, text)
-        if quoted:
-            return answer.format(*quoted.groups())
 
     name, _, value = getattr(error, "override", "").partition("=")
     if name:
@@ -118,9 +156,6 @@ def _unknown_choice(group: str, name: str, line: list[str]) -> str:
 
 def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     """Explains why the choices on this command line have no such setting, and what to write."""
-    # Imported here because only a wrong command line needs it.
-    from omegaconf import OmegaConf
-
     chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
     chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
     tree = {}
@@ -131,27 +166,40 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     while parent and not isinstance(_at(tree, parent), dict):
         parent = parent.rpartition(".")[0]
 
-    group, _, setting = name.partition(".")
-    key = setting.partition(".")[0]
-    choices = [path.stem for path in choice_files(group, line) if key in OmegaConf.load(path)]
-    if choices and key not in tree.get(group, ()):
-        return f"{name} is a setting of {group}={', '.join(choices)} alone; choose one of these, or leave it out"
-
     # Leaves out Hydra's own keys, such as _target_.
     known = [other for other in flatten(tree) if "._" not in other]
     inside = [other for other in known if other.startswith(f"{parent}.")]
-    hint = _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
+    match = same_meaning(name, inside or known)
+    hint = match and f"did you mean '{match}'?"
+    hint = hint or _of_other_choices(name, tree, line)
+    hint = hint or _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
     # Only groups are open to new settings; all other sections are declared in the schema.
-    if hint is None and parent and group in (*GROUPS, *SEVERAL):
+    if hint is None and parent and name.partition(".")[0] in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in _at(tree, parent) if not part.startswith("_"))
         hint = f"{parent} has {present or 'none'}; a plus adds a new one: +{name}=VALUE"
     return f"unknown setting '{name}'; {hint or nearest(name, inside or [*tree])}"
 
 
+def _of_other_choices(name: str, tree: Settings, line: list[str]) -> str | None:
+    """Names the choices that have this setting, or one of the same meaning; None if there are none."""
+    own_group, dot, _ = name.partition(".")
+    for meant in (name, *SYNONYMS.get(name.rpartition(".")[2], [])):
+        group, _, setting = meant.partition(".")
+        key = setting.partition(".")[0]
+        if not key or key in tree.get(group, ()) or (dot and group != own_group):
+            continue
+        choices = [path.stem for path in choice_files(group, line) if f"\n{key}:" in _text(path)]
+        if choices:
+            owners = f"{group}={', '.join(choices)}"
+            return f"{meant} is a setting of {owners} alone; choose one of these, or leave it out"
+    return None
+
+
 def _meaning(name: str, known: list[str]) -> str | None:
     """Returns advice on what a wrong name most likely stands for; None if no name is similar."""
-    if name.rpartition(".")[2] in _NUMBERS_OF_RANKS:
-        return _START
+    for pattern, advice in _ADVICE.items():
+        if re.fullmatch(pattern, name.rpartition(".")[2]):
+            return advice
     match = closest(name, known)
     return match and f"did you mean '{match}'?"
 
@@ -163,6 +211,11 @@ def _at(tree, name: str):
             return None
         tree = tree.get(part)
     return tree
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a choice, in which a line break precedes each line."""
+    return "\n" + path.read_text("utf-8", errors="replace")
 
 
 def _names(group: str, line: list[str]) -> list[str]:

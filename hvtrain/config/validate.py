@@ -5,7 +5,6 @@ import math
 import re
 import types
 import typing
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -14,13 +13,18 @@ from typing import Any
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-# Other libraries' names for settings, and the last part of ours.
+# Other libraries' names for settings, and ours, the best first: which of these a run has depends on its choices.
 SYNONYMS = {
-    "lr": "learning_rate",
-    "bs": "batch_size",
-    "batch": "batch_size",
-    "units": "hidden",
-    "layers": "hidden",
+    name: ours.split()
+    for names, ours in {
+        "lr": "learning_rate",
+        "bs batch": "batch_size",
+        "layers num_layers depth": "model.hidden model.blocks model.blocks_per_stage",
+        "units hidden hidden_units hidden_size": "model.hidden model.top model.width",
+        "path file data_dir": "dataset.dir dataset.file",
+        "dir": "run.dir dataset.dir dataset.file",
+    }.items()
+    for name in names.split()
 }
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -145,16 +149,23 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
     ('optimizer.learning_rate', None)
     """
-    last = name.lower().rpartition(".")[2]
     # Compares names without their group first: a shared group would make different settings look similar.
-    by_last = defaultdict(list)
-    for other in known:
-        by_last[other.lower().rpartition(".")[2]].append(other)
-    for meant in (SYNONYMS.get(last, last), last):
-        matches = difflib.get_close_matches(meant, by_last, n=1)
+    similar = difflib.get_close_matches(_last_part(name), [*map(_last_part, known)], n=1)
+    return same_meaning(name, known, similar)
+
+
+def same_meaning(name: str, known: Sequence[str], similar: Sequence[str] = ()) -> str | None:
+    """Returns the known name with the last part of `name`, with a synonym of it, or with one of `similar`."""
+    last = _last_part(name)
+    for ending in [*SYNONYMS.get(last, [last]), *similar]:
+        matches = [other for other in known if f".{other.lower()}".endswith(f".{ending}")]
         if matches:
-            return difflib.get_close_matches(name, by_last[matches[0]], n=1, cutoff=0)[0]
+            return difflib.get_close_matches(name, matches, n=1, cutoff=0)[0]
     return None
+
+
+def _last_part(name: str) -> str:
+    return name.lower().rpartition(".")[2]
 
 
 def seconds(name: str, duration: str) -> float:

@@ -115,9 +115,14 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> Finis
     bare = [argument for argument in others if argument not in settings]
     if bare and "run" not in own:
         own["run"] = bare.pop(0)
+    elif bare:
+        raise ConfigError(f"{bare[0]} and run={own['run']} are two runs; give one of them")
     if bare:
         raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
 
+    folders = [setting for setting in settings if setting.startswith("run.dir=")]
+    if folders:
+        raise ConfigError(f"{folders[0]}: a finished run keeps its folder; leave run.dir out")
     if not own.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
     folder = path_of(own.pop("run"))

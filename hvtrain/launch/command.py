@@ -255,12 +255,13 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     local = run.folder if run.folder and not is_remote(run.folder) else None
     if local:
         logs = Path(local) / "launch"
+    is_new_run = run.is_new or bool(local and not Path(local).exists())
     if options.logs:
         logs = Path(options.logs)
     else:
         refuse_link(logs, ConfigError, "give a place with --logs")
     try:
-        return restart.run(job, logs, local, options.max_restarts, options.min_np, run.is_new)
+        return restart.run(job, logs, local, options.max_restarts, options.min_np, is_new_run)
     finally:
         if run.is_new and run.folder:
             # rmdir removes only empty folders: those of a launch that was refused.

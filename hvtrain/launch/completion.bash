@@ -31,9 +31,17 @@ declare -gA _hvtrain_commands=(
 @COMMANDS@
 )
 
+# The options of each command, and the choice of each group that a line does not choose.
+declare -gA _hvtrain_options=(
+@OPTIONS@
+)
+declare -gA _hvtrain_defaults=(
+@DEFAULTS@
+)
+
 # The words of a line decide: which command of hvtrain it has, and which folder of --config-dir.
 _hvtrain() {
-  local line="${COMP_LINE:0:COMP_POINT}" start="" command="" folder="" word index
+  local line="${COMP_LINE:0:COMP_POINT}" start="" command="" folder="" word index options
   local -a words=()
   COMPREPLY=()
   read -ra words <<<"$line"
@@ -56,11 +64,15 @@ _hvtrain() {
   # The first word may be a command. Settings alone train.
   if ((start < ${#words[@]} - 1)) && [[ ${words[start]} =~ ^[A-Za-z_]+$ ]]; then
     command="${words[start]}"
-    [[ ${_hvtrain_commands[$command]:-0} == 1 ]] || return
+    [[ ${_hvtrain_commands[$command]:-0} == 1 || ($word == -* && ${_hvtrain_options[$command]:-}) ]] || return
   fi
   [[ ${words[-2]} != -cd && ${words[-2]} != --config-dir ]] || return
   case "$word" in
-    -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
+    -*)
+      options="${_hvtrain_options[${command:-train}]:---help}"
+      [[ ${_hvtrain_commands[${command:-train}]:-1} == 0 ]] || options+=" --config-dir"
+      mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
+      ;;
     *=*) _hvtrain_value "$word" "$folder" ;;
     *) _hvtrain_name "$word" "$command" $((start == ${#words[@]} - 1)) " ${words[*]:start} " ;;
   esac
@@ -94,7 +106,7 @@ _hvtrain_name() { # WORD COMMAND IS_FIRST LINE
 
 # A command has its own arguments; a group that is chosen on the line has the settings of that choice.
 _hvtrain_is_of() { # OWNERS COMMAND LINE
-  local owner group
+  local owner group default
   [[ $1 ]] || return 0
   [[ " $1 " != *" $2 "* || ! $2 ]] || return 0
   for owner in $1; do
@@ -102,8 +114,11 @@ _hvtrain_is_of() { # OWNERS COMMAND LINE
     [[ $3 != *" $owner "* ]] || return 0
     group="${owner%%=*}"
   done
-  # An experiment may have chosen, and several choices stand in brackets.
-  [[ $3 != *" $group="[[:alpha:]]* || $3 == *" experiment="* ]]
+  # An experiment or a run may have chosen, and several choices stand in brackets.
+  [[ $3 != *" experiment="* && $3 != *" --config-dir"* && " ${_hvtrain_owners[run]} " != *" $2 "* ]] || return 0
+  [[ $3 != *" $group="[[:alpha:]]* ]] || return 1
+  default="${_hvtrain_defaults[$group]:-}"
+  [[ ! $default || " $1 " == *" $group=$default "* ]]
 }
 
 # What may stand after model= or, in a list, after augment=[random_flip,

@@ -4,13 +4,17 @@ The script contains all names, so that the Tab key starts no Python; only the fo
 is read at completion time.
 """
 
+import io
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from hvtrain.commands import COMMANDS
-from hvtrain.config.choices import choice_files, settings_of
+from hvtrain.config.choices import choice_files, default_choice, settings_of
 from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
@@ -36,11 +40,14 @@ def main() -> int:
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
     known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
+    # Every model has model.weights, though one lists it too.
+    shared = [*known]
     owners = defaultdict(list)
     for argument, settings in _choices():
         for name, choices in settings.items():
             known[name] = choices
-            owners[name].append(argument)
+            if name not in shared:
+                owners[name].append(argument)
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
@@ -52,6 +59,8 @@ def script() -> str:
         "@VALUES@": known,
         "@OWNERS@": owners,
         "@COMMANDS@": takes_settings,
+        "@OPTIONS@": {name: options_of(name) for name in COMMANDS},
+        "@DEFAULTS@": {group: [default_choice(group) or ""] for group in GROUPS},
     }
     text = BASH.read_text("utf-8")
     for mark, table in tables.items():
@@ -60,6 +69,15 @@ def script() -> str:
             "\n".join(f"  [{name}]='{' '.join(texts)}'" for name, texts in sorted(table.items())),
         )
     return text
+
+
+def options_of(name: str) -> list[str]:
+    """Returns the options of a command, which its help lists."""
+    output = io.StringIO()
+    sys.argv = [name, "--help"]
+    with redirect_stdout(output), suppress(SystemExit):
+        COMMANDS[name].load()()
+    return sorted({*re.findall(r"\n +(?:-\w[^-\n]*)?(--[\w-]+)", output.getvalue())})
 
 
 def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:

@@ -297,5 +297,6 @@ def judge(
 
     where = " ".join(filter(None, [who, host and f"host {host}"]))
     # All ranks check the settings in the same way, and only rank 0 writes what is wrong with them.
-    is_shown = end.code == ConfigError.exit_code and 0 in on_themselves
+    writes_it = 0 in on_themselves or (rank == 0 and 0 in verdicts)
+    is_shown = end.code == ConfigError.exit_code and writes_it
     return Ending(code, f"FIRST FAILURE {where}: {cause}", host, is_shown)

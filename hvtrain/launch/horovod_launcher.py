@@ -17,6 +17,7 @@ It takes the same command line and starts the same ranks. The differences:
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -105,6 +106,8 @@ def _prepare() -> argparse.Namespace:
     given(sys.argv[: len(sys.argv) - len(args.command or ())])
     if args.num_proc is not None and args.num_proc < 1:
         raise ConfigError(f"-np {args.num_proc} is not a whole number of at least 1")
+    if not args.command:
+        raise ConfigError("the command of the ranks is missing; write it last: python -m hvtrain")
     if args.hostfile and not args.hosts:
         args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 
@@ -130,6 +133,8 @@ def _prepare() -> argparse.Namespace:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Raises ConfigError in place of argparse's usage message."""
+    pattern = r"argument ([^/:]+).*: invalid int value: '(.*)'"
+    message = re.sub(pattern, r"\1 \2 is not a whole number", message)
     raise ConfigError(f"{message}; see horovodrun --help")
 
 

@@ -7,9 +7,11 @@ and ends whatever is left on any host. Its exit code tells whether the same comm
 it is run again.
 """
 
+import io
 import os
 import sys
 import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from hvtrain.launch.output import PlainOutput
@@ -42,7 +44,14 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
     # abbreviation of --prefix-output-with-timestamp, which also keeps the marks.
     from horovod.runner import launch
 
-    args = launch.parse_args()
+    try:
+        with redirect_stderr(io.StringIO()):
+            args = launch.parse_args()
+    except SystemExit as ended:
+        if not ended.code:  # --help, for example.
+            raise
+        # The launcher itself refuses them, in one line.
+        return [option for option in arguments if option != "--prefix"], False
     end = len(arguments) - len(args.command)
     options = [argument for argument in arguments[:end] if argument != "--prefix"]
     return [*options, *arguments[end:]], args.prefix_output_with_timestamp

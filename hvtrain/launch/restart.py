@@ -44,7 +44,7 @@ def run(
         run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
         min_ranks: the minimum number of ranks for a restart; None: all of them.
-        is_new_run: run_dir was chosen for this launch, and is removed again if the run is refused.
+        is_new_run: run_dir was not there before this launch, and is removed again if the run is refused.
 
     Raises UserError if an attempt cannot start.
     """

@@ -9,6 +9,7 @@ from an earlier size does little harm: sizes only grow, so it is never the large
 batch_search measures, and batch_sizes judges.
 """
 
+import argparse
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,7 +50,7 @@ A schedule's warm-up and decay are applied to this rate.""",
         "lowest": options.lowest,
         "highest": options.highest,
     }
-    config = composed([*options.overrides, *options.output])
+    config = _composed(options)
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.range_test import try_rates
@@ -114,6 +115,13 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
     return parser
 
 
+def _composed(options: argparse.Namespace) -> RunConfig:
+    """Composes the user's run, in the folder of --output."""
+    if options.output and any(text.startswith("run.dir=") for text in options.overrides):
+        raise ConfigError("run.dir=DIR and --output DIR are the same setting; give one of them")
+    return composed([*options.overrides, *options.output])
+
+
 # So low that the weights hardly change and no size diverges.
 LEARNING_RATE = 1e-9
 # Calls of the graph for each size, of --steps steps each. The first one is the warm-up.
@@ -144,9 +152,7 @@ A size that would exceed the memory of the host or of its container is not begun
         raise ConfigError(
             f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other"
         )
-    config = as_search(
-        composed([*options.overrides, *options.output]), options.first, options.steps
-    )
+    config = as_search(_composed(options), options.first, options.steps)
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.batch_search import try_sizes

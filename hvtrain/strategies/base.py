@@ -76,12 +76,12 @@ class Strategy:
     devices: Sequence[str] = ()
     # How many of the plan's ranks this process stands for, known after start: it takes their batches as one.
     num_replicas: int = 1
+    unit: str = "ranks"  # What the batch of a step is divided among.
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches: bool = False
     # False if batches need the same shape in all steps (no bucketing by length).
     takes_lengths: bool = True
-    # False if all steps need batches of one size.
-    takes_short_batches: bool = True
+    takes_short_batches: bool = True  # False if all steps need batches of one size.
     # False if restart() is impossible, or would change nothing.
     can_restart: bool = True
     # How a run under this strategy differs from the same run under others; for the summary and the record.

@@ -83,9 +83,12 @@ class Comm:
 
         # All ranks raise the error of the lowest rank that failed, named unless all of them failed.
         first_error, host = failures[first]
-        if all(failures):
-            raise type(first_error)(str(first_error)) from error
-        raise type(first_error)(f"rank {first} on {host}: {first_error}") from error
+        kind = type(first_error)
+        joint_error = kind(str(first_error))
+        if not all(failures):
+            joint_error = kind(f"rank {first} on {host}: {first_error}")
+            joint_error.culprit = first
+        raise joint_error from error
 
 
 def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:

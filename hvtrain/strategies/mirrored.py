@@ -34,6 +34,7 @@ class MirroredStrategy(ReplicaStrategy):
     """
 
     name = "mirrored"
+    unit = "replicas"
 
     def __init__(self, num_replicas: int | None = None) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     name = "parameter_server"
+    unit = "workers in a step"
     mode = "asynchronous"
     takes_lengths = False  # Not tested.
     takes_short_batches = False

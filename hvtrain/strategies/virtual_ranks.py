@@ -36,6 +36,7 @@ class VirtualRanksStrategy(HorovodStrategy):
     """
 
     name = "virtual_ranks"
+    unit = "virtual ranks"
     cuts_batches = True
     takes_short_batches = False
     can_restart = False

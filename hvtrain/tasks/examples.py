@@ -33,6 +33,11 @@ Columns = dict[str, np.ndarray]
 """Predictions by column name, each with a number or a row per example."""
 
 
+def spec_in_words(spec: Any) -> str:
+    """Describes what a tf.TensorSpec of one example holds: "float32 numbers", or "int32 (3,)"."""
+    return f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
+
+
 def draw(*specs: Any) -> tuple[Any, ...]:
     """Draws NUM_CHECKED examples with the shapes and types of nested tf.TensorSpecs.
 

@@ -31,6 +31,7 @@ from hvtrain.tasks.examples import (
     fresh_all,
     of_logits,
     out_of_range,
+    spec_in_words,
 )
 
 Losses: TypeAlias = Loss | Mapping[str, Loss] | None
@@ -117,15 +118,14 @@ class Task(ABC):
         """Raises ConfigError if the targets in the source's element_spec do not fit this task."""
         target = source.element_spec[1]
         if not self.takes(target):
-            specs = tf.nest.flatten(target)
-            types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
+            types = ", ".join(map(spec_in_words, tf.nest.flatten(target)))
+            advice = {"float32 numbers": "task=regression"}.get(types, "another task")
             names = source.facts().get("class_names")
-            # Classes are given as numbers; their names say more.
-            if names:
+            if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
                 f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
-                f"gives {types}; choose another task or data set"
+                f"gives {types}; choose {advice} or another data set"
             )
 
     def examples(self, source: Source) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class RunState:
     Args:
         began: time.monotonic() at the beginning of the run.
         folder: The run folder, once it is open.
+        is_new_folder: True if the run made its folder, and removes it again if it is refused.
         lock: The folder's lock.
         signals: Signals that this rank has received.
         checkpoint: The last commit to memory, in an elastic job.
@@ -47,6 +48,7 @@ class RunState:
 
     began: float
     folder: Path | None = None
+    is_new_folder: bool = False
     lock: RunLock = field(default_factory=RunLock)
     signals: list[int] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
@@ -259,8 +261,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if len(set(plan.batch_sizes)) == 1:
         # The plan counts all replicas of a process as one rank, with their joint batch.
         number = plan.size * strategy.num_replicas
-        kind = "ranks" if number == plan.size else "replicas"
-        batch = f"{number} x {plan.global_batch // number} = {plan.global_batch} ({kind} x batch)"
+        product = f"{number} x {plan.global_batch // number} = {plan.global_batch}"
+        batch = f"{product} ({strategy.unit} x batch)"
     else:
         batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
     if plan.accumulate > 1:

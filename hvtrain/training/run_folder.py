@@ -59,7 +59,7 @@ REPLACED = (
 )
 MOST_STARTS = 100
 CONFIG_HEADER = """\
-# All settings of this run. To repeat it in a new folder, with any of them changed:
+# All settings of this run. The same run once more, in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
 defaults:
   - _self_
@@ -95,6 +95,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
     if folder is None:
         folder = Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
+        state.is_new_folder |= is_default or not folder.exists()
         if is_default:
             # Even runs that begin in the same second get folders of their own.
             folder = new_folder(folder)

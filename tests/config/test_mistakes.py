@@ -31,6 +31,11 @@ SUGGESTIONS = {
     "+train.epocs=3": "unknown setting 'train.epocs'; did you mean 'train.epochs'?",
     "dropout=0.1": "unknown setting 'dropout'; did you mean 'model.dropout'?",
     "model.dropuot=0.1": "unknown setting 'model.dropuot'; did you mean 'model.dropout'?",
+    "model.units=64": "unknown setting 'model.units'; model.hidden is a setting of model=mlp, two_tower alone; ...",
+    "model.layers=3": "unknown setting 'model.layers'; model.hidden is a setting of model=mlp, two_tower alone; ...",
+    "model=transformer model.layers=4": "unknown setting 'model.layers'; did you mean 'model.blocks'?",
+    "model=transformer model.units=64": "unknown setting 'model.units'; did you mean 'model.width'?",
+    "model=dlrm model.hidden_units=[64]": "unknown setting 'model.hidden_units'; did you mean 'model.top'?",
     "model=mlp model.units=64": "unknown setting 'model.units'; did you mean 'model.hidden'?",
     "model=mlp model.layers=[64]": "unknown setting 'model.layers'; did you mean 'model.hidden'?",
     "task.loss.fromlogits=true": "unknown setting 'task.loss.fromlogits'; did you mean 'task.loss.from_logits'?",
@@ -38,18 +43,27 @@ SUGGESTIONS = {
     "Model=cnn": "unknown setting 'Model'; did you mean 'model'?",
     "gpus=4": "unknown setting 'gpus'; the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ...",
     "train.workers=4": "unknown setting 'train.workers'; the number of ranks is the launcher's: horovodrun -np 2 ...",
-    "model.units=64": "unknown setting 'model.units'; model has ...; a plus adds a new one: +model.units=VALUE",
     "optimizer.amsgrad=true": "unknown setting 'optimizer.amsgrad'; optimizer has learning_rate, ...",
     "task.metrics.top3._target_=keras.metrics.TopKCategoricalAccuracy": (
         "unknown setting 'task.metrics.top3._target_'; task.metrics has accuracy; a plus adds a new one: "
         "+task.metrics.top3._target_=VALUE"
     ),
     "task=custom task.metrics={error:{_target_:keras.metrics.MeanAbsoluteError}}": (
-        "unknown setting 'task.metrics'; task.metrics has none; a plus adds a new one: +task.metrics=VALUE"
+        "unknown setting 'task.metrics.error'; task.metrics has none; a plus adds a new one: +task.metrics.error=VALUE"
     ),
-    "dataset.dir=/data": "dataset.dir is a setting of dataset=cifar10, ...",
-    "optimizer.rho=0.9": "optimizer.rho is a setting of optimizer=rmsprop alone; choose one of these, or leave it out",
-    "callbacks.early_stopping.patience=3": "callbacks.early_stopping.patience is a setting of callbacks=early_stop...",
+    "dataset.dir=/data": "unknown setting 'dataset.dir'; dataset.dir is a setting of dataset=cifar10, ...",
+    "optimizer.rho=0.9": (
+        "unknown setting 'optimizer.rho'; optimizer.rho is a setting of optimizer=rmsprop alone; choose one of ..."
+    ),
+    "callbacks.early_stopping.patience=3": (
+        "unknown setting 'callbacks.early_stopping.patience'; callbacks.early_stopping.patience is a setting of ..."
+    ),
+    "data_dir=x": "unknown setting 'data_dir'; dataset.dir is a setting of dataset=..., image_folder, ...",
+    "dataset=image_folder data_dir=x": "unknown setting 'data_dir'; did you mean 'dataset.dir'?",
+    "dataset=table dataset.path=x": "unknown setting 'dataset.path'; did you mean 'dataset.file'?",
+    "dataset=table dataset.dir=x": "unknown setting 'dataset.dir'; did you mean 'dataset.file'?",
+    "train.metrics=[accuracy]": "unknown setting 'train.metrics'; add a metric with +task.metrics.NAME._target_=...",
+    "train={epochs:3,foo:1}": "unknown setting 'train.foo'; known: train.accumulate, ...",
     "train.foo=1": "unknown setting 'train.foo'; known: train.accumulate, train.balance, ...",
     "+train.foo=1": "unknown setting 'train.foo'; known: train.accumulate, train.balance, ...",
     "foo=1": "unknown setting 'foo'; known: augment, callbacks, ...",
@@ -83,11 +97,10 @@ CHOICES = {
     "model=3": "model=3 is not one of application, ...",
     "model=[cnn,mlp]": "model=[cnn,mlp] has several choices, and a run has one model; write model=NAME",
     "model=cnn,mlp": "model=cnn,mlp has several values; give one, a list (model=[cnn,mlp]), or quote it: ...",
-    "~model": "model._target_=None names nothing to call; it must be a dotted path such as package.module.name",
-    "~dataset": "no dataset was chosen; add dataset=NAME (--help lists the names)",
-    "~optimizer": "no optimizer was chosen; add optimizer=NAME (--help lists the names)",
+    "~model": "~model removes what every run has; leave it out, or write model=VALUE",
+    "~task": "~task removes what every run has; leave it out, or write task=VALUE",
+    "~train.epochs": "~train.epochs removes what every run has; leave it out, or write train.epochs=VALUE",
     "~optimizer.momentum": "~optimizer.momentum removes what is not there, or has another value; leave it out",
-    "~model=mlp": "~model=mlp removes what is not there, or has another value; leave it out",
     "+train.epochs=3": "train.epochs is there already; write it without a plus: train.epochs=VALUE",
     "+model=mlp": "model is there already; write it without a plus: model=VALUE",
     "++model=mlp": "model is there already; write it without a plus: model=VALUE",
@@ -107,6 +120,8 @@ FORM = {
     "train.epochs = 3": "'train.epochs' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
     "=3": "'=3' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
     "trian model=cnn": "trian is not a command, which are ...",
+    "hydra.run.dir=x": "hydra.run.dir=x is a setting of Hydra, which a run does not use; set the run folder with ...",
+    "+hydra.foo=1": "+hydra.foo=1 is a setting of Hydra, ...",
     "seed=1,2": "seed=1,2 has several values; give one, a list (seed=[1,2]), or quote it: \"seed='1,2'\"",
     "'seed=range(1,3)'": "seed=range(1,3) asks for several runs; use a command for each, or python -m hvtrain sweep",
     "'run.name=${oc.env:NOPE}'": "run.name refers to what is not there: Environment variable 'NOPE' not found; ...",
@@ -127,6 +142,8 @@ VALUES = {
     "train.max_time=5": "train.max_time=5 is not a duration; write it as 11h50m, 45m or 90s",
     "train.ema=2": "train.ema=2.0 is out of range; it must be between 0 and 1, such as 0.999",
     "train=3": "train=3 is not a group of settings",
+    "metrics=[accuracy]": "metrics=[accuracy] does not name metrics; add a metric with +task.metrics.NAME._target_=...",
+    "train=[3]": "train=[3] is not a group of settings; write train.NAME=VALUE for each",
     "optimizer.learning_rate=-1": "optimizer.learning_rate=-1 is out of range; it must be above 0",
     "optimizer.learning_rate=fast": "optimizer.learning_rate=fast is not a number; give the rate for one rank",
     "model._target_=cnn": "model._target_='cnn' names nothing to call; it must be a dotted path such as ...",
@@ -151,7 +168,40 @@ COMMANDS = {
     "launch cluster=slrum -- model=mlp": "cluster=slrum is not one of ssh, ...; did you mean 'slurm'?",
     "launch cluster=slurm cluster.tme=1 -- model=mlp": "unknown setting 'cluster.tme'; did you mean 'cluster.time'?",
 }
-MISTAKES = {**SUGGESTIONS, **CHOICES, **FORM, **VALUES, **COMMANDS}
+# Files of a user's own experiments, and what choosing each is answered.
+EXPERIMENTS = {
+    "tab": (
+        "# @package _global_\ntrain:\n\tepochs: 3\n",
+        "own/experiment/tab.yaml, line 3, is not valid YAML; check its indentation (spaces, no tabs), ...",
+    ),
+    "open": (
+        "# @package _global_\nmodel: {hidden: [1\n",
+        "own/experiment/open.yaml, line 3, is not valid YAML; ...",
+    ),
+    "alone": (
+        "train:\n  epochs: 3\n",
+        "own/experiment/alone.yaml lacks the line # @package _global_, without which its settings are not ...",
+    ),
+    "slash": (
+        "# @package _global_\ndefaults:\n  - override model: mlp\n",
+        "the defaults of experiment/slash.yaml have a choice in another form than needed; write - override ...",
+    ),
+    "list": (
+        "# @package _global_\n- train\n",
+        "experiment/list.yaml does not hold settings; write each as NAME: VALUE",
+    ),
+}
+CHOSEN = {
+    f"--config-dir own experiment={name}": f"...{answer}"
+    for name, (_, answer) in EXPERIMENTS.items()
+}
+COMMANDS |= {
+    "find_lr run.dir=x --output y": "run.dir=DIR and --output DIR are the same setting; give one of them",
+    "find_batch --output y run.dir=x": "run.dir=DIR and --output DIR are the same setting; give one of them",
+    "evaluate a run.dir=x": "run.dir=x: a finished run keeps its folder; leave run.dir out",
+    "predict a run=b": "a and run=b are two runs; give one of them",
+}
+MISTAKES = {**CHOSEN, **SUGGESTIONS, **CHOICES, **FORM, **VALUES, **COMMANDS}
 
 
 @functools.cache
@@ -179,6 +229,10 @@ def test_a_hundred_mistakes(tmp_path, monkeypatch):
     # What is not refused would train here.
     monkeypatch.setitem(sys.modules, "hvtrain.runner", None)
     assert len(MISTAKES) >= 100
+    own = tmp_path / "own"
+    (own / "experiment").mkdir(parents=True)
+    for name, (text, _) in EXPERIMENTS.items():
+        (own / f"experiment/{name}.yaml").write_text(text)
     wrong = []
     for line, expected in MISTAKES.items():
         code, output, errors = run_command("hvtrain", *shlex.split(line), cwd=tmp_path)
@@ -191,4 +245,4 @@ def test_a_hundred_mistakes(tmp_path, monkeypatch):
                 f"{line[:80]}: {code} {output[:200]}\n    {message[:1200]}\n    {expected}"
             )
     assert not wrong, "\n".join(wrong)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [own]

@@ -53,9 +53,12 @@ def test_more_ranks_than_examples():
 
 def test_batch_larger_than_the_shard():
     with pytest.raises(
-        ConfigError, match=r"batch_size=32 exceeds the 10 examples of a rank \(21 of toys over 2"
+        ConfigError,
+        match=r"batch_size=32 exceeds the 10 examples of a rank \(21 of toys over 2 ranks\)",
     ):
         plan([11, 10])
+    with pytest.raises(ConfigError, match=r"\(10 of toys over 1 rank\)"):
+        plan([10])
 
 
 @pytest.mark.parametrize("examples", range(23, 93))

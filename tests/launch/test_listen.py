@@ -4,10 +4,13 @@ import itertools
 
 import pytest
 
+from hvtrain.core.topology import Topology
+from hvtrain.errors import StorageError
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
 from hvtrain.launch.output import PlainOutput, RankOutput
-from hvtrain.system import console
+from hvtrain.strategies.comm import Comm
+from hvtrain.system import command, console
 from hvtrain.system.console import UNSAVED, Verdict
 
 ABORTED = f"""\
@@ -224,6 +227,26 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
 def test_what_an_end_means(end, verdicts, memory, lost, code, line):
     ending = judge(end, verdicts, HOSTS, memory, lost)
     assert (ending.code, ending.message) == (code, line)
+
+
+def test_a_full_disk_of_one_rank_is_the_failure_of_that_rank(monkeypatch, capsys):
+    """All ranks raise the error, and any of them may end first."""
+    monkeypatch.setenv(on_host.MARK, "/tmp/x")
+    monkeypatch.setattr(console, "SECONDS_FOR_ANOTHER_RANK", 0.0)
+    text = "/cache/shard-1 cannot be written: No space left on device; make room"
+    listener = Listener()
+    for rank in (2, 1, 0):
+        comm = Comm()
+        comm.topology = Topology(rank=rank, size=3)
+        monkeypatch.setattr(comm, "gather", lambda _: [None, (StorageError(text), "s2"), None])
+        with pytest.raises(StorageError) as raised:
+            comm.all_or_raise(lambda: None)
+        assert command._report(raised.value, rank) == 2
+        for line in capsys.readouterr().err.splitlines():
+            listener.rank(rank, line)
+    for first in "012":
+        ending = judge(End(first, 2), listener.verdicts, HOSTS)
+        assert (ending.code, ending.message) == (2, f"FIRST FAILURE rank 1 host s2: {text}")
 
 
 def test_a_dropped_packet_of_gloos_names_the_ports():

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from hvtrain.core.run_files import read_starts
 from hvtrain.launch.cluster_files import texts
 from hvtrain.launch.job import Job
 from hvtrain.launch.kubernetes import JobSet
@@ -96,6 +97,9 @@ def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     assert difference(folder, "exact", "joint") < 1e-5
     assert difference(folder, "half", "joint") > 1e-3
     assert results["exact"]["record"]["proof"]["steps_by_worker"] == [20, 20]
+    for name, batch in {"exact": "2 x 8 = 16", "async": "1 x 8 = 8"}.items():
+        described = read_starts(folder / name)[0]["described"]
+        assert described["global batch"] == f"{batch} (workers in a step x batch)"
     assert any(
         "an embedding's row are summed" in line
         for line in results["exact"]["record"]["differences"]

@@ -319,6 +319,11 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         ),
         (
             Classification,
+            Given(IMAGE, spec("float32"), num_classes=3),
+            r"given gives float32 numbers; choose task=regression or another data set",
+        ),
+        (
+            Classification,
             Given(IMAGE, spec("int32")),
             "task=classification needs num_classes, which the data",
         ),
@@ -330,9 +335,13 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (
             Multilabel,
             Given(IMAGE, spec("int32")),
-            r"0 and 1, one for each label, and given gives int32 \(\)",
+            r"0 and 1, one for each label, and given gives int32 numbers",
         ),
-        (Regression, Given(IMAGE, spec("int32")), r"as floats, and given gives int32 \(\)"),
+        (
+            Regression,
+            Given(IMAGE, spec("int32")),
+            r"as floats, and given gives int32 numbers",
+        ),
         (
             Regression,
             Given(IMAGE, spec("int32"), class_names=["cat", "dog"]),
@@ -341,7 +350,7 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (
             Segmentation,
             Given(IMAGE, spec("uint8"), num_classes=3),
-            r"whole numbers, and given gives uint8 \(\)",
+            r"whole numbers, and given gives uint8 numbers",
         ),
         (
             Segmentation,

@@ -41,6 +41,7 @@ def test_more_than_the_shard_holds(tmp_path):
         "lower train.batch_size to at most 718 or use fewer ranks"
     ]
     assert "Traceback" not in output
+    assert list(tmp_path.iterdir()) == [], "no folder of a run that never began"
     assert no_ranks_left(tmp_path)
 
 

@@ -10,6 +10,8 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.run_files import remove_if_empty
 from hvtrain.errors import ConfigError
+from hvtrain.runner import run_to_end
+from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
 from hvtrain.training.run import RunState
@@ -128,6 +130,20 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
         match=r"is a run folder without its config\.yaml; restore that, or give another folder",
     ):
         compose(["--config-dir", str(tmp_path / "run")])
+
+
+def test_a_refused_run_leaves_no_folder_of_its_own(tmp_path):
+    def refused(config, strategy, state):
+        state.folder = open_run_folder(config, state)
+        raise ConfigError("no such thing")
+
+    config = from_dict(compose([f"run.dir={tmp_path / 'run'}"]))
+    for was_there in (False, True):
+        if was_there:
+            (tmp_path / "run").mkdir()
+        with pytest.raises(ConfigError, match="no such thing"):
+            run_to_end(config, Strategy(), refused)
+        assert (tmp_path / "run").exists() == was_there
 
 
 def test_a_folder_without_anything_to_keep_is_removed(tmp_path):
