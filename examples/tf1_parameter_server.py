@@ -65,7 +65,8 @@ class WorkerCreator(v1.train.SessionCreator):
         }
         manager = v1.train.SessionManager(self.scaffold.local_init_op, graph=v1.get_default_graph(),
                                           recovery_wait_secs=1, **ready)  # fmt: skip
-        return manager.wait_for_session(self.master, self.config, max_wait_secs=300)
+        # Without a limit: if a worker gave up on a chief that starts late, server and chief would wait for it for ever.
+        return manager.wait_for_session(self.master, self.config)
 
 
 def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:

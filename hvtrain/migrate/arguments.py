@@ -1,5 +1,6 @@
 """The pass that changes the arguments of calls: to Keras's classes, models' methods and Horovod's callbacks."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
@@ -23,7 +24,6 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
 # Callbacks that set the learning rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
-KERAS_MODELS = ("Sequential", "Model")
 # hvd.allreduce(x, False)
 _BOOLEAN = m.Name("True") | m.Name("False")
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
@@ -54,16 +54,8 @@ class Arguments(Pass):
         self.compiles = {
             owner.name.value: method.params
             for owner in m.findall(node, m.ClassDef())
-            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile")))
+            for method in m.findall(owner, m.FunctionDef(m.Name("compile")))
         }
-        # For each name that is assigned a new object, that object's class.
-        self.class_of = {
-            dotted(assign.targets[0].target): assign.value.func.value
-            for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name())))
-        }
-        # Names of parsed command lines, such as opt, whose lr is the script's own.
-        parsed = m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("parse_args"))))
-        self.options = {dotted(assign.targets[0].target) for assign in m.findall(node, parsed)}
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._in_optimizer.append(
@@ -88,14 +80,14 @@ class Arguments(Pass):
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> BaseExpression:
         """Renames optimizer.lr."""
-        optimizer = m.Name("optimizer") | m.Name("opt") | m.Attribute(attr=m.Name("optimizer"))
-        is_rate = m.matches(updated_node, m.Attribute(value=optimizer, attr=m.Name("lr")))
-        if is_rate and dotted(updated_node.value) not in self.options:
+        is_rate = re.search(r"(^opt|\boptimizer)\.lr$", code_of(updated_node))
+        # After opt = parser.parse_args(), lr is the script's own.
+        if is_rate and not dotted(self.compiler(updated_node.value)).endswith(".parse_args"):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
 
     def leave_Call(self, original_node: Call, updated_node: Call) -> BaseExpression:
-        name = self.imported(original_node.func)
+        name = self.called(original_node)
         if not name:
             return self._method(updated_node)
 
@@ -130,11 +122,11 @@ class Arguments(Pass):
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
     def _method(self, call: Call) -> BaseExpression:
-        if not isinstance(call.func, cst.Attribute):
+        method = method_of(call)
+        if not method:
             return call
 
-        method = method_of(call)
-        if m.matches(call.func.value, m.Call(func=m.Name("super"))):
+        if code_of(call.func.value).startswith("super("):
             return self._super(call, method)
         if method == "get_unscaled_gradients" and len(call.args) == 1 and not self.clips:
             return call.args[0].value
@@ -148,9 +140,9 @@ class Arguments(Pass):
         # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
         # predict_proba is changed only for Keras models: scikit-learn's have it too.
         receiver = call.func.value
-        is_keras = is_model_name(receiver) or self.class_of.get(dotted(receiver)) in KERAS_MODELS
-        is_foreign = method == "predict_proba" and not is_keras
-        if method in RENAMED_METHODS and not is_foreign:
+        maker = self.imported(self.compiler(receiver))
+        is_keras = is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
+        if method in RENAMED_METHODS and (is_keras or method != "predict_proba"):
             method, *order = RENAMED_METHODS[method]
             call = _with_names(
                 _with_keywords(_with_method(call, method), order), {"generator": "x"}
@@ -182,11 +174,14 @@ class Arguments(Pass):
         The argument then goes to super().compile inside that method.
         """
         names = {arg.keyword.value for arg in call.args if arg.keyword}
-        owner = self.class_of.get(dotted(call.func.value), "")
+        compiler = self.compiler(call.func.value)
+        owner = dotted(compiler)
+        # If the script does not show the model's class, it may be any that takes these arguments.
+        is_unknown = owner not in self.compiles and not self.imported(compiler)
         for class_name, parameters in self.compiles.items():
             own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
-            # If the script does not show where the model is created, its class is inferred from the arguments.
-            is_own = owner == class_name or (owner not in self.compiles and names and names <= own)
+            may_be_own = is_unknown and names <= own and (names or owner != "super")
+            is_own = may_be_own or owner == class_name
             if is_own and not parameters.star_kwarg:
                 return "jit_compile" in own
         return True

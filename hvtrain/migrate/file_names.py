@@ -6,11 +6,11 @@ import libcst as cst
 import libcst.matchers as m
 from libcst import BaseExpression, Call, CSTNode, FormattedStringText, SimpleString
 
-from hvtrain.migrate.parsing import Names, Pass, argument, dotted, is_model_name, method_of
+from hvtrain.migrate.parsing import Names, Pass, argument, code_of, dotted, is_model_name, method_of
 
 WEIGHTS = ".weights.h5"
 MODEL = ".keras"
-_OLD_SUFFIXES = (".weights.h5", ".keras", ".hdf5", ".h5", ".ckpt", ".tf")
+_OLD_SUFFIX = re.compile(r"(\.weights\.h5|\.keras|\.hdf5|\.h5|\.ckpt|\.tf)?\Z")
 _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
@@ -30,10 +30,10 @@ class Literals(Names, cst.CSTVisitor):
         self.read: list[tuple[Call, BaseExpression]] = []
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        self.values.setdefault(dotted(node.targets[0].target), []).append(node.value)
+        self.values.setdefault(code_of(node.targets[0].target), []).append(node.value)
 
     def visit_Call(self, node: Call) -> None:
-        name = self.imported(node.func)
+        name = self.called(node)
         method = method_of(node)
         default = argument(node, "default")
         # The default in parser.add_argument("--weights", default="w.h5") is used as args.weights.
@@ -144,11 +144,7 @@ def with_suffix(text: str, suffix: str) -> str:
     if text.endswith(allowed):
         return text
 
-    for old in _OLD_SUFFIXES:
-        if text.endswith(old):
-            return text.removesuffix(old) + suffix
-
-    return text + suffix
+    return _OLD_SUFFIX.sub(suffix, text, count=1)
 
 
 def outdated(literals: Literals) -> list[Call]:
@@ -163,9 +159,10 @@ def outdated(literals: Literals) -> list[Call]:
         call
         for call, path in literals.read
         for literal in literals.literals(path)
+        for name in written
         if method_of(call) == "load_weights"
         and re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
-        and _before_numbers(literal) in written
+        and _ends_alike(name, _before_numbers(literal))
     ]
 
 
@@ -173,6 +170,12 @@ def _before_numbers(literal: CSTNode) -> str:
     """Returns the part of a file name before its numbers, the same for w-10.h5, w-{epoch}.weights.h5 and w-%d.h5."""
     stem = _text(literal).removesuffix(WEIGHTS)
     return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
+
+
+def _ends_alike(first: str, second: str) -> bool:
+    """True if two paths may be the same: one of them may lack folders, as in os.path.join(folder, "w.h5")."""
+    parts = zip(reversed(first.strip("/").split("/")), reversed(second.split("/")))
+    return all(part == other for part, other in parts)
 
 
 def _text(node: CSTNode) -> str:

@@ -92,11 +92,7 @@ class _Names(Pass):
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> BaseExpression:
         """Renames a class or function that was imported under its own name."""
         name = self.imported(original_node)
-        if (
-            not name
-            or name == original_node.value
-            or name.rpartition(".")[2] != original_node.value
-        ):
+        if name == original_node.value or name.rpartition(".")[2] != original_node.value:
             return updated_node
 
         new = self._new(name)

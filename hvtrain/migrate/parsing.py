@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
-from libcst import Arg, Call, CSTNode
+from libcst import Arg, BaseExpression, Call, CSTNode
 from libcst.metadata import (
     MetadataWrapper,
     PositionProvider,
@@ -70,6 +70,15 @@ class Names(cst.MetadataDependent):
 
     def visit_Module(self, node: cst.Module) -> None:
         self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
+        self._bases = _bases_without("__init__", node)
+        # For names of objects, the calls that made them; and likewise for functions and classes.
+        self._makers = _bases_without("compile", node)
+        for assign in m.findall(node, m.Assign(value=m.Call())):
+            self._makers[code_of(assign.targets[0].target)] = assign.value
+        for function in m.findall(node, m.FunctionDef()):
+            results = [part.value for part in m.findall(function, m.Return(m.Call() | m.Name()))]
+            if len({code_of(result).partition("(")[0] for result in results}) == 1:
+                self._makers.setdefault(function.name.value, results[0])
 
     def line_of(self, node: CSTNode) -> int:
         return self.get_metadata(PositionProvider, node).start.line
@@ -89,12 +98,23 @@ class Names(cst.MetadataDependent):
             return next(iter(names), "")
 
         # If a name is imported twice, as hvd often is, the last import before its use counts.
-        lines = dict.fromkeys(sorted(names), 0)
+        last = min(names)
         for line, item in self._imports:
             name = f"{item.name if item.alias else item.bound}{dot}{rest}"
             if item.bound == base and name in names and line <= self.line_of(node):
-                lines[name] = line
-        return max(lines, key=lambda name: lines[name])
+                last = name
+        return last
+
+    def called(self, call: Call) -> str:
+        """Returns the full name of what is called, like imported().
+
+        For a class of the script without an __init__ of its own, this is the base class.
+        """
+        return self.imported(_origin(call, self._bases))
+
+    def compiler(self, model: BaseExpression) -> BaseExpression:
+        """Returns the class whose compile a model uses; another expression if the script does not show it."""
+        return _origin(model, self._makers)
 
 
 class Pass(Names, cst.CSTTransformer):
@@ -120,6 +140,23 @@ def dotted(node: CSTNode | None) -> str:
 def method_of(call: Call) -> str:
     """Returns the name after the last dot of the called function; empty if there is no dot."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]:
+    """Returns the base of each class in the script that does not define the method itself."""
+    return {
+        owner.name.value: owner.bases[0].value
+        for owner in m.findall(module, m.ClassDef(bases=[m.AtLeastN(n=1)]))
+        if not m.findall(owner, m.FunctionDef(m.Name(method)))
+    }
+
+
+def _origin(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
+    """Looks a name up in the table, and the result again, until there is no entry; `A(x)` counts as A."""
+    name = node.func if isinstance(node, Call) else node
+    others = dict(table)
+    following = others.pop(code_of(name), None)
+    return _origin(following, others) if following else name
 
 
 def is_model_name(node: CSTNode) -> bool:

@@ -36,10 +36,13 @@ _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
 # Callbacks that change the training depending on the logs, so all ranks must have them.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
 _REDUCE = ("DistributedOptimizer", "GradientTape", "allreduce", "load_model")
+_ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
 # Methods of Keras 2's optimizers that Keras 3 never calls.
 _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
+# A dict of arguments in which lr is set.
+_SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
 # Keras's own names of weights. Anything else that a script looks for in one came from the layer's name.
 _NAMES_OF_WEIGHTS = re.compile(
     r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
@@ -66,6 +69,7 @@ class _Undecided(Literals):
     def __init__(self, text: str, uses_horovod: bool, is_graph: bool) -> None:
         super().__init__()
         self.lines: list[tuple[int, str]] = []
+        self.text = text
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
         self.reduces = any(name in text for name in _REDUCE)
@@ -79,7 +83,8 @@ class _Undecided(Literals):
         self._names = names_used(text)
         # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
-        self._writers: list[tuple[Call, str]] = []
+        # Each new callback: its class, the variable that holds it, and whether it is under such a condition.
+        self._callbacks: list[tuple[Call, str, str, bool]] = []
         # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
@@ -186,7 +191,7 @@ class _Undecided(Literals):
 
     def visit_Call(self, node: Call) -> None:
         super().visit_Call(node)
-        name = self.imported(node.func)
+        name = self.called(node)
         for removed, fix in entries(REMOVED_ARGUMENTS, name, method_of(node)).items():
             if argument(node, removed):
                 self.report(node, f"{removed}= {fix}")
@@ -202,11 +207,12 @@ class _Undecided(Literals):
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
             self._warmup(node)
         if name.startswith("keras.callbacks."):
-            self._callback(node, name.rpartition(".")[2])
+            self._callbacks.append(
+                (node, name.rpartition(".")[2], self._target, any(self._conditions))
+            )
         if name.startswith("keras.optimizers."):
             self._optimizer(node)
-        compiled = m.Arg(m.Name("True"), m.Name("jit_compile"))
-        is_compiled = any(m.matches(arg, compiled) for arg in node.args)
+        is_compiled = re.search(r"jit_compile\s*=\s*True", code_of(node))
         if name == "tensorflow.function" and self.uses_horovod and is_compiled:
             self.report(
                 node,
@@ -219,11 +225,7 @@ class _Undecided(Literals):
         """Reports a multiplier that may be a number: older versions took it as a factor, not as the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
-        if (
-            initial_lr is None
-            or multiplier is None
-            or not m.matches(initial_lr.value, m.Name("None"))
-        ):
+        if not (initial_lr and multiplier and code_of(initial_lr.value) == "None"):
             return
 
         code = code_of(multiplier.value)
@@ -252,13 +254,9 @@ class _Undecided(Literals):
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
         # In a class that overrides compile, super().compile(**kwargs) only passes arguments on.
-        is_super = m.matches(func.value, m.Call(func=m.Name("super")))
-        has_options = any(arg.star == "**" for arg in node.args)
-        if method == "compile" and self.uses_horovod and has_options and not is_super:
-            self.report(
-                node,
-                "the arguments of compile are not in the script; they must contain jit_compile=False",
-            )
+        is_super = code_of(func.value).startswith("super(")
+        if method == "compile" and self.uses_horovod and not is_super:
+            self._compile(node, func.value)
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
         trains = method == "fit" and self.uses_horovod
@@ -268,30 +266,37 @@ class _Undecided(Literals):
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
         if trains and not self.reduces:
-            self.report(
-                node,
-                "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)",
-            )
+            self.report(node, _ALONE)
 
-        saves_model = method == "save" and m.matches(func.value, m.Name("model"))
-        if method == "save_weights" or saves_model:
+        if method == "save_weights" or code_of(func) == "model.save":
             self._written_by_all(node, "put it under if hvd.rank() == 0")
 
-    def _callback(self, node: Call, name: str) -> None:
-        if name in _DECIDE and any(self._conditions):
+    def _compile(self, node: Call, model: cst.BaseExpression) -> None:
+        if any(arg.star == "**" for arg in node.args):
             self.report(
-                node, f"{name} on rank 0 alone would part it from the others; use it on all ranks"
+                node,
+                "the arguments of compile are not in the script; they must contain jit_compile=False",
             )
-        # Whether the name is used only on rank 0 is known at the end of the script; see leave_Module.
-        if name in _WRITERS and self._target and not any(self._conditions):
-            self._writers.append((node, self._target))
-        elif name in _WRITERS:
-            self._written_by_all(node, "use this callback on rank 0 only")
+        elif not (
+            argument(node, "jit_compile") or f"class {code_of(self.compiler(model))}(" in self.text
+        ):
+            self.report(
+                node,
+                "the script does not show this model's class; add jit_compile=False unless its own compile refuses it",
+            )
+
+        # Beside a model with a DistributedOptimizer, unless gradients may be reduced in another way.
+        optimizer = argument(node, "optimizer", 0)
+        trains = self.reduces and self.broadcasts and f"{code_of(model)}.fit(" in self.text
+        if optimizer and trains and not any(name in self.text for name in _REDUCE[1:]):
+            calls = [value for value in self._values(optimizer) if isinstance(value, Call)]
+            if {self.called(call).rpartition(".")[0] for call in calls} == {"keras.optimizers"}:
+                self.report(node, _ALONE)
 
     def _optimizer(self, node: Call) -> None:
         rate = argument(node, "learning_rate", 0)
         if rate and any(
-            isinstance(value, Call) and self.imported(value.func) == "tensorflow.Variable"
+            isinstance(value, Call) and self.called(value) == "tensorflow.Variable"
             for value in self._values(rate)
         ):
             self.report(
@@ -299,24 +304,29 @@ class _Undecided(Literals):
                 "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead",
             )
         for arg in node.args:
-            if arg.star == "**" and any(
-                re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in self._values(arg)
-            ):
+            name = code_of(arg.value)
+            is_set = f"{name}['lr']" in self.values or f'{name}["lr"]' in self.values
+            if is_set or any(_SETS_LR.match(code_of(value)) for value in self._values(arg)):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
 
     def _values(self, arg: cst.Arg) -> list[cst.BaseExpression]:
         """Returns the argument's value, and those assigned to the name that it may be."""
-        return [arg.value, *self.values.get(dotted(arg.value), [])]
+        return [arg.value, *self.values.get(code_of(arg.value), [])]
 
     def _written_by_all(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
     def leave_Module(self, original_node: cst.Module) -> None:
-        for call, name in self._writers:
-            # Not reported if each use but the assignment is guarded, as in
-            # `if hvd.rank() == 0: callbacks.append(checkpoint)`.
-            if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
+        for call, name, variable, is_for_rank_0 in self._callbacks:
+            # Also if each use but the assignment is guarded: `if hvd.rank() == 0: callbacks.append(checkpoint)`.
+            is_for_rank_0 |= 0 < self._for_rank_0[variable] >= self._names[variable] - 1
+            if name in _DECIDE and is_for_rank_0:
+                self.report(
+                    call,
+                    f"{name} on rank 0 alone would part it from the others; use it on all ranks",
+                )
+            if name in _WRITERS and not is_for_rank_0:
                 self._written_by_all(call, "use this callback on rank 0 only")
         for call in outdated(self):
             self.report(

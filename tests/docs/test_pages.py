@@ -24,6 +24,19 @@ from pages import PAGES, blocks, commands, files, languages
 
 # These take the settings of a run, beside options of their own; hvtrain launch takes them after --.
 COMMANDS = ("doctor", "find_batch", "find_lr", "launch", "plan", "verify")
+# What comes before a page's blocks of Python that are no files, in one script with them.
+BEFORE = {
+    # Stands for the file that the block would load from the network.
+    "finetuning": """
+from pathlib import Path
+import keras
+name = "mobilenet_v2_weights_tf_dim_ordering_tf_kernels_1.0_96_no_top.h5"
+Path("models").mkdir()
+keras.applications.MobileNetV2(include_top=False, weights=None, input_shape=(96, 96, 3)).save(f"models/{name}")
+""",
+    "networks": "import hvtrain.keras as hvd\nhvd.init()\n",
+    "separable": "import keras\n",
+}
 NEEDS = {"data": "datasets", "keras-hub": "keras_hub"}
 
 
@@ -248,6 +261,28 @@ def test_a_page(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed; ./scripts/run pytest does it")
     follow(name, TABLE[name], tmp_path, cold=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.release
+@pytest.mark.parametrize("name", BEFORE)
+def test_the_python_of_a_page(name, tmp_path):
+    """Two ranks run it as it stands; only one loads weights."""
+    text = "".join([BEFORE[name], *blocks(PAGES[name], "python")])
+    (tmp_path / "page.py").write_text(text)
+    num_ranks = 1 if name == "finetuning" else 2
+    # Cold, because a process that has imported Keras already has its home.
+    code, output = run(
+        "mpirun",
+        num_ranks,
+        "python",
+        "page.py",
+        cwd=tmp_path,
+        cold=True,
+        KERAS_HOME=str(tmp_path),
+    )
+    assert code == 0, output
+    assert (tmp_path / "mobilenet.keras").exists() == (name == "finetuning")
 
 
 @pytest.mark.distributed

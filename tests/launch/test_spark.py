@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from hvtrain.errors import ConfigError
@@ -19,6 +21,7 @@ from hvtrain.launch.cluster_kinds import Spark
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.spark import parse, rank_environment
 from launching import ROOT, finish, start
+from pages import PAGES, blocks
 
 MISSING = [
     *(["java (apt-get install openjdk-17-jre-headless)"] if shutil.which("java") is None else []),
@@ -73,6 +76,22 @@ except hvtrain.errors.DataError as error:
     refused = str(error)
 print("found " + json.dumps([right / len(predicted), sorted(first), refused]))
 spark.stop()
+"""
+
+
+# What the page's program on DataFrames has: a session, rows with a price and, for its last block, images.
+ON_THE_PAGE = """
+from pyspark.sql import SparkSession
+from sklearn.datasets import load_digits
+
+spark = SparkSession.builder.master("local[4]").config("spark.task.maxFailures", 1).getOrCreate()
+rows = [(number, number % 7 + 0.5, number % 5 * 2.0, number % 7 + number % 5 * 4.0) for number in range(400)]
+frame = other_frame = spark.createDataFrame(rows, "id int, rooms double, floor double, price double")
+"""
+IMAGES = """
+pixels, labels = load_digits(return_X_y=True)
+rows = [(row.tolist(), int(label)) for row, label in zip(pixels, labels)]
+frame = spark.createDataFrame(rows, "image array<float>, label int")
 """
 
 
@@ -149,6 +168,29 @@ def test_servers_learn_a_data_frame_and_executors_predict_another(tmp_path, spar
     assert (
         len(record["proof"]["steps_by_worker"]) == 2 and min(record["proof"]["steps_by_worker"]) > 0
     )
+
+
+@on_spark
+@pytest.mark.distributed
+@pytest.mark.release
+@pytest.mark.timeout(900)
+def test_the_python_of_the_page(tmp_path, spark_conf):
+    """As it stands; the folders that it names are links for so long."""
+    fit, write_images = blocks(PAGES["spark"], "python")
+    (tmp_path / "page.py").write_text("".join([ON_THE_PAGE, fit, IMAGES, write_images]))
+    with ExitStack() as links:
+        for link in (Path("/shared"), Path("/data")):
+            try:
+                link.symlink_to(tmp_path)
+            except OSError as error:
+                pytest.skip(f"{link} cannot be made here: {error.strerror}")
+            links.callback(link.unlink)
+        code, output = run(sys.executable, "page.py", cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    assert len(re.findall(r"^\| *\d+\| *-?\d+\.\d+\|$", output, re.MULTILINE)) == 20, output
+    record = json.loads((tmp_path / "runs/houses/result.json").read_text())
+    assert record["num_ranks"] == 4 and record["proof"]
+    assert pyarrow.parquet.read_table(tmp_path / "images/train").num_rows == 1797
 
 
 @on_spark

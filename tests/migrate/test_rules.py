@@ -70,6 +70,11 @@ REWRITTEN = {
         "import hvtrain.keras as hvd\nhvd.elastic.TensorFlowKerasState(m)",
     "import horovod.tensorflow as h\nh.keras.callbacks.MetricAverageCallback()":
         "import hvtrain.keras as h\nh.callbacks.MetricAverageCallback()",
+    "from horovod.tensorflow.mpi_ops import rank_op\nrank_op()": "from hvtrain.keras import rank_op\nrank_op()",
+    "import horovod.tensorflow.mpi_ops as ops\nops.local_rank_op()":
+        "import hvtrain.keras as ops\nops.local_rank_op()",
+    "import horovod.tensorflow as hvd\nhvd.mpi_ops.size_op()": "import hvtrain.keras as hvd\nhvd.size_op()",
+    "from horovod.tensorflow.compression import FP16Compressor": "from hvtrain.keras.compression import FP16Compressor",
     "import horovod\nhorovod.tensorflow.keras.callbacks.MetricAverageCallback()":
         "import hvtrain.keras\nhvtrain.keras.callbacks.MetricAverageCallback()",
     HVD + "class A:\n    def compile(self, a):\n        super().compile(experimental_run_tf_function=False)\n"
@@ -83,6 +88,22 @@ REWRITTEN = {
     "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n        super().__init__(lr=lr)":
         "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n"
         "        super().__init__(learning_rate=lr)",
+    HVD + "class A(Model):\n    def compile(self, a, b):\n        pass\ndef build():\n    return A()\nx = build()\n"
+    "x.compile(a, b)":
+        HVD + "class A(Model):\n    def compile(self, a, b):\n        pass\ndef build():\n    return A()\nx = build()\n"
+        "x.compile(a, b)",
+    HVD + "class A(Model):\n    def compile(self, a):\n        pass\ndef build():\n    return keras.Model()\n"
+    "import keras\nx = build()\nx.compile(a)":
+        HVD + "class A(Model):\n    def compile(self, a):\n        pass\ndef build():\n    return keras.Model()\n"
+        "import keras\nx = build()\nx.compile(a, jit_compile=False)",
+    HVD + "class A(Model):\n    def compile(self, a):\n        pass\nclass B(A):\n    def compile(self, a, b):\n"
+    "        super().compile(a=a)":
+        HVD + "class A(Model):\n    def compile(self, a):\n        pass\nclass B(A):\n    def compile(self, a, b):\n"
+        "        super().compile(a=a)",
+    "import keras\nclass A(keras.optimizers.SGD):\n    pass\nclass B(A):\n    pass\nB(lr=1)":
+        "import keras\nclass A(keras.optimizers.SGD):\n    pass\nclass B(A):\n    pass\nB(learning_rate=1)",
+    "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n        pass\nA(lr=1)":
+        "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n        pass\nA(lr=1)",
     "class A(Metric):\n    def reset_states(self):\n        super().reset_states()\nmetric.reset_states()":
         "class A(Metric):\n    def reset_state(self):\n        super().reset_state()\nmetric.reset_state()",
     "loss = opt.get_scaled_loss(loss)\ngradients = opt.get_unscaled_gradients(scaled)":
@@ -130,6 +151,8 @@ LEFT = {
     "import horovod.tensorflow as hvd\nhvd.check_extension('a')": (2, "hvtrain.keras has no check_extension"),
     "import horovod.keras as hvd\nhvd.DistributedOptimizer(o)\nm.fit(x)": (3, "ranks may start with different weights"),
     HVD + "model.compile(**options)": (2, "they must contain jit_compile=False"),
+    HVD + "class A:\n    def compile(self, a, b):\n        pass\ndef train(model):\n    model.compile(a, b)":
+        (6, "the script does not show this model's class; add jit_compile=False unless its own compile refuses it"),
     HVD + "import keras\nkeras.callbacks.TensorBoard('logs')": (3, "all ranks would write the same file"),
     "for v in model.trainable_weights:\n    if 'batch_normalization' not in v.name:\n        l2(v)":
         (2, "on Keras 3 v.name is kernel or gamma, without the layer; use v.path"),
@@ -154,12 +177,23 @@ LEFT = {
     "import keras\nimport tensorflow as tf\nrate = tf.Variable(0.1)\nkeras.optimizers.Adam(rate)":
         (4, "Keras 3 takes no tf.Variable as a rate"),
     "import keras\noptions = {'lr': 0.1}\nkeras.optimizers.Adam(**options)": (3, "lr in these arguments is"),
+    "import keras\noptions['lr'] = 0.1\nkeras.optimizers.Adam(**options)": (3, "lr in these arguments is"),
+    "import keras\nkeras.optimizers.SGD.from_config({'lr': 0.1})": (2, "lr in these arguments is"),
+    "import keras\nkeras.optimizers.get({'class_name': 'SGD', 'config': {'lr': 0.1}})": (2, "lr in these arguments is"),
     HVD + "import tensorflow as tf\ntf.function(jit_compile=True)": (3, "XLA cannot compile an operation of Horovod"),
     "import tensorflow as tf\ntf.train.StopAtStepHook(9)": (2, "TensorFlow 2 has no tensorflow.train.StopAtStepHook"),
     HVD + "import keras\nif hvd.rank() == 0:\n    c = keras.callbacks.EarlyStopping()":
         (4, "EarlyStopping on rank 0 alone would part it from the others"),
+    HVD + "import keras\nstop = keras.callbacks.ReduceLROnPlateau()\nif hvd.rank() == 0:\n    callbacks.append(stop)":
+        (3, "ReduceLROnPlateau on rank 0 alone would part it from the others"),
+    HVD + "import keras\nc = [keras.callbacks.EarlyStopping()]\nm.fit(x, callbacks=c if hvd.rank() == 0 else [])":
+        (3, "EarlyStopping on rank 0 alone would part it from the others"),
+    HVD + "import keras\na.compile(hvd.DistributedOptimizer(o))\nb.compile(keras.optimizers.SGD())\n"
+    "b.fit(x, callbacks=[hvd.BroadcastGlobalVariablesCallback(0)])": (4, "each rank trains alone; compile"),
     HVD + "hvd.BroadcastGlobalVariablesCallback(0)\nm.fit(x)": (3, "each rank trains alone; compile"),
     "model.save_weights('w-{}.weights.h5'.format(n))\nmodel.load_weights('w-3.h5')":
+        (2, "now writes such files as NAME.weights.h5"),
+    "model.save_weights(os.path.join('logs', 'w2.h5'))\nmodel.load_weights('logs/w2.h5')":
         (2, "now writes such files as NAME.weights.h5"),
 }  # fmt: skip
 
@@ -253,10 +287,16 @@ def test_what_cannot_be_decided_is_named_with_its_line(old):
         "x = [layer for layer in model.layers if 'batch_normalization' in layer.name]",
         HVD + "hvd.callbacks.LearningRateWarmupCallback(args.base_lr)",
         HVD
+        + "import keras\nc = [keras.callbacks.EarlyStopping()]\nif hvd.rank() == 0:\n    c += more\nuse(c)",
+        HVD + "import keras\na = hvd.DistributedOptimizer(o)\nb = keras.optimizers.SGD()\n"
+        "b = hvd.DistributedOptimizer(b)\nm.compile(b, jit_compile=False)\n"
+        "m.fit(x, callbacks=[hvd.BroadcastGlobalVariablesCallback(0)])",
+        "if hvd.rank() == 0:\n    model.save_weights('new/w.weights.h5')\nmodel.load_weights('old/w.h5')",
+        HVD
         + "def halved(epoch):\n    return 0.5\nhvd.callbacks.LearningRateScheduleCallback(None, halved)",
     ],
 )
-def test_names_and_schedules_that_mean_the_same_stay(text):
+def test_what_means_the_same_stays(text):
     script = migrate(text + "\n")
     assert script.text == text + "\n" and script.undecided == ()
 
