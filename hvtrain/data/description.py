@@ -1,6 +1,7 @@
 """Describes a data set in phrases and class counts, and formats them for a run's header.
 
-`describe` adds the classes to Source.description() if targets are known. Imports no TensorFlow.
+`describe` adds classes to Source.description() if targets are known without reading examples. Imports
+no TensorFlow.
 """
 
 import hashlib
@@ -72,15 +73,15 @@ def describe(source: "Source") -> DataDescription:
         warnings = phrases.pop("warnings", [])
         if len(names) == 1:
             warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")
-        # Warnings come last, where a reader sees them.
+        # Warnings come last, where readers notice them.
         phrases["warnings"] = [*warnings, *missing_classes(counts, names)]
     return DataDescription(phrases, counts)
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:
-    """Counts the examples of each class, by split; empty if targets are not classes or unknown without reading.
+    """Counts the examples of each class, by split; empty without classes, or if that would mean to read examples.
 
-    For masks, pixels are counted; labels outside the range of classes are ignored.
+    In masks, pixels are counted. Labels that are not classes are ignored.
     """
     num_classes = source.facts().get("num_classes")
     if not num_classes:
@@ -118,7 +119,7 @@ def class_labels(source: "Source") -> list[str]:
 
 
 def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:
-    """Describes the class balance: the number of classes, and the shares of the rarest and the most frequent.
+    """Describes the class balance: the number of classes, and the shares of the rarest and the commonest.
 
     >>> class_phrase([61, 38, 1], ["no", "yes", "maybe"])
     '3, from 1% (maybe) to 61% (no)'
@@ -170,7 +171,7 @@ def counted(kinds: Counter[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMES, separator: str = ", ") -> str:
-    """Joins the first names of a list, and says how many more there are.
+    """Joins the first names of a list, and adds how many more there are.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'

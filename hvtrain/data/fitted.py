@@ -1,4 +1,4 @@
-"""Values that a source fitted to its training data, such as a mean, kept in the run folder.
+"""Keeps the values that a source fitted to its training data, such as a mean, in the run folder.
 
 The data may change later, but a trained model expects the preprocessing it was trained with. So a run
 that is resumed, or used for predictions, takes the values saved when it started.
@@ -79,7 +79,7 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
     unused = sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys())
     if unused:
         log.warning(
-            "%s is preprocessed in its own way, and the run's data were not (%s): its results may mean little",
+            "%s does not use the values fitted to the run's data (%s), so its results may mean little",
             source.name,
             ", ".join(unused),
         )

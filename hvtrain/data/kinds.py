@@ -60,7 +60,7 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
 
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
-    """Returns the kinds of a source's inputs without reading any, and so without value ranges."""
+    """Returns the kinds of a source's inputs without reading any; value ranges are left out."""
     return {
         name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
         for name, spec in inputs_of(source.element_spec[0]).items()
@@ -73,7 +73,7 @@ def input_kind(dtype: np.dtype[Any], shape: Iterable[int]) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describes how inputs differ in kind from a run's; the size of images does not count.
+    """Describes how inputs differ in kind from those of a run; the size of images does not count.
 
     >>> old = {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 0.9}}
     >>> new = {"": {"type": "numbers", "shape": [8, 8, 3], "low": 0.0, "high": 255.0, "large": 250.0}}
@@ -136,7 +136,7 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
 
 
 def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
-    """Warns if a class that has examples in the run's split has none in that split of another data set."""
+    """Warns if a class with examples in the run's split has none in that split of another data set."""
     old = kept.get("class_counts", {}).get(split, [])
     new = class_counts(source).get(split, [])
     lost = [

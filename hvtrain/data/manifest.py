@@ -1,6 +1,6 @@
 """Identifies a data set by a manifest that is small enough for a checkpoint, and compares manifests.
 
-A manifest is a mapping with these keys, without those for which a data set has no value:
+A manifest is a mapping with those of these keys for which the data set has a value:
 
 - "name", "image_shape", "num_classes"
 - "elements": types and shapes of an example, if it is not an image with a class
@@ -38,13 +38,13 @@ MAX_BYTES = 2**28
 
 
 def user_path(text: str | Path) -> Path:
-    """Returns a path, with ~ expanded, or the local copy of an address such as s3://BUCKET/FOLDER.
+    """Returns a path with ~ expanded; for an address such as s3://BUCKET/FOLDER, the path of its local copy.
 
     ~ stays if the user has no home directory, as in a container whose user is not in /etc/passwd.
     """
     path = path_of(text)
     with suppress(RuntimeError):
-        path = path.expanduser()
+        return path.expanduser()
     return path
 
 
@@ -53,13 +53,13 @@ def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
     path = local_copy(text, far) if is_remote(text) else user_path(text)
     if not path.exists():
         raise DataError(
-            f"dataset.dir={text} is not there on {socket.gethostname()}; give a folder that this host has"
+            f"dataset.dir={text} does not exist on {socket.gethostname()}; give a folder that this host has"
         )
     return path
 
 
 def check_names(paths: Iterable[str | Path]) -> None:
-    """Raises DataError for a name that is not UTF-8: TensorFlow cannot open it, and JSON cannot hold it."""
+    """Raises DataError for a name that is not UTF-8, which TensorFlow cannot open and JSON cannot hold."""
     for path in paths:
         try:
             str(path).encode()
@@ -72,7 +72,7 @@ def check_names(paths: Iterable[str | Path]) -> None:
 def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     """Returns the part of a manifest about files: their number, a digest, and the sizes of up to MAX_FILES by name.
 
-    Names are relative to the folder. A size is in bytes, or None if it was not or could not be read.
+    Names are relative to the folder. A size is in bytes, or None if it was not read, or could not be.
     """
     check_names(paths)
     step = -(-len(paths) // MAX_SIZES) or 1
@@ -106,7 +106,7 @@ def with_files(
 
 
 def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """Returns the SHA-256 of arrays' types, shapes and contents; of large arrays, only evenly spaced rows count."""
+    """Returns the SHA-256 of the types, shapes and contents of arrays; of large ones, only evenly spaced rows count."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -178,7 +178,8 @@ def _file_bytes(path: str) -> int | None:
     try:
         return Path(path).stat().st_size
     except OSError:
-        return None  # The file has been deleted since it was listed; reading it will fail with a message.
+        # The file has been deleted since it was listed. Reading it will fail with a message.
+        return None
 
 
 def check_unchanged(
@@ -212,7 +213,7 @@ def check_unchanged(
 def refuse_or_warn(
     problem: str, advice: str, refuse: bool, kind: type[UserError] = DataError
 ) -> None:
-    """Raises an error of this kind, or only logs a warning without `refuse`, which is guard.data."""
+    """Raises an error of this kind or, without `refuse` (guard.data=false), only logs a warning."""
     if refuse:
         raise kind(f"{problem}; {advice}, or go on anyway with guard.data=false")
     log.warning("%s; going on because of guard.data=false", problem)

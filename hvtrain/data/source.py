@@ -23,7 +23,7 @@ Parts = tuple[Any, ...]
 # Phrases by label, such as "features" or "warnings".
 Phrases = dict[str, list[str]]
 
-LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
+LEAVE_OUT = "or set data.on_error=skip to leave out what cannot be read"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Source(ABC):
     class_names: Sequence[str] | None = None
     """The name of each class, if the source knows them."""
     more_facts: Mapping[str, Any] = MappingProxyType({})
-    """Facts other than attributes, for the model's builder and the task."""
+    """Facts that are not attributes, for the model's builder and the task."""
     on_error: str = "stop"
     """What to do with an unreadable example: "stop", or "skip" it. Set before streams are opened."""
     same_on_all_ranks: bool = False
@@ -160,12 +160,12 @@ class Source(ABC):
     )
     """Advice for the message about equal first batches."""
     raw_batches: bool = False
-    """True if training streams leave finish() to the training step, where a GPU runs it. Images are then
-    sent as bytes, a quarter of the size. Set before streams are opened."""
+    """True if the training step calls finish(), so that a GPU runs it, not the training stream. Images
+    are then sent as bytes, a quarter of the size. Set before streams are opened."""
     sizing: Any = None
     """The Sizing of encoded images, see pipeline/decoding.py; None if the source decodes no images."""
     no_random_crop: str = "gives images that are decoded already"
-    """The reason why augment=random_resized_crop is impossible; empty if it is possible."""
+    """The reason why augment=random_resized_crop is impossible, or empty if it is possible."""
     bucket_by_length: int | Sequence[int] = 0
     """Number of length buckets, or their boundaries; see lengths(). Set before streams are opened."""
     end_token: int | None = None
@@ -220,7 +220,7 @@ class Source(ABC):
         """Returns the number of examples of a split over all ranks; 0 if there is no such split."""
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """Makes the counts that only this rank can make, by reading its shards; none, the default, if all are known."""
+        """Counts what only this rank has to read, such as its shards; empty, the default, if all counts are known."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
@@ -267,11 +267,10 @@ class Source(ABC):
         return {}
 
     def preprocessing(self) -> Preprocessing:
-        """Returns what turns an example of the user's arrays or files into the model's input, for the saved model.
+        """Returns the first part of the saved model, which turns a raw example of the user into the model's input.
 
-        The default is for streams that change nothing. A source that normalizes or resizes declares
-        that here, with Keras's own layers. Its saved model then takes the user's raw examples, and
-        loads without hvtrain.
+        The default is for streams that change nothing. A source that normalizes or resizes returns
+        Keras layers that do the same, so that its saved model takes raw examples and loads without hvtrain.
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
@@ -329,21 +328,21 @@ class Source(ABC):
         return []
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Returns what the report shows of the examples with these indices in a split, by column name.
+        """Returns texts or numbers by column name, which the report shows for the examples with these indices.
 
-        The values are texts or numbers. Empty, the default, if inputs mean nothing to a reader.
+        Empty, the default, if inputs mean nothing to a reader.
         """
         return {}
 
     def unreadable(self) -> list[Unreadable]:
-        """Returns what this process has left out since the last call, with on_error="skip"."""
+        """Returns what on_error="skip" has left out in this process since the last call."""
         return []
 
     def manifest(self) -> dict[str, Any]:
         """Returns the data set's identity, by which a resumed run notices changed data; see manifest.py.
 
-        It can be written as JSON. Every rank computes it before the first stream. Sources add what they
-        know beyond counts.
+        It holds only JSON types. Every rank computes it before the first stream. Sources add more than
+        counts, such as digests.
         """
         counts = {split: self.num_examples(split) for split in self.SPLITS}
         splits = {split: {"examples": count} for split, count in counts.items() if count}
@@ -363,8 +362,8 @@ class Source(ABC):
     def explain(self, error: Exception) -> Exception:
         """Turns TensorFlow's error about unreadable data into a DataError that names the file or row.
 
-        Other errors are returned unchanged. TensorFlow does not say which file its input pipeline
-        could not read, so the runner passes each tf.errors.OpError of fit and evaluate to this method.
+        The runner passes each tf.errors.OpError of fit and evaluate to this method, since TensorFlow
+        does not say which file its input pipeline could not read. Other errors are returned unchanged.
         """
         return error
 

@@ -268,7 +268,8 @@ def test_links_in_the_cache_of_keras_are_not_followed(tmp_path, monkeypatch):
         mnist().num_examples("train")
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(
-        DataError, match="fallback is not a folder of this user; set KERAS_HOME to one that is"
+        DataError,
+        match="fallback is not a folder of this user; set KERAS_HOME to a writable folder",
     ):
         mnist().num_examples("train")
     assert precious.read_text() == "data"

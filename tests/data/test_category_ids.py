@@ -128,11 +128,11 @@ def test_clicks_have_a_known_best_auc():
 
 def test_drawings_that_cannot_be_made_are_refused():
     with pytest.raises(
-        ConfigError, match=r"dataset.num_items=30 is not a multiple of num_clusters=4; give one"
+        ConfigError, match=r"dataset.num_items=30 is not a multiple of num_clusters=4; change one"
     ):
         purchases(num_items=30, num_clusters=4)
     with pytest.raises(
-        ConfigError, match=r"dataset.category_sizes=\[9\] has fewer than two features; give another"
+        ConfigError, match=r"dataset.category_sizes=\[9\] has fewer than two features; add some"
     ):
         clicks(category_sizes=[9])
     for name in ("num_train", "num_test", "num_users", "num_clusters"):

@@ -25,7 +25,7 @@ SMALL = [
     "checkpoint.every_epochs=1",
 ]
 WHERE = f"hvtrain: rank 1 on {socket.gethostname()}: "
-ADVICE = "or leave out what cannot be read with data.on_error=skip"
+ADVICE = "or set data.on_error=skip to leave out what cannot be read"
 
 
 def write_records(folder: Path, split: str, number: int, num_files: int) -> list[Path]:

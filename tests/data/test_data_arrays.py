@@ -141,7 +141,7 @@ def test_integers_beyond_32_bits_are_refused(value):
     examples = PipelineExamples(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
     with pytest.raises(
         tf.errors.InvalidArgumentError,
-        match="models take integers of 32 bits; number what they name",
+        match="models take integers of 32 bits; number the ids",
     ):
         list(examples.examples(0))
 

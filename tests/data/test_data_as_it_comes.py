@@ -23,6 +23,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, write_tfrecords
 from hvtrain.data.description import describe
 from hvtrain.data.formats.documents import read_documents, read_labelled
+from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder
@@ -192,7 +193,12 @@ FOLDERS = [
         "no split has such a name: holdout, x.png",
     ),
     ("train/a/1.png train/a/._1.png train/a/Thumbs.db __MACOSX/x.png", {}, (1, 0, 0), ""),
-    ("train/a/1.png train/a/1.heic", {}, (1, 0, 0), "left out what is no image: 1 x .heic"),
+    (
+        "train/a/1.png train/a/1.heic",
+        {},
+        (1, 0, 0),
+        "left out entries that are not images: 1 x .heic",
+    ),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
     (
         "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF",
@@ -223,7 +229,11 @@ REFUSED_FOLDERS = [
         {"test_fraction": 0.6},
         "leaves no training images of a",
     ),
-    ("train/a/x/1.png train/b/x/1.png", {}, "train/a holds no images .*those of its folders"),
+    (
+        "train/a/x/1.png train/b/x/1.png",
+        {},
+        "train/a holds no images .*move those of its subfolders",
+    ),
     ("train/a/1.png test/b/1.png", {}, "test has classes that .*train lacks: b"),
     (
         f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png",
@@ -295,7 +305,7 @@ REFUSED_MASKS = [
     (
         {"1.png": LABELS[:, :5]},
         TWO,
-        r"1.png is \(5, 4\) pixels and its image \(6, 4\); both need one size",
+        r"1.png has \(5, 4\) pixels and its image \(6, 4\); both need the same size",
     ),
     (
         {"1_mask.png": LABELS, "1_gt.png": LABELS},
@@ -303,11 +313,11 @@ REFUSED_MASKS = [
         "has several masks .*1_gt.png and 1_mask.png; keep one",
     ),
     ({"2_mask.png": LABELS}, TWO, "1.png has no mask"),
-    ({"1.png": IN_COLORS}, TWO, "is a picture in colors; give the color of each class"),
+    ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},
         RED,
-        r"has the color \[\d+, 0, 1\], which is none of dataset.colors",
+        r"has the color \[\d+, 0, 1\], which is not in dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
     (
@@ -315,7 +325,7 @@ REFUSED_MASKS = [
         {**RED, "colors": [[0, 0, 0]]},
         "dataset.colors has 1 colors for 2 classes",
     ),
-    ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is no color; give"),
+    ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is not a color; give"),
 ]
 
 
@@ -426,7 +436,7 @@ RECORD_LABELS = [
     (
         {"bytes_list": tf.train.BytesList(value=[b"dog"])},
         {},
-        r"label holds 1 names \(dog\) and .*num_classes is 2; set it to 1, or give",
+        r"label holds 1 names \(dog\), but .*num_classes is 2; set it to 1, or give",
     ),
     (
         {"bytes_list": tf.train.BytesList(value=[b"cow"])},
@@ -483,7 +493,7 @@ ROWS = [
     ([PIXELS, PIXELS], ["b", "a"], {"class_names": ["b", "a"]}, [0, 1]),
     ([PIXELS, PIXELS], pa.array(["b", "a"]).dictionary_encode(), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),
-    ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 names \(b\) and dataset.num_classes is 2"),
+    ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 names \(b\), but dataset.num_classes is 2"),
     ([PIXELS / 255, PIXELS * 1.0], [0, 1], {}, "b.parquet up to 2.*; write both in one range"),
     ([encoded(PICTURE, orientation=3), encoded(PICTURE)], [0, 1], {}, [0, 1]),
 ]
@@ -578,7 +588,7 @@ def test_a_folder_of_texts_says_what_it_leaves_out(tmp_path):
         write(tmp_path / name, words)
     source = Text(str(tmp_path), vocabulary_size=290, length=16)
     assert source.num_examples("train") > 0
-    assert warnings(source) == f"{tmp_path}: left out what is no .txt file: 2 x .md"
+    assert warnings(source) == f"{tmp_path}: left out files that are not .txt: 2 x .md"
     with pytest.raises(
         ConfigError, match=r"dataset.test_share=1e-05 of 1 document.* rounds to nothing"
     ):
@@ -646,7 +656,7 @@ REFUSED_ARRAYS = [
         np.array(["2024-01-01"] * 6, "M8[D]"),
         Y,
         {},
-        r"x_train holds dates or times \(datetime64\[D\]\); give numbers",
+        r"x_train holds dates or times \(datetime64\[D\]\); convert them",
     ),
     (
         MIXED,
@@ -668,7 +678,7 @@ REFUSED_ARRAYS = [
     (1.0, Y, {}, r"x_train \(float\) has no rows; each example needs one"),
     (X[:0], Y[:0], {}, r"x_train \(ndarray\) has no rows"),
     (X * 1j, Y, {}, "x_train holds complex128; numbers or text are needed"),
-    (PICTURES_FIRST, Y, {}, r"images of \(3, 8, 8\) have their channels first"),
+    (PICTURES_FIRST, Y, {}, r"images of shape \(3, 8, 8\) have their channels first"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
     (
         X,
@@ -714,3 +724,7 @@ def test_masks_of_0_and_255_in_arrays():
     ignored = np.where(masks == 1, 1, IGNORED)
     source = from_arrays(PICTURES_FIRST.transpose(0, 2, 3, 1)[:, :4, :4], ignored, num_classes=2)
     assert np.array_equal(source.whole_targets()["train"], ignored)
+    # Train decides what 255 means in all splits, whatever their order.
+    parts = dict.fromkeys(("test", "train"), (np.zeros((6, 4, 4), np.uint8), masks * 255))
+    source = ImagesWithMasks("mine", lambda: parts, (4, 4, 1), 2)
+    assert np.array_equal(source.whole_targets()["test"], masks)

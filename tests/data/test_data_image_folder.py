@@ -43,7 +43,8 @@ def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
 
 def test_layouts_that_are_refused(tmp_path):
     with pytest.raises(
-        DataError, match=r"^dataset.dir=/no/such is not there on \S+; give a folder that this host"
+        DataError,
+        match=r"^dataset.dir=/no/such does not exist on \S+; give a folder that this host",
     ):
         ImageFolder("/no/such")
     with pytest.raises(
@@ -88,7 +89,8 @@ def test_hidden_folders_are_no_classes_and_other_files_are_reported(tmp_path):
     )
     (message,) = source.description()["warnings"]
     assert (
-        message == f"{tmp_path}/train: left out what is no image: 2 x .xcf, 1 x notes, 1 x folder"
+        message
+        == f"{tmp_path}/train: left out entries that are not images: 2 x .xcf, 1 x notes, 1 x folder"
     )
 
 
@@ -105,7 +107,7 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
         assert isinstance(explained, DataError)
         assert str(explained).startswith(f"{culprit}: ")
         assert str(explained).endswith(
-            "; fix or remove it, or leave out what cannot be read with data.on_error=skip"
+            "; fix or remove it, or set data.on_error=skip to leave out what cannot be read"
         )
 
 

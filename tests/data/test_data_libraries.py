@@ -194,7 +194,7 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
     }
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
     said = {
-        "short": "row 4 has 1 values and row 0 of train 2 in short",
+        "short": "row 4 has 1 values (row 0 of train: 2) in short",
         "gap": "row 2 has no value in gap",
     }
     for column, message in said.items():
@@ -204,16 +204,20 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
         assert message in str(source.explain(caught.value)) and isinstance(
             source.explain(caught.value), DataError
         )
+    first = datasets.Dataset.from_dict({"short": [None, [1.0]], "size": [1.0] * 2})
+    first.save_to_disk(str(tmp_path / "first"))
+    with pytest.raises(DataError, match="train: row 0 has no value in short"):
+        HuggingFace(str(tmp_path / "first"), "short", "size")
 
 
 def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
     with pytest.raises(
-        DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"
+        DataError, match=r"^dataset.dir=.*nowhere does not exist on \S+; give a folder"
     ):
         HuggingFace(str(tmp_path / "nowhere"), "image", "label")
-    with pytest.raises(ConfigError, match=r"name leaf; .* has image, label, sides, grid, size"):
+    with pytest.raises(ConfigError, match=r"name leaf, but .* has image, label, sides, grid, size"):
         HuggingFace(str(saved), "leaf", "label")
-    with pytest.raises(ConfigError, match=r"image of .* holds images; give dataset.image_shape"):
+    with pytest.raises(ConfigError, match=r"holds images in image; give dataset.image_shape"):
         HuggingFace(str(saved), "image", "label")
 
 
@@ -232,7 +236,7 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("trees", str(tmp_path))
     with pytest.raises(DataError, match=r"mnist is not prepared in .*; prepare it once"):
         PreparedDataset("mnist", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"name leaf; leaves has image, label, size"):
+    with pytest.raises(ConfigError, match=r"name leaf, but leaves has only image, label, size"):
         PreparedDataset("leaves", str(prepared), input="leaf")
     with pytest.raises(ConfigError, match=r"leaves holds images; give dataset.image_shape"):
         PreparedDataset("leaves", str(prepared))

@@ -89,6 +89,11 @@ def test_a_manifest_sees_another_structure_and_another_number():
             r"inputs.a of example 7 hold NaN or infinite",
         ),
         (
+            (AGES * 1.0, AGES, np.ones((2, 5)), AGES[:2]),
+            {},
+            r"test .*: inputs hold 5 values per example, in train 1",
+        ),
+        (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),
             {"w_train": AGES},
             r"w_test is missing, unlike w_train",

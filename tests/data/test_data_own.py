@@ -161,7 +161,7 @@ def first(source, size=2, rank=0, steps=5):
         ),
         (lambda d: [1], r"returned a list; a tf.data.Dataset or a keras.utils.PyDataset is needed"),
         (lambda d: None, r"returned None; training needs examples"),
-        (lambda d: d.repeat(), r"gives examples without end; say by num_examples"),
+        (lambda d: d.repeat(), r"never ends; set num_examples"),
     ],
 )
 def test_what_is_no_pipeline_of_examples_is_refused(then, message):
@@ -171,12 +171,13 @@ def test_what_is_no_pipeline_of_examples_is_refused(then, message):
 
 def test_functions_with_wrong_arguments_are_refused():
     with pytest.raises(
-        ConfigError, match=r"takes no shard and no num_shards; it must return a part of the data"
+        ConfigError,
+        match=r"takes no shard and no num_shards; it must take both and return that shard",
     ):
         from_dataset(lambda: None)
     with pytest.raises(
         ConfigError,
-        match=r"needs folder, which nothing gives \(it may take shard, num_shards, split",
+        match=r"has the argument folder, and hvtrain gives only shard, num_shards, split",
     ):
         from_dataset(lambda shard, num_shards, folder: None)
     with pytest.raises(
@@ -186,7 +187,8 @@ def test_functions_with_wrong_arguments_are_refused():
     source = made(lambda d: d)
     source.on_error = "skip"
     with pytest.raises(
-        ConfigError, match=r"cannot skip .* use data.on_error=stop, and dataset.ignore_errors\(\)"
+        ConfigError,
+        match=r"does not apply to a user.s function; use data.on_error=stop, and dataset.ignore_errors\(\)",
     ):
         first(source)
 
@@ -194,17 +196,17 @@ def test_functions_with_wrong_arguments_are_refused():
 def test_shards_that_are_not_parts_of_the_whole_are_refused():
     with pytest.raises(
         DataError,
-        match=r"pipelines.ignoring gives all 61 examples of train to every shard; the func",
+        match=r"pipelines.ignoring returns all 61 examples of train for every shard; the func",
     ):
         pipelines.data("ignoring").shard_sizes("train", 2)
     with pytest.raises(
-        DataError, match=r"the 2 shards of train hold 31 \+ 9 examples and the whole 61"
+        DataError, match=r"the 2 shards of train hold 31 \+ 9 examples, but the whole 61"
     ):
         pipelines.data("short").shard_sizes("train", 2)
     whole = from_dataset(lambda shard, num_shards: numbers(0, 1), name="whole", num_examples=20)
     with pytest.raises(
         DataError,
-        match=r"whole\(shard=0, num_shards=2\) gives all 20 examples of num_examples; the",
+        match=r"whole\(shard=0, num_shards=2\) returns all 20 examples of num_examples; the",
     ):
         first(whole)
 
@@ -212,16 +214,14 @@ def test_shards_that_are_not_parts_of_the_whole_are_refused():
 def test_an_epoch_that_ends_early_is_named_with_its_shard():
     with pytest.raises(
         DataError,
-        match=r"short\(shard=1, num_shards=2\) gives 9 examples and 30 are needed; shards",
+        match=r"short\(shard=1, num_shards=2\) gives 9 examples, but 30 are needed; each shard",
     ):
         first(pipelines.data("short", number=61), rank=1, steps=15)
     # Its number is not known beforehand.
     source = made(lambda d: d.filter(lambda x, y: x < 13), num_examples=20)
     with pytest.raises(tf.errors.OpError) as caught:
         list(source.training(StreamRequest(Topology(1, 2), 2, 1, 0, 5)).take(9))
-    said = (
-        "numbers(shard=1, num_shards=2) gives 6 examples and 10 are needed; shards need equal parts"
-    )
+    said = "numbers(shard=1, num_shards=2) gives 6 examples, but 10 are needed; each shard must hold an equal part"
     assert str(source.explain(caught.value)).startswith(said)
 
 
@@ -229,7 +229,7 @@ def test_an_evaluation_of_more_examples_than_were_said_is_refused():
     source = made(lambda d: d.filter(lambda x, y: True), num_examples=18)
     with pytest.raises(tf.errors.OpError) as caught:
         list(source.evaluation("train", Topology(0, 2), 4))
-    assert "gives 10 examples and 9 are needed" in str(source.explain(caught.value))
+    assert "gives 10 examples, but 9 are needed" in str(source.explain(caught.value))
 
 
 def test_examples_without_end_and_examples_that_must_be_read_are_counted():
@@ -272,8 +272,8 @@ def test_what_a_pipeline_cannot_do_is_logged_once(caplog):
         next(iter(source.training(StreamRequest(Topology(), 2, 1, 13, 10))))
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "numbers: the first 6 examples of the epoch are read again and dropped",
-        "numbers: it neither shuffles nor declares epoch, so all epochs may come in one order",
-        "numbers: deterministic=False was found, so a resumed run will not end with the same bits",
+        "numbers neither shuffles nor declares epoch, so all epochs may have the same order",
+        "numbers sets deterministic=False, so a resumed run will not end with the same bits",
     ]
 
 
@@ -326,19 +326,19 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
         ),
         (
             [TWO, TWO, (np.zeros((3, 3)), np.zeros(3))],
-            r"batch 2 of 3 holds 3 examples and batch 0 2; give all batches one",
+            r"batch 2 of 3 holds 3 examples, but batch 0 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((1, 3)), np.zeros(1)), TWO],
-            r"batch 1 of 3 holds 1 examples and batch 0 2; give all batches one",
+            r"batch 1 of 3 holds 1 examples, but batch 0 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((2, 4)), np.zeros(2)), TWO],
-            r"batch 1 holds float32 \(4,\), float32 \(\) and batch 0 float32 \(3",
+            r"batch 1 holds float32 \(4,\), float32 \(\), but batch 0 float32 \(3",
         ),
         (
             [TWO, (*TWO, np.zeros(2)), TWO],
-            r"batch 1 holds float32 .*\(\), float32 \(\) and batch 0 float32",
+            r"batch 1 holds float32 .*\(\), float32 \(\), but batch 0 float32",
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_files_that_cannot_be_opened(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(
             DataError,
-            match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or leave out",
+            match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or set data.on_error=skip",
         ):
             Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()
@@ -273,14 +273,15 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
         ),
         (
             {"label_column": "text"},
-            r"text holds 1 names \(x\) and dataset.num_classes is 3; set it to 1, or give",
+            r"text holds 1 names \(x\), but dataset.num_classes is 3; set it to 1, or give",
         ),
     ]:
         with pytest.raises(DataError, match=message):
             Parquet(str(tmp_path), SHAPE, 3, **options).num_examples("train")
     other = write(tmp_path / "train2.parquet", pa.array(png(images)), labels)
     with pytest.raises(
-        DataError, match=f"{path} and {other}: image is encoded in one and pixels in the other"
+        DataError,
+        match=f"{path} and {other}: image holds encoded images in one and pixels in the other",
     ):
         Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     for options in ({"scale": 0}, {"shuffle_groups": 0}):
@@ -321,7 +322,7 @@ def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):
     )
     assert explained(Parquet(str(tmp_path), SHAPE, 3)) == (
         f"{path}, row group 1, row 2: {message}; fix or remove it, "
-        "or leave out what cannot be read with data.on_error=skip"
+        "or set data.on_error=skip to leave out what cannot be read"
     )
 
 

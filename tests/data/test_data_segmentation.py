@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     write(mask, np.zeros((16, 20), "uint8"))
     with pytest.raises(
         DataError,
-        match=r"train2.png is \(20, 16\) pixels and its image \(24, 16\); both need one size",
+        match=r"train2.png has \(20, 16\) pixels and its image \(24, 16\); both need the same size",
     ):
         first_batch()
     write(mask, np.full((16, 24), 7, "uint8"))
@@ -154,7 +154,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         first_batch()
     write(mask, np.full((16, 24, 3), (0, 0, 1), "uint8"))
     with pytest.raises(
-        DataError, match=r"train2.png is a picture in colors; give the color of each class, as in"
+        DataError, match=r"train2.png is in colors; give the color of each class, as in"
     ):
         first_batch()
     mask.write_bytes(b"nothing")
@@ -171,7 +171,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     write(mask, np.zeros((16, 24), "uint8"))
     (folder / "train/images/train4.png").write_bytes(b"\x89PNG nothing")
     with pytest.raises(
-        DataError, match=r"train/images/train4.png: .*; fix or remove it, or leave out what"
+        DataError, match=r"train/images/train4.png: .*; fix or remove it, or set data.on_error=skip"
     ):
         first_batch()
 
@@ -204,7 +204,7 @@ def test_images_and_masks_that_cannot_be_read_are_left_out(tmp_path):
     left_out = {Path(item.location).name: item.problem for item in source.unreadable()}
     assert sorted(left_out) == ["train2.png", "train4.png"]
     assert left_out["train2.png"].endswith(
-        "train2.png has the label 7, outside 0 ... 2; fix it or num_classes"
+        "train2.png has the label 7, outside 0 ... 2; fix the mask or dataset.num_classes"
     )
 
 

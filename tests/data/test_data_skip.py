@@ -110,9 +110,9 @@ def test_a_batch_or_shard_of_nothing_good_is_an_error(kind, tmp_path):
     broken(kind, tmp_path, 6, set(range(6)), split="test")
     source = opened(kind, tmp_path, "skip")
     training = source.training(StreamRequest(Topology(), 3, 1, 0, 2))
-    assert "and no other example of its batch can be read" in failure(source, training)
+    assert "no other example of its batch can be read either" in failure(source, training)
     test = source.evaluation("test", Topology(), 4)
-    assert "and no other example of the rank's part of test can be read" in failure(source, test)
+    assert "no other example of the rank's part of test can be read either" in failure(source, test)
 
 
 @every_kind
@@ -142,7 +142,7 @@ def test_without_skip_the_culprit_of_a_bad_batch_is_named_with_what_can_be_done(
             assert message.startswith(
                 f"{tmp_path}/{split}.parquet, row group {number // 4}, row {number % 4}: "
             )
-        assert message.endswith("data.on_error=skip")
+        assert message.endswith("set data.on_error=skip to leave out what cannot be read")
 
 
 def test_an_image_that_vanishes_or_is_no_file_is_named(tmp_path):
@@ -171,7 +171,7 @@ def test_a_record_file_that_vanishes_or_is_cut_or_emptied_after_opening_is_named
     let_go()
     path.write_bytes(b"")
     assert failure(source, batches).startswith(
-        f"{path}: is empty; write or fetch the file again, or leave out "
+        f"{path}: is empty; write or fetch the file again, or set data.on_error=skip"
     )
     let_go()
     path.unlink()

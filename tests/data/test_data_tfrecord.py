@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_traced_to_its_file(tmp_path):
     message = explained(TFRecords(str(tmp_path), SHAPE, 3))
     assert message == (
         f"{path}, record 3 at byte {scan_records(path)[0][3]}: corrupted record; write or fetch the file again, "
-        "or leave out what cannot be read with data.on_error=skip"
+        "or set data.on_error=skip to leave out what cannot be read"
     )
 
 

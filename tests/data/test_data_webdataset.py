@@ -26,7 +26,9 @@ from launching import many_runs
 from shards import IMAGE_KEYS, members_of, write_shard, write_shards
 from tiny_data import SHAPE, images_of, joined, random_images, scaled, write_folder
 
-ADVICE = "write or fetch the shard again, or leave out what cannot be read with data.on_error=skip"
+ADVICE = (
+    "write or fetch the shard again, or set data.on_error=skip to leave out what cannot be read"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +151,7 @@ def test_validation_is_taken_out_of_training(tmp_path):
     assert (len(train), len(validation)) == (14, 6)
     assert sorted(train + validation) == sorted(scaled(images))
     assert source.manifest()["splits"]["validation"]["num_files"] == 2
-    with pytest.raises(
-        ConfigError, match=r"num_validation=20 cannot be taken out of 20 training examples"
-    ):
+    with pytest.raises(ConfigError, match=r"num_validation=20 is not possible; give 0 ... 19"):
         opened(tmp_path, num_validation=20).num_examples("train")
 
 
@@ -177,7 +177,7 @@ def test_a_shard_is_read_once_and_in_one_split(tmp_path):
     assert opened(tmp_path, train=names).num_examples("train") == 6
     with pytest.raises(
         DataError,
-        match=r"train-000001.tar is in dataset.train and dataset.test; leave it out of one",
+        match=r"train-000001.tar is in both dataset.train and dataset.test; remove it from one",
     ):
         opened(tmp_path, train="train*.tar", test="train-000001.tar")
 
@@ -448,8 +448,9 @@ def test_a_mask_that_is_wrong_is_named(tmp_path):
     )
     with pytest.raises(tf.errors.OpError) as caught:
         arrays_of(shards.evaluation("train", Topology(), 4))
-    assert "/0.seg.png has the label 7, outside 0 ... 2; fix it or num_classes" in str(
-        shards.explain(caught.value)
+    assert (
+        "/0.seg.png has the label 7, outside 0 ... 2; fix the mask or dataset.num_classes"
+        in str(shards.explain(caught.value))
     )
 
 

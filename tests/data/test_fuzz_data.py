@@ -88,7 +88,7 @@ def read_or_told(source: FileSource, *batch: np.ndarray, place: str) -> None:
     """One example is read as streams read it, or located with a reason."""
     try:
         with tf.device("CPU:0"):
-            _, labels = source.sure_reader("train", Topology())(*map(tf.constant, batch))
+            _, labels = source.retry_reader("train", Topology())(*map(tf.constant, batch))
         why = "" if labels[0] < 0 else None
     except tf.errors.OpError as error:
         why = reason(error)

@@ -56,7 +56,7 @@ def test_they_learn_and_are_tested(ran, kind):
 
 
 def test_a_function_that_ignores_its_shard_is_stopped_on_all_ranks(ran):
-    said = "DataError: ranks 0 and 1 read the same first batch of pipelines.ignoring; the function must give each shard"
+    said = "DataError: ranks 0 and 1 read the same first batch of pipelines.ignoring; the function must return a"
     for rank in ran[0]:
         assert rank["ignoring"]["error"].startswith(said)
 
@@ -64,7 +64,7 @@ def test_a_function_that_ignores_its_shard_is_stopped_on_all_ranks(ran):
 def test_a_shard_that_is_known_to_be_short_is_stopped_on_all_ranks(ran):
     for rank in ran[0]:
         assert (
-            "pipelines.short(shard=1, num_shards=2) gives 9 examples and 28 are needed; "
+            "pipelines.short(shard=1, num_shards=2) gives 9 examples, but 28 are needed; "
             in rank["short"]["error"]
         )
         assert rank["short"]["error"].startswith("DataError: rank 1 on ")
@@ -80,7 +80,7 @@ def test_a_shard_that_ends_early_in_training_ends_all_ranks(tmp_path):
     more = ["+dataset.number=61", "model=tiny", f"run.dir={tmp_path / 'run'}"]
     path = f"{ROOT / 'tests/support/own'}:{ROOT}"
     code, output = train("gloo", 2, *own, *more, cwd=tmp_path, PYTHONPATH=path)
-    message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 examples and 28 are needed; shards need equal"
+    message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 examples, but 28 are needed; each shard must"
     assert code == 2 and "Traceback" not in output, output
     ours = [
         line

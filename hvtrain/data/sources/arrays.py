@@ -21,9 +21,10 @@ from hvtrain.errors import DataError
 # "train" is required.
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
+# Usual numbers of channels.
 CHANNELS = (1, 3, 4)
-# A split with pixels above this has another range (0 ... 255) than one whose pixels reach at most 1.
-RANGE_FACTOR = 30
+# Pixels above this show that a split's range is not 0 ... 1.
+NOT_FRACTIONS = 30
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -42,8 +43,8 @@ class ArraySource(MemorySource):
             are optional.
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
-        standardize: "per_pixel" or "per_channel" (mean 0, standard deviation 1), "scale" (divide by
-            max_value) or "none".
+        standardize: "per_pixel" or "per_channel" (to mean 0 and standard deviation 1), "scale" (by
+            1 / max_value) or "none".
         max_value: the largest value that a pixel may have.
         shift_pixels, flip: augmentation of training batches; see Transform.
         class_names: the name of each class, for users of the saved model.
@@ -74,8 +75,8 @@ class ArraySource(MemorySource):
 
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
             raise DataError(
-                f"{name}: images of {image_shape} have their channels first, and height, width, channels are needed; "
-                "give x.transpose(0, 2, 3, 1), or images=False if they are none"
+                f"{name}: images of shape {image_shape} have their channels first, and [height, width, channels] is "
+                "needed; give x.transpose(0, 2, 3, 1), or images=False if x are not images"
             )
 
         self.image_shape = image_shape
@@ -155,12 +156,12 @@ class ArraySource(MemorySource):
                 largest.append(images.max())
         shown = ", ".join(texts)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
-        if 0 < min(largest) <= 1 and max(largest) > RANGE_FACTOR:
+        if 0 < min(largest) <= 1 and max(largest) > NOT_FRACTIONS:
             description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers, 0 ... 1 for floats; the training images' range if they exceed that."""
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         top = float(self._max_value) if np.issubdtype(self._dtype, np.integer) else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
@@ -177,7 +178,7 @@ class ArraySource(MemorySource):
         # The shape of the user's examples, before a channel axis is added.
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
-        if images.ndim == 3:  # Without channels.
+        if images.ndim == 3:
             images = images[..., None]
         if images.shape[1:] != self.image_shape:
             raise DataError(
@@ -238,14 +239,14 @@ class ImagesWithMasks(ArraySource):
         if self._is_binary:
             if not np.isin(masks, (0, IGNORED)).all():
                 raise DataError(
-                    f"{where}: masks hold other values than 0 and 255, which those of train have; fix them"
+                    f"{where}: masks hold values other than 0 and 255, unlike those of train; fix them"
                 )
             masks = masks == IGNORED
 
         return super().check(split, images, masks.astype(np.uint8), *weights)
 
     def description(self) -> Phrases:
-        masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
+        masks = ["0 and 255, read as classes 0 and 1"] if self._is_binary else []
         return super().description() | {"masks": masks}
 
 

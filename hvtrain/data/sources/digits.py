@@ -32,7 +32,7 @@ def _digits(
 ) -> ArraySource:
     """Makes a source of images [8, 8, 1] with pixels 0 ... 16.
 
-    The targets are 10 classes or, with traits, float32 [traits]: 1 for each of TRAITS that the digit
+    The targets are 10 classes or, with has_traits, float32 [traits]: 1 for each of TRAITS that the digit
     has, else 0.
 
     Args:
@@ -92,7 +92,7 @@ def read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
-    """Returns a mask that selects `number` labels at random, in proportion from each class."""
+    """Returns a mask that selects `number` examples at random, from each class in proportion."""
     # Rows are shuffled, then sorted by class, so evenly spaced ones come from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]

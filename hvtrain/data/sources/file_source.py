@@ -1,4 +1,4 @@
-"""Base classes for sources that read files: they name an unreadable example, or leave it out.
+"""Base classes for sources that read files, and name or leave out each unreadable example.
 
 TensorFlow does not say which file its pipeline could not read, and searching all files of a large
 data set takes hours. So a batch that fails is read again at once, example by example.
@@ -38,7 +38,7 @@ Example = Sequence[np.ndarray]
 
 
 class NotesFailure:
-    """Keeps the errors that a stream's Python code raises, since TensorFlow passes on only their text."""
+    """Keeps the errors that a stream's Python code raises, of which TensorFlow passes on only the text."""
 
     _failures: Sequence[UserError] = ()
 
@@ -52,7 +52,7 @@ class NotesFailure:
         return self.note(DataError(message))
 
     def explain(self, error: Exception) -> Exception:
-        # TensorFlow quotes the error that its Python call raised.
+        # TensorFlow's message contains the text of the error that its Python call raised.
         for failure in self._failures:
             if f"{type(failure).__name__}: {failure}" in str(error):
                 return failure
@@ -62,7 +62,7 @@ class NotesFailure:
 class FileSource(NotesFailure, StreamedSource):
     """Base class for sources that read files of encoded images of any size.
 
-    A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
+    A subclass whose files hold pixels instead overrides preprocessing() and no_random_crop.
 
     Args:
         dir: the folder of the files.
@@ -71,17 +71,17 @@ class FileSource(NotesFailure, StreamedSource):
         shift_pixels, flip, scale: see Transform.
         sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
-    on_error="stop": an unreadable example ends the stream; explain() returns the error.
-    on_error="skip": the example is noted. In training, a good example of the same batch replaces it,
-        so that batches stay full and a stream stays a function of the files' content. In evaluation,
-        it is left out.
+    With on_error="stop", an unreadable example ends the stream, and explain() returns its error. With
+    "skip", the example is reported by unreadable(). In training, a good example of the same batch
+    replaces it, so that batches stay full and the stream depends on nothing but the files. In
+    evaluation, it is left out.
     """
 
     ADVICE = "fix or remove it"
-    """Advice on an example that cannot be read, for the message."""
+    """Advice about an unreadable example, for the message."""
 
     FAR: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the files that are read in parts, not copied, if they are in object storage."""
+    """Suffixes of files that are read in parts from object storage instead of being copied."""
 
     no_random_crop = ""
     _warnings: Sequence[str] = ()
@@ -105,7 +105,7 @@ class FileSource(NotesFailure, StreamedSource):
         self.class_names = check_class_names(class_names, num_classes)
         self.transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
         self.sizing = Sizing(self.image_shape, **sizing)
-        # Items left out, by location, in order. One that is met again in each epoch counts once.
+        # Items left out, by location, in order. One that recurs in each epoch is reported once.
         self._left_out: dict[str, Unreadable] = {}
         self._num_reported = 0
 
@@ -115,26 +115,30 @@ class FileSource(NotesFailure, StreamedSource):
 
     @abstractmethod
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        """Returns the location of an example that cannot be used, and its problem.
+        """Returns the location and the problem of an example that cannot be used.
 
         Args:
-            example: the example as the reader takes it.
-            problem: TensorFlow's error; empty if the reader marked the example with the label -1.
+            example: the reader's arguments for this example.
+            problem: TensorFlow's error; empty if the reader gave the example the label -1.
         """
 
     @abstractmethod
-    def looked_at(self) -> Iterable[tuple[str, str | bytes]]:
-        """Returns a sample of training images: the location of each, and its path or bytes."""
+    def sample_images(self) -> Iterable[tuple[str, str | bytes]]:
+        """Returns a sample of the training images, as pairs of a location and a path or bytes."""
 
     @cached_property
-    def _look(self) -> list[str]:
-        return describe_images(self.looked_at(), self.sizing)
+    def _image_phrases(self) -> list[str]:
+        """Describes the sample. Raises an error for images that would be misread."""
+        return describe_images(self.sample_images(), self.sizing)
 
     def description(self) -> Phrases:
-        return super().description() | {"images": self._look, "warnings": list(self._warnings)}
+        return super().description() | {
+            "images": self._image_phrases,
+            "warnings": list(self._warnings),
+        }
 
-    def sure_reader(self, split: str, topology: Topology) -> Read:
-        """Opens a reader for the single examples of a batch on which reader() failed; by default the same."""
+    def retry_reader(self, split: str, topology: Topology) -> Read:
+        """Opens the reader for single examples of a batch on which reader() failed; by default, reader() itself."""
         return self.reader(split, topology)
 
     @property
@@ -148,7 +152,7 @@ class FileSource(NotesFailure, StreamedSource):
         return decoded_preprocessing(self.transform, self.sizing)
 
     def leave_out(self, item: Unreadable) -> None:
-        """Notes an example, a file or a part of one that on_error="skip" leaves out."""
+        """Records an example, a file or a part of one that on_error="skip" leaves out, for unreadable()."""
         self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
@@ -173,12 +177,12 @@ class FileSource(NotesFailure, StreamedSource):
             specs = whole.element_spec
             blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
 
-            def repaired(*batch):
-                return tuple(call_python(partial(repair, blanks), batch, specs))
-
+            repaired = single.map(
+                lambda *batch: tuple(call_python(partial(repair, blanks), batch, specs))
+            )
             whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
-            # The repaired batch is read only if the whole one failed.
-            either = whole.concatenate(single.map(repaired)).take(1)
+            # take(1) reads the repaired batch only if the whole one failed.
+            either = whole.concatenate(repaired).take(1)
             return either.map(lambda *pair: postprocess(step, *pair))
 
         # Several batches are read at a time, but arrive in order.
@@ -196,28 +200,27 @@ class FileSource(NotesFailure, StreamedSource):
     def _repairer(
         self, split: str, topology: Topology, is_training: bool
     ) -> Callable[..., Example]:
-        """Returns a function that reads the good examples of a stream's failed batches one by one, in Python.
+        """Returns a function that reads a failed batch in Python, example by example, and returns the good ones.
 
         Args:
-            is_training: True if good examples replace those that fail.
+            is_training: True if good examples replace those that fail, so that the batch stays full.
         """
         sizes = self.shard_sizes(split, topology.size, topology.weights)
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
-        # errors quote the graph, so the eager one provides the reason.
-        eager_read = self.sure_reader(split, topology)
+        # errors name nodes of the graph, so the eager one provides the reason.
+        eager_read = self.retry_reader(split, topology)
         readers = tf.function(eager_read), eager_read
         # The skipped examples, by location.
         skipped: dict[str, Unreadable] = {}
 
         def nothing_left(item: Unreadable, scope: str) -> UserError:
             return self.fail(
-                f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
-                "data.on_error=skip has nothing to go on with; check the files and the settings of "
-                "dataset"
+                f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
+                "data.on_error=skip leaves nothing; check the files and the settings of dataset"
             )
 
         def read_single(example: Example) -> tuple[np.ndarray, ...] | None:
-            """Returns an image and its target; None if the example is skipped."""
+            """Returns an image and its target, or None if the example is skipped."""
             for read in readers:
                 problem = ""
                 try:
@@ -232,7 +235,7 @@ class FileSource(NotesFailure, StreamedSource):
                 except StorageError as error:  # The example may be good, so it is not left out.
                     raise self.note(error) from None
 
-            # With random crops, a training example ends with the crop's draws, which locate() does not expect.
+            # A training example that is cropped at random ends with the crop's draws, which locate() does not take.
             parts = example[:-1] if is_training and self.sizing.crop else example
             item = self.locate(split, topology, parts, problem)
             if not self.skips:
@@ -240,14 +243,14 @@ class FileSource(NotesFailure, StreamedSource):
 
             self.leave_out(item)
             skipped[item.location] = item
-            # The sum is over a copy, since batches are repaired in several threads.
+            # Counted in a copy, since other threads repair batches at the same time.
             num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))
             if not is_training and num_skipped == sizes[topology.rank]:
                 raise nothing_left(item, f"of the rank's part of {split}")
             return None
 
         def repair(blanks: Example, *batch: np.ndarray) -> Example:
-            """Returns the readable images and targets of a batch; `blanks`, those of an empty batch, if none are."""
+            """Returns the readable images and targets of a batch, or `blanks`, an empty batch, if there are none."""
             examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
             attempts = list(map(read_single, examples))
             good = [pair for pair in attempts if pair]
@@ -261,7 +264,7 @@ class FileSource(NotesFailure, StreamedSource):
 
 
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
-    """Returns the preprocessing of decoded images, which the saved model takes in any size unless is_fixed."""
+    """Returns the preprocessing of decoded images, of any size unless sizing.is_fixed."""
     shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
     values = "decoded pixels (tf.io.decode_image, keras.utils.load_img), not divided by 255"
     if sizing.is_fixed:
@@ -271,12 +274,12 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
 
 
 class DealtSource(FileSource):
-    """Base class for sources that deal pieces of their files to the ranks: whole files, or row groups."""
+    """Base class for sources whose ranks read different pieces: whole files, or row groups of files."""
 
     PIECE: ClassVar[str]
-    """What a piece is called in error messages."""
+    """The name for a piece in error messages."""
     ROW_BITS = 40
-    """The last part of a batch holds its examples' codes: the piece's number << ROW_BITS, plus the row."""
+    """A batch ends with the codes of its examples: (number of the piece << ROW_BITS) + row."""
 
     @property
     @abstractmethod
@@ -301,22 +304,23 @@ class DealtSource(FileSource):
         return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
 
     def facts(self) -> dict[str, Any]:
-        self.num_examples("train")  # Counting sets the class names if labels are text.
+        # Counting sets the class names if labels are text.
+        self.num_examples("train")
         return super().facts()
 
     def take_class_names(self, names: Collection[str], label: str) -> None:
-        """Sets the class names to the sorted labels of the training part.
+        """Sets the class names to the sorted `names`, the distinct labels of the training part.
 
         Args:
-            label: The name of the column, for the message.
+            label: The name of their column, for the message.
 
         Raises:
-            DataError: There are not num_classes names.
+            DataError: The number of names is not num_classes.
         """
         if len(names) != self.num_classes:
             raise DataError(
-                f"{self.origin}: {label} holds {len(names)} names ({listed(sorted(names))}) and "
-                f"dataset.num_classes is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
+                f"{self.origin}: {label} holds {len(names)} names ({listed(sorted(names))}), but dataset.num_classes "
+                f"is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
             )
         self.class_names = sorted(names)
 
@@ -332,7 +336,7 @@ class DealtSource(FileSource):
         """Returns the pieces of each rank.
 
         Raises:
-            DataError: if a rank would have no piece to train on. In evaluation, it may have none.
+            DataError: if a rank would have no piece to train on; for evaluation, it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:

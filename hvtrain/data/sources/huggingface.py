@@ -75,8 +75,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         missing = [name for name in columns if name not in train.features]
         if missing:
             raise ConfigError(
-                f"dataset.input and dataset.target name {', '.join(missing)}; {self.folder} has "
-                f"{', '.join(train.features)}"
+                f"dataset.input and dataset.target name {', '.join(missing)}, but {self.folder} has "
+                f"{', '.join(train.features)}; choose from these"
             )
 
         # Types are compared by name, so that the library need not be imported here.
@@ -86,7 +86,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
         elif self._images:
             raise ConfigError(
-                f"{', '.join(self._images)} of {self.folder} holds images; give "
+                f"{self.folder} holds images in {', '.join(self._images)}; give "
                 "dataset.image_shape=[height,width,channels]"
             )
 
@@ -101,7 +101,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.class_names = train.features[target].names
             self.num_classes = len(self.class_names)
 
-        # The first row determines types and lengths; _array() checks that all others have the same.
+        # The first row determines types and lengths; _array() checks those of all other rows.
         first = train[:1]
         self._specs = {name: self._column_spec(name, first[name]) for name in columns}
 
@@ -123,15 +123,15 @@ class HuggingFace(NotesFailure, IndexedSource):
             images = [
                 (f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded
             ]
-            phrases = describe_images(images, self.sizing)
-            description["images"] = [*description.get("images", []), *phrases]
+            description.setdefault("images", []).extend(describe_images(images, self.sizing))
         return description | {"warnings": self._warnings}
 
     def manifest(self) -> dict[str, Any]:
-        def paths(split):
-            return [file["filename"] for file in self._splits[split].cache_files]
-
-        return with_files(super().manifest(), self.folder, paths)
+        return with_files(
+            super().manifest(),
+            self.folder,
+            lambda split: [file["filename"] for file in self._splits[split].cache_files],
+        )
 
     def whole_targets(self) -> dict[str, Any]:
         if not isinstance(self._target, str) or self._target in self._images:
@@ -147,7 +147,7 @@ class HuggingFace(NotesFailure, IndexedSource):
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
             raise ConfigError(
-                "dataset=huggingface cannot skip what it cannot read; use data.on_error=stop"
+                "dataset=huggingface cannot skip unreadable examples; set data.on_error=stop"
             )
 
         rows: Any = None  # A missing split has no rows to read.
@@ -168,12 +168,12 @@ class HuggingFace(NotesFailure, IndexedSource):
         def read(indices, *draws):
             values = dict(zip(self._specs, call_python(read_arrays, [indices], specs)))
             for name in self._images:
-                # Only a single input is cropped at random, not images among several inputs or targets.
-                is_input = name == self._input
-                values[name] = decode_batch(values[name], self.sizing, *(draws if is_input else ()))
-                # The transform scales the single input; other images are scaled here.
-                if not is_input:
-                    values[name] = tf.cast(values[name], tf.float32) / 255.0
+                # Only a single input is cropped at random, and scaled by the transform.
+                if name == self._input:
+                    values[name] = decode_batch(values[name], self.sizing, *draws)
+                else:
+                    images = decode_batch(values[name], self.sizing)
+                    values[name] = tf.cast(images, tf.float32) / 255.0
             return self._arranged(values)
 
         return read
@@ -227,6 +227,10 @@ class HuggingFace(NotesFailure, IndexedSource):
         values = one_array(column)
         # Nested lists are the axes of an array.
         while isinstance(values.type, LISTS):
+            if not len(values) or values.null_count:
+                raise DataError(
+                    f"{self.folder}, train: row 0 has no value in {name}; fix or remove it"
+                )
             shape.append(len(values[0]))
             values = values.flatten()
 
@@ -260,21 +264,20 @@ class HuggingFace(NotesFailure, IndexedSource):
             return np.array(encoded, object)
 
         def wrong_row(index, content):
-            # All levels above have lists of one length, so each row has the same number of values here.
+            # The lists of each level so far have one length, so every row has as many values here.
             row = numbers[index * count // len(values)]
             return self.fail(
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
             )
 
-        # Flattens one level of lists after another. The lists of a level must all have the length that
-        # they have in the first row.
+        # Flattens one level of lists after another. All lists of a level must be as long as the first.
         shape = self._specs[name].shape
         for side in shape:
             lengths = np.asarray(pc.list_value_length(values).fill_null(-1))
             unlike = np.flatnonzero(lengths != side)
             if unlike.size:
                 index = unlike[0]
-                raise wrong_row(index, f"{lengths[index]} values and row 0 of train {side}")
+                raise wrong_row(index, f"{lengths[index]} values (row 0 of train: {side})")
             values = values.flatten()
 
         if values.null_count:
@@ -292,7 +295,7 @@ class HuggingFace(NotesFailure, IndexedSource):
 
 
 def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Loads the data sets in a folder, by split, and returns warnings about those that belong to no split.
+    """Loads the data sets in a folder, by split; also returns warnings about those that belong to no split.
 
     Raises:
         ConfigError: without the library.
@@ -315,7 +318,7 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     # A single Dataset has no splits, so all of it is for training.
     parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     names = split_entries(parts)
-    if not len(parts[names["train"]] if "train" in names else []):
+    if not len(parts.get(names.get("train"), ())):
         raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
     unused = left_out(map(Path, parts), map(Path, names.values()))
     # Arrow tables keep images encoded, for TensorFlow to decode.

@@ -28,14 +28,15 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
-BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, since each read waits for the network.
+# Number of batches whose images are read ahead from object storage, since each read waits for the network.
+BATCHES_AHEAD = 4
 
 # Paths of images, each with its class index or the path of its mask.
 Files = list[tuple[str, Any]]
 
 
 def read_members(paths: Tensor) -> Tensor:
-    """Like tf.io.read_file for each path, for members of shards and files in object storage."""
+    """Reads the files at these paths, which may be members of shards or in object storage."""
 
     def read(encoded):
         return np.array([members_ahead.take(path.decode()) for path in encoded], object)
@@ -44,7 +45,7 @@ def read_members(paths: Tensor) -> Tensor:
 
 
 class ListedImages(FileSource, IndexedSource):
-    """Base class for sources that list images by path. A subclass fills _files, by split, and defines reader()."""
+    """Base class for sources that list images by path. A subclass sets _files, by split, and defines reader()."""
 
     FAR = SUFFIXES
     _files: dict[str, Files]
@@ -62,31 +63,30 @@ class ListedImages(FileSource, IndexedSource):
         """Returns the paths of this rank's images, as a tensor, and their targets."""
         files = self._files.get(split, [])
         local = [files[index] for index in topology.share(len(files))]
+        targets = [target for _, target in local]
         with tf.device("CPU:0"):
-            return tf.constant([path for path, _ in local], tf.string), [
-                target for _, target in local
-            ]
+            return tf.constant([path for path, _ in local], tf.string), targets
 
     def load(self, batches: Dataset, split: str, topology: Topology, *settings: Any) -> Dataset:
         files = self._files.get(split)
         if files and is_far(files[0][0]):
-            names = [path.decode() for path in self.shard(split, topology)[0].numpy()]
+            paths = [path.decode() for path in self.shard(split, topology)[0].numpy()]
 
             def announce(indices):
-                members_ahead.announce(names[index] for index in indices)
+                members_ahead.announce(paths[index] for index in indices)
                 return [np.True_]
 
             def announced(step, batch):
                 indices = nest.flatten(batch)[0]
-                with tf.control_dependencies(
-                    call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
-                ):
+                done = call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
+                with tf.control_dependencies(done):
                     return step, nest.map_structure(tf.identity, batch)
 
+            # The images of these batches are read ahead; the indices stay the same.
             batches = batches.map(announced).prefetch(BATCHES_AHEAD)
         return super().load(batches, split, topology, *settings)
 
-    def looked_at(self) -> list[tuple[str, str]]:
+    def sample_images(self) -> list[tuple[str, str]]:
         paths = [path for path, _ in sample(self._files["train"])]
         if paths and is_far(paths[0]):
             members_ahead.announce(paths)
@@ -106,7 +106,7 @@ class ListedImages(FileSource, IndexedSource):
 
 
 class LabelledImages(ListedImages):
-    """Base class for sources of listed images with a class each."""
+    """Base class for sources of listed images, each with a class."""
 
     def whole_targets(self) -> dict[str, Any]:
         return {
@@ -138,11 +138,11 @@ class ImageFolder(LabelledImages):
         dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
-        validation_fraction, test_fraction: fractions taken out of each class of train if the split has
-            no folder; the same images in every run.
+        validation_fraction, test_fraction: fraction of each class taken out of train if the split has
+            no folder of its own; the same images in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
-        cache: keeps this rank's decoded shard in memory (height * width * channels bytes per image)
-            instead of reading files again.
+        cache: keep this rank's decoded shard in memory (height * width * channels bytes per image)
+            instead of reading its files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
         labels, class_numbers: files with the classes of validation and test, if those folders hold
             images instead of class folders; see with_labels.
@@ -153,7 +153,8 @@ class ImageFolder(LabelledImages):
     """
 
     name = "image_folder"
-    sure_reader = LabelledImages.reader
+    # Reads the files even if decoded images are cached.
+    retry_reader = LabelledImages.reader
 
     def __init__(
         self,
@@ -184,15 +185,14 @@ class ImageFolder(LabelledImages):
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
             raise ConfigError(
                 f"dataset.validation_fraction={validation_fraction} and "
-                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less "
-                "than 1"
+                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
             )
 
-        # By split, the number of entries in class folders that are no images, by kind, for the description.
+        # Number of entries in class folders that are not images, by split and kind, for the description.
         self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.
-        self._look  # noqa: B018
+        self._image_phrases  # noqa: B018
 
     def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
         """Lists the files of each split, from its own folder or, without one, a fraction of train."""
@@ -204,7 +204,7 @@ class ImageFolder(LabelledImages):
                 advice = "add some or remove it"
                 if any(map(is_image, folder.rglob("*"))):
                     advice = (
-                        "those of its folders have to be in it, or dataset.dir one folder deeper"
+                        "move those of its subfolders into it, or set dataset.dir one folder deeper"
                     )
                 raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); {advice}")
 
@@ -216,12 +216,10 @@ class ImageFolder(LabelledImages):
                 train, files[split] = split_off(train, fraction, num_images)
                 emptied = set(num_images) - {label for _, label in train}
                 if not files[split] or emptied:
-                    names = [self.class_names[label] for label in sorted(emptied)]
-                    effect = (
-                        f"leaves no training images of {listed(names)}"
-                        if emptied
-                        else "takes no image"
-                    )
+                    effect = "takes no image"
+                    if emptied:
+                        names = [self.class_names[label] for label in sorted(emptied)]
+                        effect = f"leaves no training images of {listed(names)}"
                     raise ConfigError(
                         f"dataset.{split}_fraction={fraction} {effect}: the classes have "
                         f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change it, or make "
@@ -245,7 +243,7 @@ class ImageFolder(LabelledImages):
         if unknown:
             raise DataError(
                 f"{folder} has classes that {self._folders['train']} lacks: {listed(unknown)}; a model can only "
-                "predict classes that it has seen, so move them, or rename them as in train"
+                "predict classes that it has seen: move these folders, or rename them as in train"
             )
 
         others: Counter[str] = Counter()
@@ -267,7 +265,7 @@ class ImageFolder(LabelledImages):
         for split, others in self._others.items():
             if others:
                 description["warnings"].append(
-                    f"{self._folders[split]}: left out what is no image: {counted(others)}"
+                    f"{self._folders[split]}: left out entries that are not images: {counted(others)}"
                 )
         return description
 
@@ -276,7 +274,7 @@ class ImageFolder(LabelledImages):
 
     def reader(self, split: str, topology: Topology) -> Read:
         if not self._cache:
-            return self.sure_reader(split, topology)
+            return self.retry_reader(split, topology)
 
         key = (split, topology)
         if key not in self._cached:
@@ -290,18 +288,15 @@ class ImageFolder(LabelledImages):
 
     def _decode_all(self, split: str, topology: Topology) -> tuple[Tensor, Tensor]:
         """Decodes all images of this rank, uint8 [n, h, w, c], and returns them with their labels, int32 [n]."""
-        read = self.sure_reader(split, topology)
+        read = self.retry_reader(split, topology)
         number = topology.share_size(self.num_examples(split))
         pixels = np.zeros([number, *self.image_shape], np.uint8)
         # An unreadable image keeps the label -1. When it is used, it is read again and reported.
         labels = np.full(number, -1, np.int32)
 
-        def read_single(index):
-            return index, *read(index)
-
         # Read one by one, since ignore_errors() drops a whole batch.
-        singles = Dataset.range(number).batch(1)
-        images = singles.map(read_single, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
+        images = Dataset.range(number).batch(1)
+        images = images.map(lambda index: (index, *read(index)), tf.data.AUTOTUNE).ignore_errors()
         for index, image, label in finish(images, topology).as_numpy_iterator():
             pixels[index] = image
             labels[index] = label
@@ -311,36 +306,36 @@ class ImageFolder(LabelledImages):
 
 
 def class_folders(folder: Path) -> dict[str, str]:
-    """Returns the names of the class folders, sorted, by their Unicode normal form.
+    """Returns the names of the class folders, sorted, as a dict from their Unicode normal form.
 
     Raises:
         DataError: if there are no class folders, or two differ only in their Unicode form.
     """
     names: dict[str, str] = {}
     for path in filter(Path.is_dir, visible(folder)):
-        # Unicode's composed form: macOS and its archives write é as e with a separate accent.
+        # Composed, since macOS and its archives write é as e with a separate accent.
         key = normalize("NFC", path.name)
         if key in names:
             raise DataError(
                 f"{folder} has two folders {key} whose names differ only in their Unicode form "
-                f"({names[key].encode()!r} and {path.name.encode()!r}); join them"
+                f"({names[key].encode()!r} and {path.name.encode()!r}); merge them"
             )
         names[key] = path.name
     if not names:
         raise DataError(
-            f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg, or, but for train, with "
-            "their classes in a file, dataset.labels (docs/imagenet.md)"
+            f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg or, except for train, with "
+            "their classes in the file dataset.labels (docs/imagenet.md)"
         )
     return names
 
 
 def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> tuple[Files, Files]:
-    """Takes the same fraction, rounded, out of each class, at random with a fixed seed.
+    """Takes the same fraction, rounded to whole images, out of each class, at random with a fixed seed.
 
     Args:
         files: images with their classes, sorted by class.
-        fraction: the fraction of each class's images, relative to num_images.
-        num_images: the number of images of each class before any were taken out.
+        fraction: the fraction of num_images to take.
+        num_images: number of images of each class before any were taken out.
 
     Returns:
         The rest and the part that was taken out, both in the order of files.

@@ -10,7 +10,7 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError
 
-# Exponent of the Zipf distribution of ids. Like in real logs, most ids are rare.
+# Exponent of the Zipf distribution of ids. As in real logs, most ids are rare.
 ZIPF = 1.3
 # Share of purchases drawn from the user's own cluster; all others are drawn from all items.
 LOYALTY = 0.8
@@ -40,7 +40,7 @@ def clicks(
     """
     if len(category_sizes) < 2:
         raise ConfigError(
-            f"dataset.category_sizes={list(category_sizes)} has fewer than two features; give another"
+            f"dataset.category_sizes={list(category_sizes)} has fewer than two features; add some"
         )
     _check_counts(num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
     check_least("dataset.seed", seed, 0)
@@ -104,7 +104,7 @@ def purchases(
     check_least("dataset.seed", seed, 0)
     if num_items % num_clusters:
         raise ConfigError(
-            f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; give one"
+            f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; change one of them"
         )
     random = np.random.default_rng(seed)
     number = num_train + num_test
@@ -115,12 +115,15 @@ def purchases(
     items = np.where(is_loyal, own, items)
 
     inputs = {"query": users[:, None], "item": items[:, None]}
-    facts = {
-        "query_sizes": [num_users],
-        "item_sizes": [num_items],
-        "catalogue": np.arange(num_items)[:, None],
-    }
-    return _source("purchases", inputs, items, num_train, **facts)
+    return _source(
+        "purchases",
+        inputs,
+        items,
+        num_train,
+        query_sizes=[num_users],
+        item_sizes=[num_items],
+        catalogue=np.arange(num_items)[:, None],
+    )
 
 
 def _check_counts(**counts: int) -> None:
@@ -131,9 +134,8 @@ def _check_counts(**counts: int) -> None:
 def _source(
     name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any
 ) -> MemorySource:
-    examples = (inputs, targets)
-    train = tf.nest.map_structure(lambda array: array[:num_train], examples)
-    test = tf.nest.map_structure(lambda array: array[num_train:], examples)
-    return MemorySource(
-        name, lambda: {"train": train, "test": test}, "drawn at random", more_facts=facts
-    )
+    def rows(part: slice) -> Any:
+        return tf.nest.map_structure(lambda array: array[part], (inputs, targets))
+
+    splits = {"train": rows(slice(num_train)), "test": rows(slice(num_train, None))}
+    return MemorySource(name, lambda: splits, "drawn at random", more_facts=facts)

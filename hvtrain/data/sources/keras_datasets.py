@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST and CIFAR-10, from the user's files or from Keras's cache and download.
 
-Keras writes a download in place, without a temporary name, so another rank could read half a file.
-A file lock in the cache makes ranks take turns: those of one host, and those of several hosts if
-their shared home folder supports locks.
+Keras downloads to the final file name, so another rank could read half a file. A file lock in the
+cache makes ranks take turns: those of one host, and those of several hosts if their shared home
+folder supports locks.
 
 CIFAR-10's binary version, which users can provide, needs no unpickling. Keras's copy is pickled, but
 Keras checks the archive's SHA-256 first.
@@ -31,7 +31,7 @@ from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.errors import DataError
 
-# Timeout of the download's host, for an answer and for each read.
+# Timeout for an answer of the download's host, and for each read.
 PROBE_SECONDS = 5
 FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder is not writable.
 
@@ -39,7 +39,7 @@ IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-IDX_NAMES = [name for pair in IDX_FILES.values() for name in pair]
+IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
 UNSIGNED_BYTES = 8  # The code for this type in an idx file.
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -71,7 +71,7 @@ class KerasFiles(NamedTuple):
     """The files of one of the data sets in keras.datasets."""
 
     name: str
-    """The module's name in keras.datasets."""
+    """The name of the module in keras.datasets."""
     image_shape: ImageShape
     class_names: Sequence[str]
     cached: tuple[str, ...]
@@ -82,23 +82,22 @@ class KerasFiles(NamedTuple):
     """Another way to get the data, for error messages."""
     read: Callable[[Path], Arrays]
     """Reads a folder that the user provides."""
-    names: Sequence[str] = tuple(IDX_NAMES)
-    """The files of such a folder."""
+    names: Sequence[str] = IDX_NAMES
+    """The files in such a folder."""
 
     def fetch(self) -> str:
-        """Makes sure that the files are in the cache, and describes where the cache is.
+        """Makes sure that the files are in the cache, and returns a phrase that names the cache.
 
         Raises:
-            DataError: within seconds, if the files are missing and their host does not answer.
+            DataError: within seconds, if files are missing and their host does not answer.
         """
-        folder = cache_folder()
-        with _turn(folder):
+        with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Asked outside the lock, so that the ranks of an offline host fail together, not one by one.
+            # Outside the lock, so that the ranks of an offline host fail together, not one by one.
             if not answers(self.host):
                 raise DataError(
-                    f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}"
+                    f"{self.name} is not on this machine, and {self.host} does not answer; {self.advice}"
                 )
             self.load()
 
@@ -106,8 +105,7 @@ class KerasFiles(NamedTuple):
 
     def load(self) -> dict:
         """Returns whole arrays by split. Keras downloads them if necessary, and checks their hashes."""
-        folder = cache_folder()
-        with _turn(folder):
+        with _locked_cache() as folder:
             # Keras sets no timeout, so a stalled download would never end.
             timeout = socket.getdefaulttimeout()
             socket.setdefaulttimeout(PROBE_SECONDS)
@@ -128,26 +126,27 @@ class KerasFiles(NamedTuple):
 def cache_folder() -> Path:
     """Returns the folder where keras.utils.get_file keeps data sets.
 
-    That is in KERAS_HOME or ~/.keras, or in /tmp if that is not writable.
+    The folder is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
 
     Raises:
-        DataError: if the folder in /tmp belongs to another user, or is a link.
+        DataError: if /tmp/.keras belongs to another user, or is a link.
     """
     home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
         home = FALLBACK
-        # Anyone could have created that folder, with links to this user's files in it.
+        # Anyone can create that folder, with links to this user's files in it.
         if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
             raise DataError(
-                f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written"
+                f"{home} is not a folder of this user; set KERAS_HOME to a writable folder of this user"
             )
 
     return home / "datasets"
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Holds the lock of the cache folder while the context is open."""
+def _locked_cache() -> Iterator[Path]:
+    """Holds the lock of the cache folder while the context is open; yields the folder."""
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's files.
     path = folder / ".hvtrain.lock"
@@ -155,12 +154,12 @@ def _turn(folder: Path) -> Iterator[None]:
     try:
         lock = os.open(path, os.O_RDWR | flags, 0o644)
     except PermissionError:
-        # The lock file is another user's. To lock it, only NFS needs write access.
+        # The lock file belongs to another user. Only NFS needs write access to lock a file.
         lock = os.open(path, os.O_RDONLY | flags, 0o644)
     # The lock belongs to the open file, so it is released if this process dies.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield folder
     finally:
         os.close(lock)
 
@@ -176,7 +175,7 @@ def answers(host: str) -> bool:
                 urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
             answered.set()
 
-    # In a thread of its own, since no timeout applies to a name look-up that hangs.
+    # In a thread, since the timeout does not cover a name look-up that hangs.
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS + 1)
@@ -187,7 +186,7 @@ def _read_idx_folder(folder: Path) -> Arrays:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        # If a file has vanished since it was found, reading it raises an error that names it.
+        # If a file has vanished, read_idx() raises an error that names it.
         images_path, labels_path = (_find(folder, name) or folder / name for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
@@ -216,10 +215,10 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
     Args:
         path: the file, plain or .gz.
-        num_dims: the number of dimensions that the array must have.
+        num_dims: number of dimensions that the array must have.
 
     Raises:
-        DataError: if the file is damaged, of another kind, or larger than half of this machine's memory.
+        DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
     """
     magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
     header_bytes = 4 + 4 * num_dims
@@ -239,20 +238,19 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
             sizes = struct.unpack(f">{num_dims}I", header[4:])
             expected = math.prod(sizes)
-            # Checked before the values are read: a header may claim any size, and a small .gz may
-            # hold gigabytes.
+            # Checked first, since a header may claim any size, and a small .gz may hold gigabytes.
             if expected > MAX_BYTES:
                 raise DataError(
                     f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}"
                 )
-            # One byte more is read, to notice a file that is too long.
+            # One more byte shows whether the file is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read ({reason}); {FETCH}") from error
 
     if len(values) != expected:
-        # Only one more byte was read, so the full number is unknown.
+        # How many bytes too many there are is unknown.
         size = "more" if len(values) > expected else len(values)
         raise DataError(
             f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}"
@@ -262,12 +260,12 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
 
 def _read_cifar_folder(folder: Path) -> Arrays:
-    """Reads images uint8 [n, 32, 32, 3] and labels [n] from the binary version's files."""
+    """Reads images uint8 [n, 32, 32, 3] and labels [n] of both splits from the binary version's files."""
     file_bytes = CIFAR_IMAGES * CIFAR_RECORD_BYTES
     arrays = {}
     for split, names in CIFAR_FILES.items():
         for name in names:
-            # Sizes are checked file by file, since the joined records would not show which file is truncated.
+            # Checked file by file, to name the one that is truncated.
             size = (folder / name).stat().st_size
             if size != file_bytes:
                 raise DataError(
@@ -284,33 +282,30 @@ def _read_cifar_folder(folder: Path) -> Arrays:
 
 
 MNIST = KerasFiles(
-    "mnist",
-    (28, 28, 1),
-    tuple("0123456789"),
-    ("mnist.npz",),
-    "storage.googleapis.com",
-    _IDX_ADVICE,
-    _read_idx_folder,
+    name="mnist",
+    image_shape=(28, 28, 1),
+    class_names=tuple("0123456789"),
+    cached=("mnist.npz",),
+    host="storage.googleapis.com",
+    advice=_IDX_ADVICE,
+    read=_read_idx_folder,
 )
-FASHION_MNIST = KerasFiles(
-    "fashion_mnist",
-    (28, 28, 1),
-    FASHION_CLASSES,
-    tuple(f"fashion-mnist/{name}.gz" for name in IDX_NAMES),
-    "storage.googleapis.com",
-    f"{_IDX_ADVICE}, or install the Debian package dataset-fashion-mnist",
-    _read_idx_folder,
+FASHION_MNIST = MNIST._replace(
+    name="fashion_mnist",
+    class_names=FASHION_CLASSES,
+    cached=tuple(f"fashion-mnist/{name}.gz" for name in IDX_NAMES),
+    advice=f"{_IDX_ADVICE}, or install the Debian package dataset-fashion-mnist",
 )
 CIFAR10 = KerasFiles(
-    "cifar10",
-    (32, 32, 3),
-    CIFAR_CLASSES,
-    ("cifar-10-batches-py-target_archive",),
-    "www.cs.toronto.edu",
-    "unpack the binary version (cifar-10-binary.tar.gz: data_batch_1.bin ... data_batch_5.bin, "
+    name="cifar10",
+    image_shape=(32, 32, 3),
+    class_names=CIFAR_CLASSES,
+    cached=("cifar-10-batches-py-target_archive",),
+    host="www.cs.toronto.edu",
+    advice="unpack the binary version (cifar-10-binary.tar.gz: data_batch_1.bin ... data_batch_5.bin, "
     "test_batch.bin) into a folder and set dataset.dir=FOLDER",
-    _read_cifar_folder,
-    [name for names in CIFAR_FILES.values() for name in names],
+    read=_read_cifar_folder,
+    names=[name for names in CIFAR_FILES.values() for name in names],
 )
 
 
@@ -326,7 +321,7 @@ def _source(
     """Makes a source of images in 10 classes.
 
     Args:
-        dir: the folder with the files, or for CIFAR-10 the folder above cifar-10-batches-bin; None: the
+        dir: the folder with the files or, for CIFAR-10, with the folder cifar-10-batches-bin; None: the
             first available of the Debian package (for Fashion-MNIST), Keras's cache, and Keras's
             download.
         num_validation, standardize, shift_pixels, flip: see ArraySource.

@@ -36,7 +36,7 @@ TURNED_BY_90_DEGREES = (5, 6, 7, 8)
 
 
 def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
-    """Finds the mask of each image in the folder `masks`: by the same name, or with a suffix such as _mask.
+    """Finds the mask of each image in the folder `masks`, by the same name or one with a suffix such as _mask.
 
     Returns:
         The pairs in the order of the images, and the masks that belong to no image.
@@ -54,7 +54,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     pairs = []
     for image in images:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
-        # Of several masks, the PNG with the image's name is taken: it is lossless.
+        # If there are several, the PNG with the image's name is taken, since PNG is lossless.
         matches = [path for path in matches if path.name == f"{image.stem}.png"] or matches
         if not matches:
             raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
@@ -82,10 +82,10 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
             levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color
             red, green, blue = (int(level) for level in np.broadcast_to(levels, 3))
         except (TypeError, ValueError):
-            red = green = blue = -1
+            red = green = blue = -1  # Refused below, like any other level out of range.
         if min(red, green, blue) < 0 or max(red, green, blue) > 255:
             raise ConfigError(
-                f"dataset.colors: {color} is no color; give [red, green, blue], '#rrggbb' or a grey level"
+                f"dataset.colors: {color} is not a color; give [red, green, blue], '#rrggbb' or a grey level"
             )
         parsed.append((red, green, blue))
 
@@ -111,8 +111,8 @@ class MaskReader:
 
     Attributes:
         num_classes: Number of classes, including the background.
-        colors: The color of each class, if masks are pictures in colors; empty if their values are class indices.
-        sizing: How images are resized; masks are resized in the same way.
+        colors: The color of each class in colored masks; empty if the values of masks are class indices.
+        sizing: How images and their masks are resized.
         is_binary: True if 255 is class 1, not ignored.
     """
 
@@ -127,14 +127,14 @@ class MaskReader:
         Padding is IGNORED.
 
         Raises:
-            DataError: The mask cannot be read, differs in size from its image, or has other labels.
+            DataError: The mask cannot be read, differs in size from its image, or has a label out of range.
         """
         image, mask = pair
         try:
             with _opened(image) as picture, _opened(mask) as labels:
                 self._check_size(mask, picture, labels)
                 values = self._values(mask, labels, is_sized=True)
-                # Ones, resized in the same way and padded with zeros, tell the image from the padding.
+                # An image of ones, resized in the same way and padded with zeros, shows where padding is.
                 is_image = np.asarray(
                     self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
                 )
@@ -148,18 +148,17 @@ class MaskReader:
 
         if self.is_binary:
             is_outside = (values != 0) & (values != IGNORED)
-            needed = "and the others are 0 and 255"
+            needed = "but all others are 0 and 255"
+            classes = values != 0
         else:
             is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
             needed = f"outside 0 ... {self.num_classes - 1}"
+            classes = values
         if is_outside.any():
-            fix = (
-                "write masks as PNG, since JPEG changes labels"
-                if is_jpeg
-                else "fix it or num_classes"
-            )
+            fix = "fix the mask or dataset.num_classes"
+            if is_jpeg:
+                fix = "write masks as PNG, since JPEG changes labels"
             raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
-        classes = values != 0 if self.is_binary else values
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
@@ -181,7 +180,7 @@ class MaskReader:
             if image_size != picture.size:
                 turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
             raise DataError(
-                f"{mask} is {mask_size} pixels and its image {image_size}; both need one size{turned}"
+                f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size{turned}"
             )
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
@@ -190,13 +189,13 @@ class MaskReader:
         return (height, width) if self.sizing.exif and is_turned else (width, height)
 
     def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
-        """Returns a mask's values, turned upright and, with is_sized, resized; for a picture in colors, the classes."""
+        """Returns the values of a mask, or the classes of its colors, upright and, with is_sized, resized."""
         if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
         if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
             labels = labels.convert("RGB")
         if is_sized:
-            # read() later sets padding to IGNORED. Until then, padding needs a value that the mask may have.
+            # Padding needs a valid value until read() sets it to IGNORED.
             labels = self.sizing.follow(labels, padding=labels.getpixel((0, 0)))
 
         values = np.asarray(labels)
@@ -204,11 +203,11 @@ class MaskReader:
             return values.astype(np.int32)
         if self.colors:
             return self._classes_of_colors(mask, values)
-        # A grey picture may be stored with three equal channels.
+        # A grey image may be stored with three equal channels.
         if (values == values[..., :1]).all():
             return values[..., 0].astype(np.int32)
         raise DataError(
-            f"{mask} is a picture in colors; give the color of each class, as in "
+            f"{mask} is in colors; give the color of each class, as in "
             "'dataset.colors=[[0,0,0],[128,0,0]]', or write grey or palette PNGs of class indices"
         )
 
@@ -220,6 +219,6 @@ class MaskReader:
         if (classes < 0).any():
             color = pixels[classes < 0][0].tolist()
             raise DataError(
-                f"{mask} has the color {color}, which is none of dataset.colors; add it or fix the mask"
+                f"{mask} has the color {color}, which is not in dataset.colors; add it or fix the mask"
             )
         return classes

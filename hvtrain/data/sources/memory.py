@@ -3,6 +3,7 @@
 Each rank loads the whole arrays, but keeps only its shard.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,11 +29,11 @@ Elements = Mapping[str, Parts]
 SPLIT_SEED = 0
 PART_NAMES = ("inputs", "targets", "weights")
 
-RENUMBER = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
+RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) does"
 
 
 class Part(NamedTuple):
-    """A split as rows of whole arrays, so that taking validation out of training copies nothing."""
+    """A split as rows of whole arrays, so that taking validation out of train copies nothing."""
 
     elements: Parts
     """The whole arrays, as in Elements."""
@@ -43,9 +44,8 @@ class Part(NamedTuple):
 class MemorySource(IndexedSource):
     """A source of examples from a function that returns whole arrays.
 
-    The function runs when counts, types or a stream are first needed. The first stream cuts the
-    arrays down to this rank's shards and drops the rest. float64 becomes float32, and int64 becomes
-    int32.
+    The function runs when counts, types or a stream are first needed. The first stream keeps only
+    this rank's shards of the arrays. float64 becomes float32, and int64 becomes int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -58,7 +58,7 @@ class MemorySource(IndexedSource):
 
     Raises:
         ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: once loaded, if lengths differ, or numbers are not finite or too large.
+        DataError: once loaded, if lengths differ, splits differ in shape, or numbers are not finite or too large.
     """
 
     transform: Transform = Unchanged()
@@ -82,6 +82,8 @@ class MemorySource(IndexedSource):
         self.take_facts(more_facts or {})
 
         self._counts: dict[str, int] = {}
+        # Number of values in a training example, by the names that check() uses.
+        self._sizes: dict[str, int] = {}
         # Shards are kept by topology: a run resumed on another number of ranks reads the shards of several
         # of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
@@ -121,14 +123,14 @@ class MemorySource(IndexedSource):
             # The whole arrays are dropped once the shards are cut.
             self._parts = None
             self.fit(parts["train"])
-            self._shards[topology] = {}
+            shards = {}
             for split_name, part in parts.items():
                 local = np.asarray(topology.share(len(part.rows)), np.int64)
                 rows = self.in_model_type(_take(part.elements, part.rows[local]))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
-                    tensors = nest.map_structure(tf.constant, rows)
-                self._shards[topology][split_name] = tensors
+                    shards[split_name] = nest.map_structure(tf.constant, rows)
+            self._shards[topology] = shards
 
         # A missing split has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
@@ -149,17 +151,18 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads and checks the whole arrays, sets the spec of an example, and takes out the validation part."""
+        """Loads and checks the whole arrays, sets the spec of an example, and takes validation out of train."""
         try:
-            arrays = {
-                split: nest.map_structure(np.asarray, tuple(elements))
-                for split, elements in self._load().items()
-            }
+            loaded = self._load()
+            whole = {}
+            # The training part comes first, since check() compares the others with it.
+            for split in sorted(loaded, key=lambda split: split != "train"):
+                arrays = nest.map_structure(np.asarray, tuple(loaded[split]))
+                whole[split] = self.check(split, *arrays)
         except OSError as error:
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        whole = {split: self.check(split, *elements) for split, elements in arrays.items()}
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = nest.map_structure(
             lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
@@ -185,10 +188,11 @@ class MemorySource(IndexedSource):
         return parts
 
     def check(self, split: str, *elements: Any) -> Parts:
-        """Checks and returns a split's elements.
+        """Checks and returns a split's elements; train is checked first.
 
         Raises:
-            DataError: for unequal lengths, and for numbers that are not finite.
+            DataError: for unequal lengths, for other sizes than in train, and for numbers that are not
+                finite.
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by part and the path within it, such as "inputs.age".
@@ -198,6 +202,12 @@ class MemorySource(IndexedSource):
             raise DataError(f"{where}: {lengths}; each example needs one of each")
 
         for name, array in arrays.items():
+            # Sizes, not shapes, since Keras itself adds and drops axes of size 1.
+            size = math.prod(array.shape[1:])
+            if size != self._sizes.setdefault(name, size):
+                raise DataError(
+                    f"{where}: {name} hold {size} values per example, in train {self._sizes[name]}; make them equal"
+                )
             if not np.issubdtype(array.dtype, np.floating):
                 continue
             is_finite = np.isfinite(array)

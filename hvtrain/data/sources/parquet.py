@@ -1,6 +1,6 @@
-"""Parquet files of encoded images or of pixels, dealt to the ranks by row group.
+"""Parquet files of encoded images or pixels, dealt to the ranks by row group.
 
-Only two columns are read, so other columns cost nothing.
+Only the columns of images and labels are read, so others cost nothing.
 """
 
 import itertools
@@ -42,19 +42,18 @@ class Piece(NamedTuple):
 class Parquet(DealtSource):
     """A source of images or pixels, with labels, in the row groups of Parquet files.
 
-    Counting reads the footers. In epoch e, a rank takes its row groups in an order derived from
-    (seed, e, rank), reads shuffle_groups of them and shuffles their rows together, then the next
-    ones. Each row's position follows from the footers, so a stream that starts in the middle reads
-    no earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread, as many
-    again.
+    In epoch e, a rank takes its row groups in an order derived from (seed, e, rank): it reads
+    shuffle_groups of them and shuffles their rows together, then the next ones. Positions of rows are
+    known from the files' footers, so a stream that starts in the middle of an epoch reads no earlier
+    row group. Memory holds shuffle_groups row groups, and as many again, which a thread reads ahead.
 
     Example:
         python -m hvtrain dataset=parquet dataset.dir=DIR dataset.image_shape=[64,64,3]
             dataset.num_classes=5
 
     Args:
-        dir: holds train*.parquet or train/, and likewise validation (or val, valid, dev) and test;
-            or is one file, the training part.
+        dir: a folder that holds train*.parquet or train/, and likewise validation (or val, valid, dev)
+            and test; or a file, which is the training part.
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
         num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
         image_column, label_column: names of columns; `record.field` names the field of a struct.
@@ -96,7 +95,7 @@ class Parquet(DealtSource):
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
 
-        # By row group: its problem if it is unreadable, else the problem of each unusable row.
+        # The problem of each unreadable row group, or the problems of its unusable rows by row.
         self._problems: dict[RowGroup, str | dict[int, str]] = {}
 
     @cached_property
@@ -126,7 +125,7 @@ class Parquet(DealtSource):
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
             raise DataError(
-                f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
+                f"{paths}: {self._columns.image} holds encoded images in one and pixels in the other; write one kind"
             )
 
         self._encoded = any(kinds)
@@ -141,7 +140,7 @@ class Parquet(DealtSource):
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
 
-    def looked_at(self) -> list[tuple[str, bytes]]:
+    def sample_images(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:
             return []
         group = next(iter(self.counts["train"]))
@@ -161,7 +160,7 @@ class Parquet(DealtSource):
         return description
 
     def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
-        """Returns a file's row groups; adds the file to first_paths if its type of pixels is new."""
+        """Returns a file's row groups; adds the file to first_paths if it is the first with its type of pixels."""
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
@@ -180,7 +179,7 @@ class Parquet(DealtSource):
         return groups
 
     def paths(self, split: str) -> list[str]:
-        # Each file once, in order. Files without rows are left out, as they have no row groups.
+        # Each file once, in order; files without rows have no row groups.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> Dataset:
@@ -190,7 +189,7 @@ class Parquet(DealtSource):
         if share.is_full:
             batches = rows.rebatch(share.batch_size, drop_remainder=True)
         else:
-            # rebatch() cycles through the sizes of an epoch's steps, which must begin at the first remaining step.
+            # rebatch() cycles through the sizes of an epoch's steps, so they begin with that of the first step to come.
             _, steps_done = request.position
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
@@ -257,7 +256,7 @@ class Parquet(DealtSource):
             images, labels, problems = row_groups.read_group(group, self._columns)
             if problems:
                 self._problems[group] = problems
-        except StorageError as error:  # The rows may be good.
+        except StorageError as error:  # The rows may be good, so they are not left out.
             raise self.note(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
@@ -282,8 +281,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
 
-    Pieces before start_step are skipped. Of a piece that contains it, only the remaining rows are used, and of
-    an epoch's last piece, only the rows that the epoch needs.
+    Earlier pieces are skipped. The first piece is without the rows before start_step, and the last piece of an
+    epoch without those that the epoch does not need.
     """
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position

@@ -27,19 +27,19 @@ from hvtrain.errors import ConfigError, DataError
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-# Before training, pixels are counted in at most this many masks of a split.
+# Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
-# Kept by a run: whether 255 is class 1 or ignored.
+# The file in which a run keeps whether 255 is class 1 or ignored.
 MASKS_FILE = "masks.json"
 
 
 class SegmentationFolder(ListedImages):
-    """A source of images, with a mask of class indices for each.
+    """A source of images, each with a mask of class indices.
 
-    Images are resized, and scaled to 0 ... 1; masks are resized by nearest pixels, and padding is
+    Images are resized and scaled to 0 ... 1. Masks are resized to the nearest pixel, and padding is
     ignored. A mask is a grey or palette image whose values are class indices, with 255 for ignored
-    pixels, or an image whose colors stand for classes. With two classes, and only 0 and 255 in
-    masks, 255 is class 1.
+    pixels, or an image whose colors stand for classes. If there are two classes and masks hold only 0
+    and 255, then 255 is class 1.
 
     Example:
         python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
@@ -55,11 +55,11 @@ class SegmentationFolder(ListedImages):
         flip: mirrors half of the training images, and their masks.
         colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
-        images: class_names, shift_pixels (pixels that a shift brings in at a border are ignored), and
-            how images and masks are resized; see FileSource.
+        images: class_names, shift_pixels (pixels that enter at a border are ignored), and how images
+            and masks are resized; see FileSource.
 
     Raises:
-        ConfigError: if there are too many classes, or not one name, or color, for each.
+        ConfigError: if there are too many classes, or not one name and one color for each.
         DataError: if there are no training images, or an image has no mask.
     """
 
@@ -78,7 +78,7 @@ class SegmentationFolder(ListedImages):
     ) -> None:
         if num_classes > IGNORED:
             raise ConfigError(
-                f"dataset.num_classes={num_classes}: masks have 8 bits, and at most {IGNORED} classes; merge some"
+                f"dataset.num_classes={num_classes}: masks of 8 bits hold at most {IGNORED} classes; merge some"
             )
         super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
@@ -89,17 +89,17 @@ class SegmentationFolder(ListedImages):
             )
 
         # Computed here, since it refuses images that would be misread.
-        self._look  # noqa: B018
+        self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
-        values = set(self._count("train"))
         self._may_be_binary = num_classes == 2 and not colors
-        if self._may_be_binary and values <= {0}:
+        if self._may_be_binary:
+            values = set(self._count("train"))
             # A rare class may be missing from the sample, so all masks are searched until one has it.
-            rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
-            values |= next((labels for labels in rest if labels - {0}), set())
-        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
-        if self._may_be_binary and IGNORED in values <= {0, IGNORED}:
-            self._masks = replace(self._masks, is_binary=True)
+            if values <= {0}:
+                rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
+                values |= next((labels for labels in rest if labels - {0}), set())
+            # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
+            self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:
         if not self._may_be_binary:
@@ -113,7 +113,7 @@ class SegmentationFolder(ListedImages):
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         """Lists the images and masks of each split, and returns warnings about unused entries."""
-        # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
+        # PASCAL VOC lists the images of each split in a file; otherwise, each split is a folder.
         if (self.folder / "ImageSets").is_dir():
             return voc_pairs(self.folder), []
         return list_pairs(self.folder)
@@ -126,7 +126,7 @@ class SegmentationFolder(ListedImages):
         description = super().description()
         phrases = []
         if self._masks.is_binary:
-            phrases.append("0 and 255, read as the classes 0 and 1")
+            phrases.append("0 and 255, read as classes 0 and 1")
         names = class_labels(self)
         for split, pairs in self._files.items():
             counts = self._count(split)
@@ -157,7 +157,7 @@ class SegmentationFolder(ListedImages):
         paths, masks = self.shard(split, topology)
         spec = TensorSpec([None, *self.image_shape[:2]], tf.uint8)
 
-        # Masks are read with Pillow, since TensorFlow would convert palette indices to colours.
+        # Masks are read with Pillow, since TensorFlow would convert palette indices to colors.
         def read_masks(images, indices):
             pairs = [(path.decode(), masks[row]) for path, row in zip(images, indices)]
             return [np.stack(list(map(self._masks.read, pairs)))]
@@ -178,28 +178,30 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     images = _named(folder, IMAGE_FOLDERS)
     masks = _named(folder, MASK_FOLDERS)
     folders = {}
+    warnings = []
     if images and masks:
         mask_folders = split_folders(masks)
         for split, path in split_folders(images).items():
             folders[split] = path, mask_folders.get(split, masks / path.name)
     else:
-        for split, path in split_folders(folder).items():
+        parts = split_folders(folder)
+        for split, path in parts.items():
             image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
             folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
+        entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
+        warnings = left_out(entries, parts.values())
 
     pairs = {}
-    warnings = []
     for split, (image_folder, mask_folder) in folders.items():
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
         pairs[split], unused = pair_up(paths, mask_folder)
         alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
         if alone:
-            warnings.append(f"{split}: left out what is no image, or has none: {listed(alone)}")
+            warnings.append(
+                f"{split}: left out files that are not images, or masks without one: {listed(alone)}"
+            )
 
-    if not (images and masks):
-        others = [path for path in visible(folder) if path.is_dir() or is_image(path)]
-        warnings += left_out(others, split_folders(folder).values())
     return pairs, warnings
 
 
@@ -207,7 +209,7 @@ def _named(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the folder with the first of these names that exists, in any case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = [path for name in names for path in folders if path.name.lower() == name]
-    return matches[0] if matches else None
+    return next(iter(matches), None)
 
 
 def voc_pairs(folder: Path) -> dict[str, Files]:
@@ -222,7 +224,7 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
         unknown = [stem for stem in stems if stem not in images]
         if unknown:
             raise DataError(
-                f"{file} lists {listed(unknown)}, and JPEGImages/ has no such image; fix the list"
+                f"{file} lists {listed(unknown)}, but JPEGImages/ has no such image; fix the list"
             )
         pairs[split], _ = pair_up([images[stem] for stem in stems], folder / "SegmentationClass")
     return pairs

@@ -14,14 +14,14 @@ from hvtrain.data.sources.arrays import ImagesWithMasks
 MIN_SIDE = 16
 # The largest number of shapes in an image; they may overlap.
 MAX_SHAPES = 3
-# The range of the radius of a shape's circumscribed circle, relative to the image's shorter side.
+# The range of the radius of a shape's circumscribed circle, as a share of the image's shorter side.
 RADII = (0.2, 0.4)
 # The number of patches of random brightness along each side; brightness is interpolated between them.
 PATCHES = 6
 # The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
-# The least difference in grey levels between the colours of a shape and of the ground, modulo 256.
-COLOUR_DISTANCE = 64
+# The least difference in grey levels between the colors of a shape and of the ground, modulo 256.
+COLOR_DISTANCE = 64
 
 
 def shapes(
@@ -38,8 +38,8 @@ def shapes(
 ) -> ImagesWithMasks:
     """Makes a source of discs, squares, triangles, rings and crosses.
 
-    Their size, rotation and colour are random: only the form tells a shape's class. Example n of a split
-    depends only on the seed, the image_shape, the noise and the border, and is the same on every rank.
+    Their size, rotation and color are random: only its form tells the class of a shape. Example n of a split
+    depends only on seed, image_shape, noise and border, and is the same on every rank.
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
@@ -54,8 +54,7 @@ def shapes(
         ConfigError: if a value is out of range.
     """
     shape = check_image_shape(image_shape)
-    for side in shape[:2]:
-        check_least("dataset.image_shape (each side)", side, MIN_SIDE)
+    check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)
 
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
@@ -108,15 +107,15 @@ def draw(
         y, x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
         cosine, sine = _direction(rng)
 
-        # The pixels' offsets from the shape's centre, along the shape's own axes.
+        # The pixels' offsets from the shape's center, along the shape's own axes.
         across = cosine * (xs - x) - sine * (ys - y)
         along = sine * (xs - x) + cosine * (ys - y)
         distance = list(DISTANCES.values())[label - 1](across, along, radius)
 
-        colour = (ground + rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)) % 256
+        color = (ground + rng.uniform(COLOR_DISTANCE, 256 - COLOR_DISTANCE, channels)) % 256
         # Edges are smooth: a pixel is blended in proportion to the part of it that the shape covers.
         covered = np.clip(0.5 - distance, 0, 1)[..., None]
-        image += covered * (_textured(rng, image_shape, colour) - image)
+        image += covered * (_textured(rng, image_shape, color) - image)
         mask[distance <= 0] = label
         mask[np.abs(distance) < border / 2] = IGNORED
 
@@ -124,12 +123,12 @@ def draw(
     return np.clip(np.rint(image), 0, 255).astype(np.uint8), mask
 
 
-def _textured(rng: np.random.Generator, image_shape: ImageShape, colour: np.ndarray) -> np.ndarray:
-    """Returns an image of one colour, with smoothly varying random brightness."""
+def _textured(rng: np.random.Generator, image_shape: ImageShape, color: np.ndarray) -> np.ndarray:
+    """Returns an image of one color, with smoothly varying random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
     brightness = _stretched(_stretched(patches, height).T, width).T
-    return colour + brightness[..., None]
+    return color + brightness[..., None]
 
 
 def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
@@ -142,8 +141,8 @@ def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _direction(rng: np.random.Generator) -> tuple[float, float]:
     """Returns the cosine and sine of a random angle."""
-    # math.cos and math.sin are not used, since their last bit differs between C libraries. A point drawn from
-    # the unit disc has a uniform direction; one near the centre is drawn again.
+    # math.cos and math.sin are not used, since their last bit differs between C libraries. A random point of
+    # the unit disc has a uniform direction. Those near the center, which has none, are drawn again.
     while True:
         x, y = rng.uniform(-1, 1, 2)
         length = math.sqrt(x * x + y * y)
@@ -153,7 +152,7 @@ def _direction(rng: np.random.Generator) -> tuple[float, float]:
 
 # The shapes by name, as classes from 1 on; class 0 is the ground.
 # Each function returns the distance of each pixel from the outline, in pixels, negative inside. Near
-# corners, it is less than the true distance. x and y are offsets from the centre, and radius is that of
+# corners, it is less than the true distance. x and y are offsets from the center, and radius is that of
 # the circumscribed circle.
 DISTANCES = {
     "disc": lambda x, y, radius: np.sqrt(x * x + y * y) - radius,

@@ -14,7 +14,7 @@ from hvtrain.data.source import Source, StreamRequest
 
 
 class Synthetic(Source):
-    """A source of normal noise and random labels, one batch per rank in memory. There is nothing to learn.
+    """A source of Gaussian noise and random labels, from one batch per rank in memory. There is nothing to learn.
 
     The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
 
@@ -61,11 +61,12 @@ class Synthetic(Source):
 
         # Smaller steps get the first examples of the batch.
         def cut(step):
+            step %= share.steps
             size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]
 
         steps = Dataset.range(request.start_step, FOREVER)
-        return finish(steps.map(lambda step: cut(step % share.steps)), topology)
+        return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         # Full batches are followed by a short one for the rest of the shard.
@@ -77,8 +78,7 @@ class Synthetic(Source):
 
     def _batch(self, topology: Topology, batch_size: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a rank's only batch, a function of the seed and the rank."""
-        # NumPy refuses negative seeds.
-        random = np.random.default_rng([abs(seed), topology.rank])
+        random = np.random.default_rng([seed, topology.rank])
         images = random.standard_normal((batch_size, *self.image_shape), np.float32)
         labels = random.integers(self.num_classes, size=batch_size, dtype=np.int32)
         with tf.device("CPU:0"):

@@ -1,4 +1,4 @@
-"""Tables in CSV and Parquet files, whose columns become features, read in the same way from later files."""
+"""Tables in CSV and Parquet files: columns become features, in the same way for the training table and later ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ class NewRows(NamedTuple):
     ids: Mapping[str, np.ndarray]
     """The column dataset.id, by its name; empty if the run or the table has none."""
     unknown: Mapping[str, float]
-    """The share of rows whose category did not occur in training, by column; 0 is left out."""
+    """The share of rows whose category did not occur in training, by column, without shares of 0."""
 
 
 class Table(MemorySource):
@@ -57,7 +57,7 @@ class Table(MemorySource):
 
     The inputs are float32 [features], or, with category_ids, a dict; the targets are int32 classes or float32 numbers.
 
-    The kind of each column and its statistics are determined once, from the training table, identically
+    The kind and the statistics of each column are determined once, from the training table, and equal
     on every rank. They are kept in the saved model, which takes columns by name, and in the run folder.
 
     Example:
@@ -65,11 +65,11 @@ class Table(MemorySource):
             model=mlp
 
     Args:
-        file: a CSV or Parquet file, a folder of them, or a list; or one of EMBEDDED.
+        file: a CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
         target: the column to predict.
         num_test, num_validation: number of rows taken out of the training part at random, with a fixed seed.
         test_file, validation_file: tables to use instead of such rows.
-        delimiter, encoding: format of CSV files; null: detected from the file.
+        delimiter, encoding: format of CSV files; null: detected.
         columns: settings for columns; see Settings.
 
     Raises:
@@ -182,7 +182,7 @@ class Table(MemorySource):
         setting = "dataset.file" if split == "train" else f"dataset.{split}_file"
         table = read_table(file, setting, **self._text_format)
         if not table.num_rows:
-            raise DataError(f"{setting}={file} holds no rows; give a table that has some")
+            raise DataError(f"{setting}={file} holds no rows; give a table with rows")
         return table
 
     def _targets(
@@ -239,7 +239,7 @@ class Table(MemorySource):
             texts = ", ".join(odd_texts(cells[column.name]))
             if texts:
                 warnings.append(
-                    f"{column.name} holds {texts}, which is no {column.kind} and counts as a gap"
+                    f"{column.name} holds {texts}, which is not a {column.kind} and counts as a gap"
                 )
         if num_dropped:
             warnings.append(f"rows left out because of gaps: {num_dropped:,}")
@@ -264,18 +264,18 @@ class Table(MemorySource):
         try:
             return super().whole_targets()
         except DataError:
-            # A finished run can predict other tables even if its own is gone. If examples are needed after
-            # all, reading them raises the error.
+            # A finished run can predict other tables even if its own is gone. Where examples are needed,
+            # reading them raises the error.
             if self._known_features is None:
                 raise
             return {}
 
     def assets(self) -> dict[str, bytes]:
-        # If columns share one input, only the schema tells their positions in it.
+        # If columns share one input, users need the schema to know their positions in it.
         return self.fitted() if self._features.has_block else {}
 
     def fit(self, train: Part) -> None:
-        # Nothing is fitted here. Frees memory for the shards, which are cut next.
+        # Features are fitted on loading. Frees memory for the shards, which are cut next.
         self._loaded = {}
 
     def preprocessing(self) -> Preprocessing:
@@ -287,13 +287,13 @@ class Table(MemorySource):
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
-        # The shard's first rows, which evaluation() gives first.
+        # evaluation() begins with these rows of the shard.
         first = rows[self.shard_rows(split, topology)[:number]]
         raw = self._features.raw(values, first)
         return [{name: array[row] for name, array in raw.items()} for row in range(len(first))]
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        # After the shards are cut, the whole table has to be read again, while other ranks wait.
+        # Once the shards are cut, the whole table has to be read again, while other ranks wait.
         if self.num_examples("train") > MAX_READ_AGAIN:
             return {}
         if split not in self._loaded:
@@ -302,7 +302,7 @@ class Table(MemorySource):
         chosen = rows[np.asarray(numbers, np.int64)]
         file = user_path(str(self._files.get(split) or self._files["train"]))
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
-        # Lines are counted as in an editor, with the header as line 1.
+        # Counted as in an editor, with the header as line 1; too low after blank lines and line breaks in cells.
         unit = "line" if is_text else "row"
         cells = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
         for name, column in self._features.raw(values, chosen).items():

@@ -43,15 +43,15 @@ RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
-    """A source of rows of tokens, int32 [length], from concatenated documents or from one document each.
+    """A source of rows of tokens, int32 [length], cut from the joined documents or from a document each.
 
-    Each document ends with an end token. With examples=windows, the documents are concatenated, and
-    all rows have the same length. Otherwise, a row is a document, or a paragraph of one, cut at
-    `length`; batches are padded with token 0, which has weight 0 as a target.
+    Each document ends with an end token. With examples=windows, the documents are joined and cut into
+    rows of the same length. Otherwise, a row is a document, or a paragraph of one, cut at `length`;
+    batches are padded with token 0, which has weight 0 as a target.
 
-    With the objective causal, the targets are the next tokens. With masked, some input tokens are
-    masked: others in each epoch of training, and always the same ones in evaluation. The targets are
-    all tokens, but only masked ones have weight 1.
+    With objective=causal, the targets are the next tokens. With objective=masked, some input tokens
+    are masked: different ones in each epoch of training, but the same ones in each evaluation. All
+    tokens are targets, but only masked ones have weight 1.
 
     Example:
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
@@ -62,13 +62,14 @@ class Text(MemorySource):
         column: the table's column of texts, or the key of the text in each line of .jsonl.
         tokenizer: a sentencepiece .model file; null: one is trained on the training part.
         vocabulary_size: number of tokens of the tokenizer that is trained.
-        length: the largest number of tokens in an example. The rest of a split that does not fill a window is left out.
+        length: the largest number of tokens in an example. Tokens at the end of a split that do not fill a window
+            are left out.
         examples: windows, documents or paragraphs.
         label: the table's column with the class of each text; these classes are then the targets.
         objective: causal or masked.
         masked_share: share of the tokens that are masked, for the objective masked.
         validation_share, test_share: shares of the text: whole documents at random, with a fixed
-            seed; for windows, the end of the text if there are fewer than WHOLE_DOCUMENTS.
+            seed, or, for windows, the end of the text if it has fewer than WHOLE_DOCUMENTS documents.
 
     Raises:
         ConfigError: if a setting is out of range; once loaded, if a split is shorter than one example.
@@ -204,7 +205,7 @@ class Text(MemorySource):
         others = text_files(user_path(self._file))[1] if self._file else None
         warnings = description.setdefault("warnings", [])
         if others:
-            warnings.append(f"{self._file}: left out what is no .txt file: {counted(others)}")
+            warnings.append(f"{self._file}: left out files that are not .txt: {counted(others)}")
         if self._num_web_pages:
             warnings.append(
                 f"{self._num_web_pages:,} document(s) are web pages, whose markup is learned as text"
@@ -215,7 +216,7 @@ class Text(MemorySource):
         return super().manifest() | {"tokenizer": hashlib.sha256(self.tokenizer.model).hexdigest()}
 
     def fitted(self) -> dict[str, bytes]:
-        # If the text had changed, the same settings would train another tokenizer.
+        # The same settings would train another tokenizer if the text had changed.
         return self.assets()
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
@@ -293,12 +294,12 @@ class Text(MemorySource):
         for split, texts in parts.items():
             elements[split] = self._filled_rows(split, texts)
             if classes:
-                targets = np.array([classes[number] for number in numbers[split]], np.int32)
+                targets = np.array(classes, np.int32)[numbers[split]]
                 elements[split] = elements[split][0], targets
         return elements
 
     def _filled_rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
-        """Returns the inputs, targets and weights of a split, one document per row, and keeps their lengths."""
+        """Returns the inputs, targets and weights of a split, a document per row; stores the rows' lengths."""
         size = self._length + 1
         rows = [[*self._tokenizer.encode(text), self._tokenizer.end][:size] for text in documents]
         ends = np.array(list(map(len, rows)))
@@ -314,7 +315,8 @@ class Text(MemorySource):
     def _rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
         """Returns the examples of a split: inputs, targets and, if tokens are masked, weights.
 
-        Raises ConfigError if the text is shorter than one example.
+        Raises:
+            ConfigError: The text is shorter than one example.
         """
         tokens = self._tokenizer.join(documents)
         length = self._length
@@ -337,7 +339,7 @@ class Text(MemorySource):
     def _masked_for(
         self, split: str, rows: np.ndarray, weights: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Returns inputs, targets and weights of a split, with evaluation rows masked; `weights` are 0 for padding."""
+        """Returns the inputs, targets and weights of a split; masks evaluation rows. `weights` are 0 for padding."""
         if split == "train" or not self._is_masked:
             # augment() masks training rows, differently in each epoch; other objectives mask nothing.
             return rows, rows, weights
@@ -357,7 +359,7 @@ class Text(MemorySource):
         # The tokenizer's own tokens are 0 ... size - 1.
         mask_token = self._tokenizer.size
         shape = tf.shape(tokens)
-        # Tokens with draws below 1 are masked; their draws are uniform in 0 ... 1.
+        # Tokens with draws below 1 are masked. Their draws are uniform in 0 ... 1 and choose how.
         draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
         draws = tf.where(weights > 0, draws, 1.0)
         random_tokens = tf.random.stateless_uniform(

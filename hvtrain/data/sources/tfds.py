@@ -26,17 +26,17 @@ class PreparedDataset(FunctionSource):
         python -m hvtrain dataset=tfds dataset.dataset=mnist dataset.image_shape=[28,28,1]
 
     Each epoch reads the files in another order, and shuffles their examples within a buffer. A
-    resumed run reads again the examples of the epoch that it has seen, but does not decode their images.
+    resumed run reads the epoch's earlier examples again, but does not decode their images.
 
     Args:
         dataset: the name of the data set, such as "mnist", "mnist:3.0.1" or "NAME/CONFIG".
         data_dir: the folder of prepared data sets; None: the default of tensorflow_datasets.
         input, target: names of features; None: those that the data set itself declares.
-        splits: the run's splits, in tensorflow_datasets's notation: {train: "train[:90%]", validation:
-            "train[90%:]"}; None: those named train, validation and test.
+        splits: the run's splits, in the notation of tensorflow_datasets: {train: "train[:90%]",
+            validation: "train[90%:]"}; None: those named train, validation and test.
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
-        shuffle_buffer: size of the shuffle buffer in examples, whose images are still encoded.
+        shuffle_buffer: size of the shuffle buffer in examples with still encoded images.
         sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
@@ -65,7 +65,8 @@ class PreparedDataset(FunctionSource):
         unknown = [str(key) for key in self._keys if key not in features]
         if unknown:
             raise ConfigError(
-                f"dataset.input and dataset.target name {', '.join(unknown)}; {dataset} has {', '.join(features)}"
+                f"dataset.input and dataset.target name {', '.join(unknown)}, but {dataset} has only "
+                f"{', '.join(features)}"
             )
 
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))
@@ -179,6 +180,5 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     name = dataset.partition(":")[0]
     raise DataError(
         f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, "
-        f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the "
-        "folder that holds it"
+        f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the folder that holds it"
     )

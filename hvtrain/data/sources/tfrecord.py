@@ -41,11 +41,12 @@ from hvtrain.data.source import LEAVE_OUT, Phrases, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
-# Number of records that the sample takes from each of its files.
+# The sample has this many records from each of this many files.
 SAMPLED_RECORDS = 4
-# Fixed, since the order of examples must not depend on the machine.
+SAMPLED_FILES = 4
+# Number of files read at a time. Fixed, since the order of examples must not depend on the machine.
 INTERLEAVED_FILES = 8
-# Training files of up to this size in all are read once to find the class names. Larger ones would
+# Training files up to this total size are read once to find the class names. Larger ones would
 # keep every rank waiting before its first step.
 MAX_NAMED_BYTES = 2**28
 
@@ -53,9 +54,9 @@ MAX_NAMED_BYTES = 2**28
 class TFRecords(DealtSource):
     """A source of encoded images of any size, with labels, in TFRecord files. Pixels are scaled to 0 ... 1.
 
-    In epoch e, a rank reads its files in an order derived from (seed, e, rank), eight files in turns,
-    and shuffles the records in blocks of shuffle_buffer. tf.data's shuffle() is not used: it would mix
-    TensorFlow's global seed into its own, so that the order would depend on what else the process did.
+    In epoch e, a rank reads its files in an order derived from (seed, e, rank), eight at a time, and
+    shuffles their records in blocks of shuffle_buffer. tf.data's shuffle() is not used, since it mixes
+    in TensorFlow's global seed, so that the order would depend on what else the process did.
 
     Args:
         dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord, or folders train/,
@@ -65,8 +66,8 @@ class TFRecords(DealtSource):
         num_classes: number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: names of the features of a tf.train.Example.
         shuffle_buffer: number of records that are shuffled together; below 2, only files are shuffled.
-        first_label: the label of class 0; 1 in files of TensorFlow's scripts for ImageNet, where 0
-            stands for the background.
+        first_label: the label of class 0. It is 1 in files of TensorFlow's scripts for ImageNet, in
+            which 0 stands for the background.
         images: class_names, shift_pixels, flip, and how images are resized; see FileSource. If labels
             are text, class_names are by default the sorted labels of the training part, if its files
             are small enough to be read in advance.
@@ -96,7 +97,7 @@ class TFRecords(DealtSource):
         self._label_key = label_key
         self._first_label = first_label
         self._shuffle_buffer = shuffle_buffer
-        # The record offsets, and the defect, of files in which a record could not be used.
+        # Record offsets and the defect, if any, of files with a record that could not be used.
         self._scans: dict[str, tuple[Sequence[int], str | None]] = {}
 
         self._empty: list[str] = []  # Files without records, for the description.
@@ -128,7 +129,8 @@ class TFRecords(DealtSource):
     @cached_property
     def _sample(self) -> list[tuple[str, bytes]]:
         """A sample of training records with their locations."""
-        paths = sample([path for path in self._paths["train"] if Path(path).stat().st_size], 4)
+        filled = [path for path in self._paths["train"] if Path(path).stat().st_size]
+        paths = sample(filled, SAMPLED_FILES)
         records = [(path, first_records(path, SAMPLED_RECORDS)) for path in paths]
         return [
             (f"{path}, record {number}", record)
@@ -180,7 +182,7 @@ class TFRecords(DealtSource):
         distinct = labels.ignore_errors().unique().as_numpy_iterator()
         self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
-    def looked_at(self) -> list[tuple[str, bytes]]:
+    def sample_images(self) -> list[tuple[str, bytes]]:
         return self._sampled(self._image_key)
 
     def _sampled(self, key: str) -> list[tuple[str, bytes]]:
@@ -200,9 +202,12 @@ class TFRecords(DealtSource):
         return description
 
     def _count(self, path: str) -> int:
-        """Counts the records of a file that can be read. Raises DataError if the file is damaged.
+        """Counts the readable records of a file.
 
-        With on_error="skip", nothing is raised, and the records after the damage are left out.
+        With on_error="skip", the records after damage are left out.
+
+        Raises:
+            DataError: The file is damaged, and on_error is not "skip".
         """
         offsets, problem = scan_records(Path(path), check_lengths=self.skips)
         if problem == EMPTY:
@@ -218,9 +223,9 @@ class TFRecords(DealtSource):
         return self._paths.get(split, [])
 
     def _files(self, split: str, topology: Topology, in_order: bool = False) -> tuple[Tensor, ...]:
-        """Returns this rank's files as arguments of stream_records(), as they were dealt or, in_order, sorted."""
+        """Returns this rank's files as arguments of stream_records(), as dealt or, with in_order, sorted."""
         # Computed here, since it refuses images that would be misread.
-        self._look  # noqa: B018
+        self._image_phrases  # noqa: B018
         paths = self.shard(split, topology)
         if in_order:
             paths = sorted(paths, key=self.first_codes.__getitem__)
@@ -242,8 +247,7 @@ class TFRecords(DealtSource):
         @unconverted
         def epoch_batches(epoch):
             records = self._shuffled(files, request, epoch).take(share.num_examples)
-            # Only the first epoch of a resumed run begins in the middle. Records are skipped
-            # before they are decoded.
+            # Only the first epoch of a resumed run begins in the middle. Skipped records are not decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
             records = records.skip(tf.cast(share.begin(first_step), tf.int64))
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)
@@ -286,7 +290,7 @@ class TFRecords(DealtSource):
 
         return parse
 
-    def sure_reader(self, split: str, topology: Topology) -> Read:
+    def retry_reader(self, split: str, topology: Topology) -> Read:
         parse = self.reader(split, topology)
 
         def read(records, codes, *draws):
@@ -298,7 +302,7 @@ class TFRecords(DealtSource):
         return read
 
     def _read_again(self, records: np.ndarray, codes: np.ndarray) -> list[np.ndarray]:
-        """Returns a record, reading it again if it is empty: it may be an intact one after a damaged one."""
+        """Returns a record. If it is empty, it is read again, since it may be intact and follow a damaged one."""
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.
@@ -312,7 +316,7 @@ class TFRecords(DealtSource):
         return self._scans[path]
 
     def _classes(self, labels: Tensor) -> Tensor:
-        """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
+        """Returns labels [batch] as int32 classes, or -1 for an example that cannot be used."""
         if labels.dtype == tf.string:
             is_name = labels[:, None] == tf.constant(self.class_names)
             indices = tf.argmax(is_name, axis=1, output_type=tf.int32)
@@ -326,12 +330,12 @@ class TFRecords(DealtSource):
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         piece, row = self.piece_and_row(example[-1])
         record = example[0][0]
-        if not record and not self.skips:
-            # The file may have changed since it was last scanned.
+        may_have_changed = not record and not self.skips
+        if may_have_changed:  # Since the file was last scanned.
             self._scans.pop(piece, None)
         offsets, defect = self._scan(piece)
 
-        if row >= len(offsets) or not (record or self.skips):
+        if row >= len(offsets) or may_have_changed:
             count = next(counts[piece] for counts in self.counts.values() if piece in counts)
             if len(offsets) != count:
                 defect = defect or f"holds {len(offsets)} records and had {count} before"

@@ -1,6 +1,6 @@
 """Data sets from a user's memory: from_arrays for arrays, from_frame for data frames.
 
-Arrays may be sparse, of objects, one-hot or of names. They are accepted if their meaning is clear.
+Arrays may also be sparse matrices, arrays of objects, one-hot rows or class names, if their meaning is clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,14 +51,14 @@ def from_arrays(
 
     Args:
         images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The
-            default is True if x is an array of such a shape, and holds 8-bit numbers or y holds
-            whole numbers.
-        num_classes: number of classes, for targets of one whole number each; by default the largest
-            of y_train, plus 1. If it is given, one-hot rows, floats and booleans are classes too, and
-            whole numbers [n, h, w] are masks of classes (255: ignored), which augmentation moves with
-            their images.
-        class_names: the name of each class. Text targets become indices into them; for text, the
-            default is the sorted names in y_train.
+            default is True if x is an array of such a shape, and either x holds bytes or y holds class
+            indices or masks.
+        num_classes: number of classes, if each target is one whole number; by default, the largest
+            number in y_train plus 1. If it is given, one-hot rows, whole floats and booleans are
+            classes too, and whole numbers [n, h, w] are masks of classes (255: ignored), which
+            augmentation moves with their images.
+        class_names: the name of each class. Text targets become indices into these names, which by
+            default are the sorted texts in y_train.
         num_validation: number of examples taken out of the training part at random, with a fixed
             seed.
         facts: more facts for the model's builder and the task, such as vocabulary_size.
@@ -66,7 +66,7 @@ def from_arrays(
 
     Raises:
         DataError: if arrays do not belong together, or hold neither numbers nor text.
-        ConfigError: if there are options for images, but x are not images.
+        ConfigError: if options for images are given, but x are not images.
     """
     arrays = _arrays_by_split(
         name,
@@ -145,15 +145,18 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         if x is None:
             continue
         if (w is not None) != has_weights:
-            state = "missing" if has_weights else "there"
-            raise DataError(f"{name}: w_{split} is {state}, unlike w_train; weight all or none")
+            state = "missing" if has_weights else "given"
+            raise DataError(
+                f"{name}: w_{split} is {state}, unlike w_train; give all weights or none"
+            )
 
-        parts = (x, y, w) if has_weights else (x, y)
-        names = (f"{name}, x_{split}", f"{name}, y_{split}", f"{name}, w_{split}")
         # tf.nest treats a sparse matrix or a data frame as a single value.
         arrays[split] = tuple(
-            tf.nest.map_structure(partial(_plain_array, where=where), _whole_list(part))
-            for where, part in zip(names, parts)
+            tf.nest.map_structure(
+                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part)
+            )
+            for letter, part in zip("xyw", (x, y, w))
+            if part is not None
         )
 
     return arrays
@@ -165,8 +168,9 @@ def _whole_list(part: Any) -> Any:
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
+    # A list of arrays is a structure, which tf.nest has to see as a tuple: tf.data would stack a list.
     if any(len(getattr(item, "shape", ())) for item in part):
-        return tuple(part)  # tf.data would stack a list of arrays.
+        return tuple(part)
     rows = np.empty(len(part), object)
     rows[:] = part
     return rows
@@ -196,15 +200,15 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
             )
         if array.dtype.kind == "O":
             array = _typed(array, where)
+    except DataError:
+        raise
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
 
     if array.dtype.kind in "mM":
         raise DataError(
-            f"{where} holds dates or times ({array.dtype}); give numbers, such as days: (x - x.min()) / "
-            "numpy.timedelta64(1, 'D')"
+            f"{where} holds dates or times ({array.dtype}); convert them to numbers, such as days: "
+            "(x - x.min()) / numpy.timedelta64(1, 'D')"
         )
     if array.dtype.kind not in TAKEN_KINDS:
         raise DataError(f"{where} holds {array.dtype}; numbers or text are needed")
@@ -295,13 +299,14 @@ def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarr
         DataError: A target is not one of the names.
     """
     distinct, inverse = np.unique(targets, return_inverse=True)
-    unknown = [_text(name) for name in distinct if _text(name) not in names]
+    texts = list(map(_text, distinct))
+    unknown = [text for text in texts if text not in names]
     if unknown:
         raise DataError(
             f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
             "names to class_names"
         )
-    indices = np.array([list(names).index(_text(name)) for name in distinct], np.int64)
+    indices = np.array(list(map(list(names).index, texts)), np.int64)
     return indices[inverse].reshape(targets.shape)
 
 

@@ -1,13 +1,14 @@
 """Data sets from a user's own function: from_dataset.
 
-The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. The streams
-obey the laws of all sources (see source.py): each epoch is opened anew, with seeds derived from the
-run's seed, and each step's batch is checked to be complete.
+The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. To obey the
+laws of all sources (see source.py), each epoch is opened anew, with seeds derived from the run's
+seed, and each step's batch must be complete.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 from tensorflow.data import Dataset
@@ -29,15 +30,13 @@ from hvtrain.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 # Advice at the end of messages.
-USE_SHARD = (
-    "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
-)
+USE_SHARD = "the function must return a different part for each shard, such as dataset.shard(num_shards, shard)"
 FIX_NUM_EXAMPLES = (
-    "shards need equal parts of num_examples; correct it, "
-    "or leave it out to have the examples of each shard counted"
+    "each shard must hold an equal part of num_examples; correct num_examples, or leave it out to have "
+    "the examples of each shard counted"
 )
 FIX_FUNCTION = (
-    "that is what was counted; the function must give as many for every epoch, seed and batch_size"
+    "the function must give as many as were counted, for every epoch, seed and batch_size"
 )
 
 
@@ -46,10 +45,9 @@ class FunctionSource(Source):
 
     Args:
         function: the user's function.
-        num_examples: number of examples by split; shards are assumed to be equal. For a split that
-            is left out, the function is called for each shard, and its examples are counted: by
-            reading them, if tf.data does not know their number. In a run, each rank counts its own
-            shards, and rank 0 also the whole.
+        num_examples: number of examples by split, of which each shard holds an equal part. The
+            examples of other splits are counted shard by shard: by reading them, if tf.data does not
+            know their number. In a run, each rank counts its own shards, and rank 0 also the whole.
         more_facts: facts for the model's builder and the task.
 
     Raises:
@@ -75,7 +73,7 @@ class FunctionSource(Source):
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: Parts = ()
         self._has_batches = False
-        """True if the function returns a PyDataset, as for the whole training part."""
+        """True if the function returned a PyDataset for the whole training part."""
 
         self._splits = self.SPLITS if "split" in function.declared else ("train",)
         unknown = [split for split in self._num_examples if split not in self._splits]
@@ -123,22 +121,21 @@ class FunctionSource(Source):
             return super().shard_sizes(split, num_shards, weights)
 
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
-        rank_sizes = [[self._count(key) for key in _shard_keys(rank, split)] for rank in ranks]
-        sizes = [size for of_rank in rank_sizes for size in of_rank]
+        sizes_by_rank = [[self._count(key) for key in _shard_keys(rank, split)] for rank in ranks]
+        sizes = list(chain(*sizes_by_rank))
 
         # If the function ignored its shard, all ranks would train on the same examples.
         if len(sizes) > 1 and min(sizes) == whole:
             raise DataError(
-                f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}"
+                f"{self.name} returns all {whole:,} examples of {split} for every shard; {USE_SHARD}"
             )
         if sum(sizes) != whole:
             raise DataError(
-                f"{self.name}: the {len(sizes)} shards of {split} hold "
-                f"{' + '.join(map(str, sizes))} examples and the whole {whole:,}; each example "
-                "must be in one shard"
+                f"{self.name}: the {len(sizes)} shards of {split} hold {' + '.join(map(str, sizes))} examples, but "
+                f"the whole {whole:,}; each example must be in exactly one shard"
             )
 
-        return [sum(of_rank) for of_rank in rank_sizes]
+        return list(map(sum, sizes_by_rank))
 
     def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
@@ -180,15 +177,15 @@ class FunctionSource(Source):
 
         Args:
             kept: see _open_examples().
-            seed: the run's seed; None: for evaluation, where surplus examples are an error too.
+            seed: the run's seed; None for evaluation, in which surplus examples are an error too.
 
         Raises:
             ConfigError: with on_error="skip".
-            DataError: if a shard is the whole data set, too small, or of other types than the data set.
+            DataError: if a shard is the whole data set, too small, or differs in types from the data set.
         """
         if self.on_error == "skip":
             raise ConfigError(
-                f"{self.name}: hvtrain cannot skip what a function cannot read; use "
+                f"{self.name}: data.on_error=skip does not apply to a user's function; use "
                 "data.on_error=stop, and dataset.ignore_errors() in the function"
             )
         # One shard, or several if ranks have unequal weights.
@@ -201,13 +198,13 @@ class FunctionSource(Source):
 
         def wrong_number(number: int) -> Exception:
             return self._function.fail(
-                f"{call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
+                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
             )
 
         # Several shards are joined before examples are skipped, since the start may be in any of them.
-        is_alone = len(keys) == 1
+        has_one_shard = len(keys) == 1
         start = share.begin(step)
-        first = start if is_alone else 0
+        first = start if has_one_shard else 0
         element_spec = self.element_spec
         opened = [self._open_examples(key, kept, epoch, first, values) for key in keys]
         parts, counts = zip(*opened)
@@ -217,20 +214,20 @@ class FunctionSource(Source):
             number = sum(counts)
             if len(keys) < keys[0].num_shards and number == self._num_examples.get(split):
                 raise DataError(
-                    f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}"
+                    f"{call} returns all {number:,} examples of num_examples; {USE_SHARD}"
                 )
             if number < share.num_examples:
                 raise wrong_number(number)
 
-        # The model was built for the types that the whole training part has.
+        # The model was built for the types of the whole training part.
         if parts[0].element_spec != element_spec:
             raise DataError(
-                f"{call} gives {kinds_in_words(parts[0].element_spec)} and at first "
-                f"{kinds_in_words(element_spec)}; all parts of the data need one kind"
+                f"{call} gives {kinds_in_words(parts[0].element_spec)}, but the whole training part "
+                f"{kinds_in_words(element_spec)}; give all shards and splits the same types and shapes"
             )
 
         examples = reduce(Dataset.concatenate, parts)
-        if not is_alone:
+        if not has_one_shard:
             examples = examples.skip(start)
         batches = examples.batch(share.batch_size)
         return cut_epoch(batches, share, step, wrong_number, ends=seed is None)
@@ -246,23 +243,23 @@ class FunctionSource(Source):
         """Opens a shard's examples of an epoch from `start` on.
 
         Args:
-            kept: the PyDatasets that are opened once for all epochs, unless the function declares epoch.
-            values: further arguments for the function: batch_size and, in training, the seed, with
-                which the batches of a PyDataset have another order in each epoch.
+            kept: PyDatasets that are opened once for all epochs, unless the function declares epoch.
+            values: further arguments for the function: batch_size and, in training, seed, which also
+                shuffles the batches of a PyDataset.
 
         Returns:
             The examples, and their number in the whole epoch, or None if it is unknown.
         """
         function = self._function
-        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
+        # A PyDataset cannot return to an earlier epoch, so a new one is opened.
         shard: Any = kept.get(key)
         if shard is None or shard.epoch > epoch:
-            # A PyDataset has to be whole, since its batches are read in another order in each epoch.
+            # A PyDataset has to be whole, since each epoch reads its batches in another order.
             num_seen = 0 if self._has_batches else start
             shard = function.open(key, epoch=epoch, start=num_seen, **values)
             if shard is None:
                 call = function.call_in_words(key)
-                raise function.fail(f"{call} returned None, and examples were expected")
+                raise function.fail(f"{call} returned None; examples are needed")
         if isinstance(shard, PyDatasetExamples):
             # A function that declares epoch is called for each epoch.
             if "epoch" not in function.declared:
@@ -285,8 +282,10 @@ class FunctionSource(Source):
             number = examples.count() if examples else 0
             if number is None:
                 call = self._function.call_in_words(key)
-                log.info("%s: its examples are read to count them; num_examples saves that", call)
-                number = examples.read_all()
+                log.info(
+                    "%s: reading all examples to count them; set num_examples to avoid that", call
+                )
+                number = examples.count_by_reading()
             self._counts[key] = number
         return self._counts[key]
 
@@ -326,7 +325,7 @@ def from_dataset(
     class_names: Sequence[str] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> FunctionSource:
-    """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts.
+    """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts of the data.
 
     The function returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets,
     weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments:
@@ -334,10 +333,10 @@ def from_dataset(
     - split: "train", "validation" or "test"; it then returns None for a split that does not exist.
     - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them:
       hvtrain seeds those.
-    - start: number of examples of the epoch that a resumed run has seen. The function then leaves them
-      out, which may be faster than reading and dropping them. It is 0 for a PyDataset.
-    - batch_size: the rank's batch size; the batches of a PyDataset may have another one. It is 1 while
-      examples are counted.
+    - start: number of examples of the epoch that a resumed run has already seen. The function must
+      leave them out, which may be faster than reading and dropping them. It is 0 for a PyDataset.
+    - batch_size: the rank's batch size, or 1 while examples are counted. The batches of a PyDataset
+      may have another size.
 
     Example:
         def numbers(shard, num_shards):
@@ -347,14 +346,14 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: number of examples in all shards together, by split, or of training alone; those of
-            other splits are counted.
+        num_examples: number of examples in all shards together, by split, or a single number for
+            train; the examples of other splits are counted.
         name: name of the data set; by default the function's.
         num_classes, class_names: number and names of the classes, if targets are classes.
         facts: facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take a shard and num_shards, or needs other arguments.
+        ConfigError: if the function does not take shard and num_shards, or needs other arguments.
     """
     if isinstance(num_examples, int):
         num_examples = {"train": num_examples}

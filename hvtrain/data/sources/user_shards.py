@@ -1,7 +1,7 @@
-"""Calls a user's function that opens shards of a data set, and reads what it returns.
+"""Calls a user's function that opens shards of a data set, and reads the shards that it returns.
 
-A shard is a tf.data pipeline or a keras.utils.PyDataset. Both are checked, and yield single examples
-in the types that models take.
+A shard is a tf.data pipeline or a keras.utils.PyDataset. Either is checked, and read as single
+examples in the types that models take.
 """
 
 import inspect
@@ -68,8 +68,7 @@ class PipelineExamples:
             if not part.shape.is_fully_defined():
                 raise DataError(
                     f"{name} gives tensors of shape {part.shape}; single examples of a known shape "
-                    "are needed: leave out .batch(), since the run makes batches, or set the shape "
-                    "with tf.ensure_shape"
+                    "are needed: remove .batch(), since the run makes batches, or set the shape with tf.ensure_shape"
                 )
         if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
             dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
@@ -82,15 +81,15 @@ class PipelineExamples:
         number = int(self.dataset.cardinality())
         return number if number >= 0 else None
 
-    def read_all(self) -> int:
-        """Counts the examples by reading them.
+    def count_by_reading(self) -> int:
+        """Counts the examples by reading them all.
 
         Raises:
             DataError: if they never end.
         """
         if self.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise DataError(
-                f"{self._name} gives examples without end; say by num_examples how many make an epoch"
+                f"{self._name} never ends; set num_examples to the number of examples in an epoch"
             )
         return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
 
@@ -146,9 +145,9 @@ class PyDatasetExamples:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
-            epoch: the epoch to begin; on_epoch_end and on_epoch_begin are called as Keras would have by then.
-            start: number of examples at the beginning of the epoch that are left out.
-            seed: the run's seed, to shuffle the batches; None: in their own order.
+            epoch: the epoch to begin; on_epoch_end and on_epoch_begin are called as often as Keras would by then.
+            start: number of examples to leave out at the beginning of the epoch.
+            seed: the run's seed, to shuffle the batches; None: the batches keep their order.
         """
         while self.epoch < epoch:
             if self.epoch >= 0:
@@ -157,14 +156,14 @@ class PyDatasetExamples:
             self.epoch += 1
         numbers = np.arange(len(self._sizes))
         if seed is not None:
-            # The order is the same on all ranks: if ranks read the same data by mistake, they have equal
-            # batches, which are noticed.
+            # The order is the same on all ranks, so that ranks that read the same data by mistake have equal
+            # first batches, which the run notices.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches that end at or before the start are not read; in the next one, examples are skipped.
-        ends = np.cumsum(self._sizes[numbers])
-        num_over = int(np.searchsorted(ends, start, side="right"))
-        within = start - int(ends[num_over - 1]) if num_over else start
+        # Batches before that of the first example are not read; in that one, examples are skipped.
+        begins = np.cumsum([0, *self._sizes[numbers]])
+        num_over = int(np.searchsorted(begins, start, side="right")) - 1
+        within = start - int(begins[num_over])
         flat = nest.flatten(self.element_spec)
         specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
 
@@ -182,8 +181,8 @@ class PyDatasetExamples:
         batch = self._batch(int(number))
         if _spec_of(batch) != self.element_spec:
             raise self._fail(
-                f"batch {number} holds {kinds_in_words(_spec_of(batch))} and batch 0 "
-                f"{kinds_in_words(self.element_spec)}; give all the same parts, of one type and shape"
+                f"batch {number} holds {kinds_in_words(_spec_of(batch))}, but batch 0 "
+                f"{kinds_in_words(self.element_spec)}; give all batches the same parts, types and shapes"
             )
 
         size = self._batch_size(batch, int(number))
@@ -211,8 +210,8 @@ class PyDatasetExamples:
 
     def _wrong_size(self, size: int, number: int) -> UserError:
         return self._fail(
-            f"batch {number} of {len(self._sizes)} holds {size} examples and batch 0 "
-            f"{self._sizes[0]}; give all batches one size, except that the last may be smaller"
+            f"batch {number} of {len(self._sizes)} holds {size} examples, but batch 0 "
+            f"{self._sizes[0]}; give all batches one size; only the last may be smaller"
         )
 
     def _fail(self, problem: str) -> UserError:
@@ -230,7 +229,7 @@ class UserFunction(NotesFailure):
         declared: names of the known arguments that the function takes.
 
     Raises:
-        ConfigError: if it does not take a shard and num_shards, or needs other arguments.
+        ConfigError: if it does not take shard and num_shards, or needs other arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -244,29 +243,29 @@ class UserFunction(NotesFailure):
         self._has_logged = False
 
         known = (*REQUIRED, *DEFAULTS)
-        parameters = inspect.signature(function).parameters.values()
-        names = {parameter.name for parameter in parameters}
-        # **kwargs accepts all arguments.
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            names.update(known)
-        self.declared = names.intersection(known)
+        self.declared: set[str] = set()
+        for argument in inspect.signature(function).parameters.values():
+            # **kwargs accepts all arguments.
+            if argument.kind is argument.VAR_KEYWORD:
+                self.declared.update(known)
+            elif argument.name in known:
+                self.declared.add(argument.name)
+            elif (
+                argument.default is argument.empty and argument.kind is not argument.VAR_POSITIONAL
+            ):
+                raise ConfigError(
+                    f"{self.name} has the argument {argument.name}, and hvtrain gives only {', '.join(known)}; set it "
+                    "with functools.partial"
+                )
 
         missing = [name for name in REQUIRED if name not in self.declared]
         if missing:
             raise ConfigError(
-                f"{self.name} takes no {' and no '.join(missing)}; it must return a part of the data for each shard"
+                f"{self.name} takes no {' and no '.join(missing)}; it must take both and return that shard"
             )
 
-        for parameter in parameters:
-            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_named and parameter.default is parameter.empty and parameter.name not in known:
-                raise ConfigError(
-                    f"{self.name} needs {parameter.name}, which nothing gives (it may take "
-                    f"{', '.join(known)}); set it with functools.partial"
-                )
-
     def call_in_words(self, key: ShardKey) -> str:
-        """Formats the call for a shard as Python code, to begin messages."""
+        """Formats the call for a shard as Python code, with which messages begin."""
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
@@ -295,7 +294,7 @@ class UserFunction(NotesFailure):
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.note)
         except UserError as error:
-            # The message says what is wrong; naming a line of the user's code would add nothing.
+            # The message already says what is wrong; a line of the user's code would add nothing.
             raise self.note(error) from error.__cause__
         except Exception as error:  # The user's code may raise anything.
             message = f"{call} failed: {cause_of(error)}; tracebacks=true shows its traceback"
@@ -315,26 +314,27 @@ class UserFunction(NotesFailure):
             return
 
         self._has_logged = True
-        # All operations of the pipeline are found by a private method, since tf.data has no public one.
+        # The list grows while it is read, until it has all operations of the pipeline. tf.data has no
+        # public method for that.
         operations = [shard.dataset]
         for operation in operations:
             operations += operation._inputs()
         if num_dropped:
             log.info(
                 "%s: the first %s examples of the epoch are read again and dropped; a function "
-                "that declares start can leave them out itself",
+                "that declares start can leave them out",
                 self.name,
                 f"{num_dropped:,}",
             )
         shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
         if "epoch" not in self.declared and not shuffles:
             log.warning(
-                "%s: it neither shuffles nor declares epoch, so all epochs may come in one order",
+                "%s neither shuffles nor declares epoch, so all epochs may have the same order",
                 self.name,
             )
         if any(getattr(operation, "_deterministic", None) == "false" for operation in operations):
             log.warning(
-                "%s: deterministic=False was found, so a resumed run will not end with the same bits",
+                "%s sets deterministic=False, so a resumed run will not end with the same bits",
                 self.name,
             )
 

@@ -31,7 +31,7 @@ from hvtrain.errors import ConfigError, DataError
 # Number of shards whose headers are read at the same time, since each read waits for storage.
 INDEXED_AT_ONCE = 16
 
-# WebDataset's rule: a name's part after the first dot is its kind, and the path up to that dot is the example's key.
+# WebDataset's rule: the path up to the first dot of the file name is the example's key, and the rest is the part's key.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 TargetOf = Callable[[Path, Member], Any]
@@ -53,18 +53,18 @@ def web_dataset(
 ) -> Source:
     """Makes a source of images with classes or masks in tar files, such as KEY.jpg beside KEY.cls.
 
-    Pixels are scaled to 0 ... 1. Since members are read by ranged reads, examples can be counted, a rank
-    shuffles all of its examples together, and a resumed run reads none again.
+    Pixels are scaled to 0 ... 1. Members are found by the headers of the shards, and read one by one. So
+    examples can be counted, a rank shuffles all of its examples together, and a resumed run reads none again.
 
     Args:
-        dir: the folder that holds the shards.
+        dir: the folder of the shards.
         image_shape: [height, width, channels] to which images are resized.
         num_classes: number of classes, including the background if targets are masks.
         train, validation, test: shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
-            Globs of the last two may match nothing.
-        image_key: endings of images' names; the first of these that an example has is its image.
-        label_key: ending of labels' names, for numbers or class names; json.NAME: a field of
-            KEY.json; seg.png, or another image: a mask, as in SegmentationFolder.
+            Globs for validation and test may match nothing.
+        image_key: endings of images' names. An example's image is the first of these that it has.
+        label_key: ending of labels' names: cls or the like for a number or class name; json.NAME for
+            a field of KEY.json; seg.png, or another image, for a mask as in SegmentationFolder.
         num_validation: number of examples taken out of train at random, with a fixed seed.
         flip: mirrors half of the training images, and their masks.
         colors: the colors of classes in colored masks; see SegmentationFolder.
@@ -106,7 +106,7 @@ class Shards:
             for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
                 if not name or name.startswith("/"):
                     raise ConfigError(
-                        f"dataset.{split} has the name {name!r}; give names or patterns within dataset.dir"
+                        f"dataset.{split} has the name {name!r}; give names or patterns relative to dataset.dir"
                     )
                 paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
                 if not paths and "*" not in name:
@@ -117,7 +117,7 @@ class Shards:
                     # Two patterns of a split may name the same shard.
                     if splits.setdefault(path, split) != split:
                         raise DataError(
-                            f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one"
+                            f"{path} is in both dataset.{splits[path]} and dataset.{split}; remove it from one"
                         )
 
         shards = defaultdict(list)
@@ -154,14 +154,14 @@ class Shards:
         rows = examples["train"]
         if not rows:
             raise DataError(
-                f"{self.folder}: the shards of train hold no example; see image_key and label_key of dataset"
+                f"{self.folder}: the shards of train hold no example; check dataset.image_key and dataset.label_key"
             )
         if not 0 <= self.num_validation < len(rows) or (
             self.num_validation and "validation" in examples
         ):
             raise ConfigError(
-                f"dataset.num_validation={self.num_validation} cannot be taken out of {len(rows)} training examples, "
-                "or validation has shards of its own; change it"
+                f"dataset.num_validation={self.num_validation} is not possible; give 0 ... {len(rows) - 1}, but only 0 "
+                "if validation has shards of its own"
             )
         if self.num_validation:
             validation, train = random_parts(self.num_validation, len(rows) - self.num_validation)
@@ -176,14 +176,14 @@ class Shards:
         return (suffix, names) if suffix == "json" else (self.label_key, [])
 
     def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Files, list[Unreadable]]:
-        """Lists the examples of a shard, and its unusable items."""
+        """Lists the examples of a shard, and what cannot be used in it."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
         keys: dict[str, dict[str, Member]] = {}
         for member in members:
             match = _NAME.fullmatch(member["name"])
             if match:
-                # Of several members with the same name, the last one counts, as if the shard were unpacked.
+                # The last of several members with one name counts, as if the shard were unpacked.
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
@@ -203,6 +203,8 @@ class Shards:
 
 
 class _Sharded(ListedImages):
+    """Base class for sources of images in shards."""
+
     name = "webdataset"
     ADVICE = "write or fetch the shard again"
     read_files = staticmethod(read_members)
