@@ -436,7 +436,7 @@ RECORD_LABELS = [
     (
         {"bytes_list": tf.train.BytesList(value=[b"dog"])},
         {},
-        r"label holds 1 names \(dog\) and .*num_classes is 2; set it to 1, or give",
+        r"label holds 1 names \(dog\), but .*num_classes is 2; set it to 1, or give",
     ),
     (
         {"bytes_list": tf.train.BytesList(value=[b"cow"])},

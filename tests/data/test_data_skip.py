@@ -171,7 +171,7 @@ def test_a_record_file_that_vanishes_or_is_cut_or_emptied_after_opening_is_named
     let_go()
     path.write_bytes(b"")
     assert failure(source, batches).startswith(
-        f"{path}: is empty; write or fetch the file again, or leave out "
+        f"{path}: is empty; write or fetch the file again, or set data.on_error=skip"
     )
     let_go()
     path.unlink()
