@@ -305,7 +305,7 @@ def _step(run: OwnRun) -> str:
     model = run.model
     comm = run.strategy.comm
     own = _own_gradients(run)
-    shared = [
+    shared: list[Any] = [
         None if hasattr(item, "rank_part") else values
         for item, values in zip(model.trainable_variables, own)
     ]
