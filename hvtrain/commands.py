@@ -40,7 +40,7 @@ use a run
   evaluate    finished.commands.evaluate   metrics of a finished run
   predict     finished.commands.predict    predictions for each example
   replay      checks.replay.replay         a stretch of a run repeated, for the same bits
-  bisect      checks.replay.bisect         the first step at which two runs part, and why
+  bisect      checks.replay.bisect         the first step at which two runs diverge, and why
   export      finished.commands.export     the model in another format, compared with the run's
   generate    finished.commands.generate   a text, continued by a language model
 search

@@ -104,17 +104,19 @@ def _views(findings: Findings) -> Figure:
     """Returns a figure of training images as they are, and as training and validation see them, side by side."""
     pictures = []
     for view in findings.views:
+        _, target = view[-1]
         seen = view[-NUM_DRAWS - 1 :]
         wholes = [image_of(inputs) for inputs, _ in view[: -len(seen)]]
         panels = [as_bytes(image) for image in wholes if image is not None]
         panels += _painted(seen)
-        pictures.append((png(*panels), _caption(view[-1][1], findings.class_names)))
+        pictures.append((png(*panels), _caption(target, findings.class_names)))
 
+    # All views are of the same form, so the last one stands for them.
     legend = []
     note = "The first training batch, with the augmentation of these settings."
     if len(seen) > 1:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
-    if np.ndim(view[-1][1]) > 1:
+    if np.ndim(target) > 1:
         note += " Masks are painted over it, but for class 0; ignored pixels are white."
         names = findings.class_names[: MAX_ROWS + 1]
         legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
@@ -155,8 +157,9 @@ def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
         if len(arrays) == 1 and arrays[0].ndim == 1 and arrays[0].dtype.kind in "iu":
             text = source.text_of(arrays[0].tolist()) or ""
         if text:
-            more = " ..." * (len(text) > SHOWN_CHARACTERS)
-            pairs.append((f"{facts.name} {number * facts.step}", text[:SHOWN_CHARACTERS] + more))
+            if len(text) > SHOWN_CHARACTERS:
+                text = f"{text[:SHOWN_CHARACTERS]} ..."
+            pairs.append((f"{facts.name} {number * facts.step}", text))
     if not pairs:
         return []
     return [Texts("Texts", "The first examples.", pairs, goes_on=False)]

@@ -129,23 +129,11 @@ class SplitFacts:
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
         inputs, targets = elements[:2]
-        for part, structure in (("inputs", inputs), ("targets", targets)):
-            for name, array in inputs_of(structure).items():
-                kind = input_kind(array.dtype, array.shape[1:])
-                size = " x ".join(map(str, kind["shape"]))
-                values = Values(", ".join(filter(None, [kind["type"], size])))
-                self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
-
-        if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
-            counts = count_classes(targets, num_classes)
-            self.num_outside += targets.size - int(counts.sum())
-            # A mask may have pixels that the loss ignores.
-            if targets.ndim > 1 and num_classes <= IGNORED:
-                self.num_outside -= int((targets == IGNORED).sum())
-            if self.class_counts is not None:
-                counts += self.class_counts
-            self.class_counts = counts
-        if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
+        self._add_values(inputs, targets)
+        has_labels = isinstance(targets, np.ndarray) and targets.dtype.kind in "iu"
+        if num_classes and has_labels:
+            self._count_classes(targets, num_classes)
+        if len(elements) > 2 and has_labels and np.shape(inputs) == targets.shape:
             # Masked language modeling hides random tokens of the inputs, so the targets, which are the whole text,
             # identify an example.
             inputs = targets
@@ -158,6 +146,24 @@ class SplitFacts:
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((array_digest(nest.flatten(example)), target_digest))
+
+    def _add_values(self, inputs: Any, targets: Any) -> None:
+        for part, structure in (("inputs", inputs), ("targets", targets)):
+            for name, array in inputs_of(structure).items():
+                kind = input_kind(array.dtype, array.shape[1:])
+                size = " x ".join(map(str, kind["shape"]))
+                values = Values(", ".join(filter(None, [kind["type"], size])))
+                self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
+
+    def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
+        counts = count_classes(targets, num_classes)
+        self.num_outside += targets.size - int(counts.sum())
+        # A mask may have pixels that the loss ignores.
+        if targets.ndim > 1 and num_classes <= IGNORED:
+            self.num_outside -= int((targets == IGNORED).sum())
+        if self.class_counts is not None:
+            counts += self.class_counts
+        self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
         """Returns one line for each fault for which training would be refused."""
@@ -190,9 +196,9 @@ class SplitFacts:
             num_others = sum(
                 self.digests[index][1] != self.digests[first][1] for index, first in repeats
             )
-            others = f", with another target {num_others:,}" if num_others else ""
+            others = f", {num_others:,} with another target" if num_others else ""
             lines.append(
-                f"{self.name}: repeated {len(repeats):,} of {self.num_read:,} examples{others}; "
+                f"{self.name}: {len(repeats):,} of {self.num_read:,} examples repeat an earlier one{others}; "
                 f"{self.example(number)} is {self.example(earlier)}"
             )
 
@@ -200,7 +206,7 @@ class SplitFacts:
         if shared and self is not train:
             number, earlier = shared[0]
             lines.append(
-                f"{self.name}: also in train {len(shared):,} of {self.num_read:,} examples; "
+                f"{self.name}: {len(shared):,} of {self.num_read:,} examples are in train too; "
                 f"{self.example(number)} is {train.example(earlier)} of train"
             )
         return lines

@@ -8,7 +8,7 @@ all-reduce, must end with different weights, or the comparison would prove nothi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -55,6 +55,14 @@ class Case:
     steps_per_reduction: int = 1
     more_layers: Callable[[], list[keras.layers.Layer]] = list
     reduction: str = "sum_over_batch_size"
+
+
+class Trained(NamedTuple):
+    """The weights before a training, the weights and float slots after it, and its number of reductions."""
+
+    before: Arrays
+    after: Arrays
+    reductions: int
 
 
 class OwnStep(SGD):
@@ -142,32 +150,36 @@ def compare(
         ]
 
     own = batches(order[:, rank])
-    before, after, reductions = _train(case, own, rank, wrap, hvd.DistributedLoss)
+    together = _train(case, own, rank, wrap, hvd.DistributedLoss)
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
-    plain = _train(case, own, rank, wrap)[1] if case.kind in UNLIKE else None
+    plain = _train(case, own, rank, wrap).after if case.kind in UNLIKE else None
     # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
     joint = None
     alone = None
     if rank == 0:
-        joint = _train(case, batches(order), seed=0)[1]
+        joint = _train(case, batches(order), seed=0).after
     if rank == size - 1:
-        alone = _train(case, batches(order[:, 0]), seed=0)[1]
+        alone = _train(case, batches(order[:, 0]), seed=0).after
 
     # The model is small enough to gather its arrays as one object from each rank.
-    results = (before, after, reductions, joint, alone)
-    everyone = hvd.allgather_object(results, name="hvtrain.compare")
-    first_before, first_after, _, expected, _ = everyone[0]
+    everyone = hvd.allgather_object((together, joint, alone), name="hvtrain.compare")
+    first, expected, _ = everyone[0]
+    _, _, without_reduction = everyone[-1]
     error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
+    of_ranks = [trained for trained, _, _ in everyone]
 
     return Comparison(
-        error=largest_difference(first_after, expected),
-        error_without_reduction=largest_difference(everyone[-1][4], expected),
+        error=largest_difference(first.after, expected),
+        error_without_reduction=largest_difference(without_reduction, expected),
         error_of_plain_loss=hvd.broadcast_object(error_of_plain_loss, name="hvtrain.compare"),
         ranks_differ=max(
-            max(largest_difference(before, first_before), largest_difference(after, first_after))
-            for before, after, *_ in everyone
+            max(
+                largest_difference(trained.before, first.before),
+                largest_difference(trained.after, first.after),
+            )
+            for trained in of_ranks
         ),
-        reductions=min(reductions for _, _, reductions, *_ in everyone),
+        reductions=min(trained.reductions for trained in of_ranks),
     )
 
 
@@ -288,12 +300,8 @@ def _train(
     seed: int,
     wrap: Callable[[Any], Any] | None = None,
     wrap_loss: Callable[[Any], Any] = lambda loss: loss,
-) -> tuple[Arrays, Arrays, int]:
-    """Trains for one pass over the batches.
-
-    Returns:
-        The weights before, the weights and float slots after, and the number of reductions.
-    """
+) -> Trained:
+    """Trains for one pass over the batches."""
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
@@ -316,4 +324,4 @@ def _train(
     # Slots only: counters are integers, and the learning rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]
-    return before, [*model.get_weights(), *slots], hvd.num_reductions(model.optimizer)
+    return Trained(before, [*model.get_weights(), *slots], hvd.num_reductions(model.optimizer))

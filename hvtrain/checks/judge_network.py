@@ -39,10 +39,10 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
     addresses = {name: _address(cluster, name) for name in cluster}
 
     def problems(host, facts):
-        of_names = list(_name_problems(cluster, host, addresses))
+        wrong_names = list(_name_problems(cluster, host, addresses))
         # One row for a host, however many names it resolves wrongly.
-        for finding, fix in of_names[:1]:
-            others = f" (and {len(of_names) - 1} more)" if len(of_names) > 1 else ""
+        for finding, fix in wrong_names[:1]:
+            others = f" (and {len(wrong_names) - 1} more)" if len(wrong_names) > 1 else ""
             yield f"{finding}{others}", fix
 
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items())

@@ -161,9 +161,10 @@ def _shards(strategy: Strategy) -> str:
     read = [int(number) for images, _ in batches for number in images.numpy().ravel()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
-        num_read = len(set(everyone))
+        num_different = len(set(everyone))
         raise CheckError(
-            f"{num_read} of {count} samples were read, {len(everyone)} times; look at data/"
+            f"the ranks read {len(everyone)} samples, {num_different} different ones, and should read each of the "
+            f"{count} once; please report this bug"
         )
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
 
@@ -273,7 +274,7 @@ def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
 
 
 def _data(run: OwnRun) -> str:
-    """Counts, by their hashes, the examples in the ranks' first batches that more than one rank reads."""
+    """Checks that shards add up, and that few examples of the ranks' first batches are read by several ranks."""
     hashes: set[bytes] = set()
     for batch in run.batches().as_numpy_iterator():
         hashes.update(map(array_digest, zip(*tf.nest.flatten(batch))))
@@ -301,21 +302,10 @@ def _data(run: OwnRun) -> str:
 
 def _step(run: OwnRun) -> str:
     """Compares the distributed step with a plain one on the mean of all ranks' gradients."""
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(next(iter(run.batches())))
     model = run.model
     comm = run.strategy.comm
-
-    @tf.function
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
-        values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-        # Sparse gradients (of embeddings) become dense ones.
-        return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
-
-    # There is no gradient for a variable on which the loss does not depend.
-    own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
-    shared = [
+    own = _own_gradients(run)
+    shared: list[Any] = [
         None if hasattr(item, "rank_part") else values
         for item, values in zip(model.trainable_variables, own)
     ]
@@ -335,8 +325,9 @@ def _step(run: OwnRun) -> str:
     change = _change(model.optimizer, own, model.trainable_variables)
     count = hvd.num_reductions(model.optimizer) - reductions_before
     gap = max(comm.gather(largest_difference(change, expected)))
-    pairs = [pair for pair in zip(shared, joint) if pair[0] is not None]
-    apart = max(comm.gather(largest_difference(*map(list, zip(*pairs)))))
+    compared = [i for i, gradient in enumerate(shared) if gradient is not None]
+    own_gap = largest_difference([shared[i] for i in compared], [joint[i] for i in compared])
+    own_gap = max(comm.gather(own_gap))
 
     if not count:
         raise CheckError(
@@ -346,7 +337,23 @@ def _step(run: OwnRun) -> str:
         raise CheckError(
             f"the step differs from a plain one on the mean gradient by {gap:.2g}; look at strategy.distribute"
         )
-    return f"equals a plain step on all ranks' mean gradient to {gap:.1g}; own gradients differ from it by {apart:.1g}"
+    return f"equals a plain step on the ranks' mean gradient to {gap:.1g}; own gradients differ by {own_gap:.1g}"
+
+
+def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:
+    """Returns this rank's gradients on its first batch; None for a variable on which the loss does not depend."""
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(next(iter(run.batches())))
+    model = run.model
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
+        values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        # Sparse gradients (of embeddings) become dense ones.
+        return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
+
+    return [None if gradient is None else gradient.numpy() for gradient in gradients()]
 
 
 def _mean(gradients: tuple[Any, ...]) -> Any:
@@ -387,4 +394,4 @@ def _weights(run: OwnRun) -> str:
     # Moving statistics of batch normalization differ between ranks until they are averaged.
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
-    return f"equal on {run.plan.size} rank(s) after it, optimizer state too"
+    return f"equal on {run.plan.size} rank(s) after this step, optimizer state too"

@@ -39,6 +39,7 @@ def replay() -> int:
         REPLAY_ABOUT,
         REPLAY_EXAMPLES,
         "steps",
+        trains=True,
         tolerance={
             "type": not_negative,
             "default": TOLERANCE,
@@ -70,7 +71,7 @@ def refuse_checkpoint(finished: FinishedConfig) -> None:
     """Raises ConfigError for checkpoint=NAME, which other commands accept."""
     if "checkpoint" in finished.arguments:
         raise ConfigError(
-            "checkpoint= chooses nothing here: receipts say which checkpoint to begin with; leave it out"
+            "checkpoint= has no effect here: the receipts decide which checkpoint to begin with; leave it out"
         )
 
 
@@ -114,14 +115,14 @@ def choose_stretch(
     # A run is repeated from its beginning only on request, since that may take weeks.
     if begin == 0 < first:
         raise CheckpointError(
-            f"{folder} has no checkpoint up to step {first}, only {checkpoints or 'none'}; choose a later FROM, repeat "
-            f"it from the beginning (steps=0:{last}), or keep more checkpoints (checkpoint.keep)"
+            f"{folder} has no checkpoint up to step {first} (there are: {checkpoints or 'none'}); choose a later FROM, "
+            f"repeat the run from its beginning (steps=0:{last}), or keep more checkpoints (checkpoint.keep)"
         )
     saves = tuple(step for step in steps if begin < step <= last)
     if not saves:
         there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"{folder} has no receipt after step {begin} up to {last}, only of steps {there}"
+            f"{folder} has no receipt after step {begin} up to {last} (there are: {there}); choose other steps"
         )
     kept = [step for step in saves if step in checkpoints]
     return Repetition(folder, begin, saves, each_step, measured=max(kept, default=None))
@@ -185,16 +186,16 @@ def causes_of(before: Facts, now: Facts) -> list[str]:
 
 
 def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
-    """Returns a line for each cause; if the receipts show none, one line on what remains possible."""
+    """Returns a line for each cause; if the receipts show none, a line about what else is possible."""
     if causes:
         return [f"cause: {cause}" for cause in causes]
     if not is_deterministic:
         return [
-            "cause: an operation without a fixed order (train.deterministic=false); all that receipts know is equal"
+            "cause: an operation without a fixed order (train.deterministic=false); receipts show no other difference"
         ]
     return [
-        "cause: none that receipts know, and operations are deterministic; repeat it on another host, and look for "
-        "data files that have changed and kept their sizes"
+        "cause: none that receipts show, and operations are deterministic; repeat it on another host, and look for "
+        "data files whose content changed but not their size"
     ]
 
 
@@ -210,7 +211,9 @@ BISECT_EXAMPLES = """\
 
 def bisect() -> int:
     """Compares two runs' receipts; if they differ, repeats both to find the step. Rank 0 prints the result."""
-    options, finished = parse_command("bisect", "with=RUN", BISECT_ABOUT, BISECT_EXAMPLES, "with")
+    options, finished = parse_command(
+        "bisect", "with=RUN", BISECT_ABOUT, BISECT_EXAMPLES, "with", trains=True
+    )
     refuse_checkpoint(finished)
     folder = finished.arguments.get("with")
     if not folder:
@@ -218,18 +221,18 @@ def bisect() -> int:
     settings = [
         text for text in options.overrides if "=" in text and not text.startswith(("run=", "with="))
     ]
-    other = finished_config([f"run={folder}", *settings], trust=options.trust)
+    other = finished_config([f"run={folder}", *settings], trust=options.trust, trains=True)
     with console.quiet_import(finished.config.verbose):
         from hvtrain.checks.repeat import repeat
 
-    parting = Parting((finished, other))
-    code = repeat(finished.config, parting.compare, lambda _: CONTINUE, stays=True)
+    divergence = Divergence((finished, other))
+    code = repeat(finished.config, divergence.compare, lambda _: CONTINUE, stays=True)
     if code != CONTINUE:
         return code
-    return repeat(other.config, lambda _: parting.stretches[1], parting.conclude)
+    return repeat(other.config, lambda _: divergence.stretches[1], divergence.conclude)
 
 
-class Parting:
+class Divergence:
     """Finds where two runs diverge (chief only)."""
 
     def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
@@ -247,7 +250,7 @@ class Parting:
         steps = [step for step in mine if step in others]
         if not steps:
             raise ConfigError(
-                "no two receipts are of the same step; train one run again with checkpoints as the other's"
+                "the runs have no receipts of the same step; train one of them again, saving at the other's steps"
             )
         step = next((step for step in steps if mine[step].digests != others[step].digests), None)
         if step is None:
@@ -255,7 +258,7 @@ class Parting:
             return 0
 
         before = max((equal for equal in steps if equal < step), default=0)
-        print(f"the runs part after step {before:,}, up to step {step:,}")
+        print(f"the runs diverge between steps {before:,} and {step:,}")
         causes = causes_of(mine[step].facts, others[step].facts)
         is_deterministic = all(run.config.train.deterministic for run in self.runs)
         print("\n".join(cause_lines(causes, is_deterministic)))
@@ -265,29 +268,31 @@ class Parting:
                 of_run = receipts[step].facts.get("ranks", {}).get("number of ranks")
                 if of_run != num_ranks:
                     raise ConfigError(
-                        f"{run.folder} had {of_run} ranks and {num_ranks} were started"
+                        f"{run.folder} had {of_run} ranks, but {num_ranks} were started"
                     )
                 self.stretches.append(
                     choose_stretch(run.folder, list(receipts), (before, step), each_step=True)
                 )
         except (CheckpointError, ConfigError) as error:
-            print(f"{note}\nsteps between are not known: {error}")
+            print(f"{note}\nthe first step at which they differ is unknown: {error}")
             return 1
         return self.stretches[0]
 
     def conclude(self, _: "Repetition") -> int:
         """Compares both repetitions step by step, and prints the result."""
-        # The stretches are by now filled in with their repetitions' digests.
+        # By now, both stretches hold the digests of their repetitions.
         mine, others = (stretch.digests for stretch in self.stretches)
         steps = sorted(mine.keys() & others.keys())
         step = next((step for step in steps if mine[step] != others[step]), None)
         if step is None:
-            print("the repetitions do not part: what made the runs differ did not come back")
+            print(
+                "the repetitions do not diverge: whatever made the runs differ did not happen again"
+            )
         else:
             print(f"first at step {step:,}: {first_difference(mine[step], others[step])}")
         for stretch, receipts in zip(self.stretches, self.receipts):
             if any(receipts[save].digests != stretch.digests[save] for save in stretch.saves):
                 print(
-                    f"{stretch.folder} has not repeated its own bits, so that step may be another than then"
+                    f"{stretch.folder} did not repeat its own bits, so the runs may have diverged at another step"
                 )
         return 1

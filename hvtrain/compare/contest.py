@@ -274,8 +274,8 @@ class Contest:
         for contestant, number in schedule:
             if contestant.name in self.errors:
                 continue
-            similar = list(self.whole.values()) if number == WHOLE else short_runs
             # A short run says nothing about a whole one, which also validates and saves.
+            similar = list(self.whole.values()) if number == WHOLE else short_runs
             if similar:
                 known_seconds += mean(training.seconds for training in similar)
             else:

@@ -322,7 +322,7 @@ def _draw_curves(
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
         # Widths differ so that curves that coincide stay visible.
-        style = {"linewidth": 2.6 - 0.3 * row, "markersize": 3, "alpha": 0.9}
+        style = {"linewidth": max(0.5, 2.6 - 0.3 * row), "markersize": 3, "alpha": 0.9}
         if points:
             axes.plot(*zip(*points), "o-", label=entry["name"], color=color, **style)
 

@@ -24,8 +24,9 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The groups whose `_target_` is called when a run is opened.
+# The groups whose `_target_` is called when a run is opened, and those that training it again calls too.
 BUILT = ("dataset", "model", "task", "optimizer")
+TRAINED = (*BUILT, "schedule", "strategy", "augment", "callbacks")
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
 SETTINGS = """\
 SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
@@ -65,6 +66,7 @@ def parse_command(
     description: str,
     examples: str,
     *names: str,
+    trains: bool = False,
     **options: dict[str, Any],
 ) -> tuple[argparse.Namespace, FinishedConfig]:
     """Parses the command line, and returns its options and the finished run that it names.
@@ -75,6 +77,7 @@ def parse_command(
         description: what it does.
         examples: command lines, indented.
         *names: the names of its own arguments, such as split.
+        trains: True if the command trains the run again.
         **options: its own options by name, as keyword arguments of argparse.
 
     Raises:
@@ -94,10 +97,12 @@ def parse_command(
     for name, arguments in options.items():
         parser.add_argument(f"--{name}", **arguments)
     parsed = parser.parse_with_overrides()
-    return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust)
+    return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust, trains=trains)
 
 
-def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> FinishedConfig:
+def finished_config(
+    arguments: Sequence[str], *names: str, trust: bool, trains: bool = False
+) -> FinishedConfig:
     """Finds the run named by RUN or run=RUN, and separates the command's own arguments from its overrides.
 
     checkpoint=NAME belongs to every command; all other arguments override the run's settings.
@@ -106,6 +111,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> Finis
         arguments: the command line, without options.
         *names: the names of the command's own arguments.
         trust: allow the run's settings to name code that is neither hvtrain's nor Keras's.
+        trains: True if the run is trained again, which calls more of its settings.
 
     Raises:
         ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
@@ -133,7 +139,8 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> Finis
         )
 
     # Checked before anything is composed, since composing may call Hydra's callbacks.
-    foreign = [] if trust else foreign_code(folder, settings)
+    groups = TRAINED if trains else BUILT
+    foreign = [] if trust else foreign_code(folder, settings, groups)
     if foreign:
         raise ConfigError(
             f"run={folder} names code that is not hvtrain's or Keras's, and would be executed: {', '.join(foreign)}; "
@@ -147,8 +154,8 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool) -> Finis
     return finished
 
 
-def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
-    """Returns the foreign code that opening a run would call, each item as NAME=TARGET.
+def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = BUILT) -> list[str]:
+    """Returns the foreign code that using a run would call, each item as NAME=TARGET.
 
     A run folder may come from somebody else, and calling what its settings name, such as numpy.load,
     could execute anything. Targets are trusted if hvtrain's own choices or `settings` name them, or
@@ -158,6 +165,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
     Args:
         folder: the run folder.
         settings: the overrides on the command line.
+        groups: the groups of settings whose targets would be called.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
@@ -175,7 +183,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
     foreign = []
-    for part in BUILT:
+    for part in groups:
         # A choice on the command line replaces the run's part, targets included.
         if part not in overridden:
             for name, target in _targets(part, tree.get(part)):

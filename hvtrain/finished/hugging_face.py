@@ -16,8 +16,8 @@ from hvtrain.errors import ConfigError, in_one_line
 
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
-NO_SIZE = 64
-"""The size that the usage example uses for an unknown dimension."""
+# The size of a variable dimension in the usage example.
+EXAMPLE_SIZE = 64
 # Our tasks' names on the Hub; that of classification is for images only.
 TASKS = {
     "classification": "image-classification",
@@ -82,10 +82,10 @@ def model_card(
     if pipeline:
         head["pipeline_tag"] = pipeline
     if metrics:
-        types = [name.partition("_")[2] for name in metrics]
+        types = [metric.removeprefix("test_") for metric in metrics]
         values = [
-            {"type": kind, "name": name, "value": metrics[name]}
-            for kind, name in zip(types, metrics)
+            {"type": kind, "name": metric, "value": value}
+            for kind, (metric, value) in zip(types, metrics.items())
         ]
         dataset = {"name": facts["dataset"], "type": facts["dataset"]}
         results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
@@ -128,7 +128,9 @@ def example_code(spec: Any) -> str:
     if not isinstance(spec, dict):
         return f"[{', '.join(map(example_code, spec))}]"
     if _is_array(spec):
-        return f'tf.zeros({[1, *(side or NO_SIZE for side in spec["shape"])]}, "{spec["dtype"]}")'
+        return (
+            f'tf.zeros({[1, *(side or EXAMPLE_SIZE for side in spec["shape"])]}, "{spec["dtype"]}")'
+        )
     parts = [f"{json.dumps(name)}: {example_code(part)}" for name, part in spec.items()]
     return f"{{{', '.join(parts)}}}"
 

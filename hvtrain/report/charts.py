@@ -1,4 +1,4 @@
-"""Draws charts, as PNG files or as SVG for a page that follows the reader's light or dark mode; and runs' curves."""
+"""Draws charts, such as the curves of runs: as PNG files, or as SVG that follows a page's light or dark mode."""
 
 import io
 import re
@@ -35,6 +35,8 @@ Points = Sequence[tuple[float, float]]
 
 # Up to this many ranks get a curve each; for more, only the slowest, median and fastest are shown.
 MOST_RANKS = 6
+# Metrics without a chart: FLOP/s are proportional to the speed, which has one.
+_NOT_DRAWN = ("flops_per_second", "share_of_peak")
 _WIDTH = 4.4  # In inches, like the height.
 _HEIGHT = 2.6
 
@@ -58,9 +60,9 @@ def picture(
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns)
-    for each in figure.axes:
-        each.grid(alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in figure.axes:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
 
     yield figure, axes
 
@@ -251,14 +253,10 @@ def _with_points(charts: Iterable[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 
-FLOPS = ("flops_per_second", "share_of_peak")
-
-
 def _metric_names(runs: Sequence[RunFiles]) -> list[str]:
     """Returns the names of the metrics without "val_": the loss first, the others in order of appearance."""
     columns = (name for run in runs for row in run.history for name in row.metrics)
-    # FLOP/s are proportional to the speed, which has its own chart.
-    names = dict.fromkeys(name.removeprefix("val_") for name in columns if name not in FLOPS)
+    names = dict.fromkeys(name.removeprefix("val_") for name in columns if name not in _NOT_DRAWN)
     return sorted(names, key=lambda name: name != "loss")
 
 
@@ -278,18 +276,12 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     """
     num_ranks = max(map(len, rank_seconds.values()), default=0)
     if num_ranks <= MOST_RANKS:
-        return [
-            Series(
-                f"rank {rank}",
-                [
-                    (epoch, 1000 * row[rank])
-                    for epoch, row in rank_seconds.items()
-                    if rank < len(row)
-                ],
-                rank,
-            )
-            for rank in range(num_ranks)
-        ]
+        curves = []
+        for rank in range(num_ranks):
+            rows = [(epoch, row) for epoch, row in rank_seconds.items() if rank < len(row)]
+            points = [(epoch, 1000 * row[rank]) for epoch, row in rows]
+            curves.append(Series(f"rank {rank}", points, rank))
+        return curves
 
     statistics: Any = {"slowest": max, "median": median, "fastest": min}
     return [

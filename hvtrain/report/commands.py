@@ -33,10 +33,6 @@ WIDTH = 80
 MIN_METRIC_WIDTH = 10
 MIN_NAME_WIDTH = 12
 
-COLUMNS = (
-    *("run", "state", "resumable", "metric", "score", "sign"),
-    *("examples_per_second", "num_ranks", "progress", "began", "error"),
-)
 # A run as --json prints it. Unknown values are None; an unknown date is empty.
 Row = dict[str, Any]
 
@@ -204,9 +200,20 @@ def run_row(path: Path, folder: Path) -> Row:
     if path != folder:
         name = str(path.relative_to(folder))
 
-    row = dict.fromkeys(COLUMNS)
+    row: Row = {
+        "run": name,
+        "state": "damaged",
+        "resumable": False,
+        "metric": None,
+        "score": None,
+        "sign": None,
+        "examples_per_second": None,
+        "num_ranks": None,
+        "progress": None,
+        "began": "",
+        "error": None,
+    }
     # One damaged run must not hide the others.
-    row.update(run=name, state="damaged", resumable=False, began="")
     try:
         run = read_run(path)
     except UserError as error:

@@ -124,7 +124,9 @@ def state_text(run: RunFiles) -> str:
     text = run.state
     if run.progress is not None and run.state != "finished":
         text += f" at {run.progress:.0%}"
-    return text + ", resumable" * run.is_resumable
+    if run.is_resumable:
+        text += ", resumable"
+    return text
 
 
 def yaml_text(value: Any) -> str:

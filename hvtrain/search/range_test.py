@@ -180,8 +180,9 @@ def write(
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
 
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
-        if averages:
+        # Only the last loss can be infinite or NaN, which no axis can reach.
+        if len(averages) > 1:
             # Scaled to the first half. A loss that diverges later is cut off, as it would flatten the rest.
-            before = averages[: max(1, len(averages) // 2)]
+            before = averages[: len(averages) // 2]
             axes.set_ylim(min(0.0, *averages), 1.1 * max(before))
         axes.legend()

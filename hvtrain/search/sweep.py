@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -245,25 +246,7 @@ class Trials:
 
     def _run_next(self) -> None:
         title = f"{len(self.results['trials']) + 1} of {self.num_trials}"
-
-        def run_trial(
-            number: int, settings: dict[str, Any], is_hopeless: IsHopeless
-        ) -> float | None:
-            values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-            trial_title = f"{title}: trial {number} ({values})"
-            progress(f"{trial_title}; {self._so_far()} ...")
-
-            def judge(epoch: int, value: float) -> bool:
-                progress(
-                    f"{trial_title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ..."
-                )
-                return is_hopeless(epoch, value)
-
-            return train_trial(
-                self._command(number, settings), self._run_folder(number), self.goal, judge
-            )
-
-        self.study.try_next(run_trial)
+        self.study.try_next(partial(self._run_trial, title))
         progress("")
         self._collect()
         trial = self.results["trials"][-1]
@@ -274,6 +257,23 @@ class Trials:
             f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}",
             flush=True,
         )
+
+    def _run_trial(
+        self, title: str, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
+    ) -> float | None:
+        """Runs a trial and shows its progress; returns its value, or None if it was pruned."""
+        values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
+        title = f"{title}: trial {number} ({values})"
+        progress(f"{title}; {self._so_far()} ...")
+
+        def judge(epoch: int, value: float) -> bool:
+            progress(
+                f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ..."
+            )
+            return is_hopeless(epoch, value)
+
+        command = self._command(number, settings)
+        return train_trial(command, self._run_folder(number), self.goal, judge)
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
         # The user waits for the whole sweep, so single trials send no notices.

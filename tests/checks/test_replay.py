@@ -251,7 +251,7 @@ def test_two_runs_part_at_a_step(results):
     assert lines(results["parted"]) == (
         1,
         [
-            "the runs part after step 9, up to step 12",
+            "the runs diverge between steps 9 and 12",
             "cause: settings: optimizer.learning_rate is 0.001 and 0.003",
             # Adam's moments depend on the gradients alone, which are still the same.
             "first at step 10: dense1/kernel (4 of 13 variables differ)",
@@ -261,14 +261,14 @@ def test_two_runs_part_at_a_step(results):
 
 def test_what_cannot_be_repeated_is_refused_in_one_line(results):
     assert re.search(
-        "has no receipt after step 18 up to 30, only of steps 4, 8, 9, 12, 16, 18",
+        r"has no receipt after step 18 up to 30 \(there are: 4, 8, 9, 12, 16, 18\)",
         results["no receipt"]["error"],
     )
     assert (
         results["alone"]["error"]
         == "ConfigError: with=RUN is missing; name the folder of the other run"
     )
-    assert re.search("checkpoint= chooses nothing here: .*; leave it out", results["best"]["error"])
+    assert re.search("checkpoint= has no effect here: .*; leave it out", results["best"]["error"])
     for text in ("x", "5", "5:5", "9:4", "-1:4"):
         with pytest.raises(ConfigError, match=f"steps={text} is not FROM:TO with FROM below TO"):
             parse_steps(text)
@@ -312,7 +312,7 @@ def test_without_deterministic_operations_a_small_difference_is_excused(tmp_path
     )
     assert judged(1e-3, 1e-4)[0] == 1
     code, text = judged(1e-6, None)
-    assert code == 1 and "cause: none that receipts know, and operations are deterministic" in text
+    assert code == 1 and "cause: none that receipts show, and operations are deterministic" in text
     code, text = judged(1e-6, 1e-4, {"ranks": {"number of ranks": 2}})
     assert code == 1 and "cause: ranks: number of ranks is 3 and 2" in text
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hvtrain
+from hvtrain.checks.replay import replay
 from hvtrain.data.formats.documents import embedded
 from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.finished import commands
@@ -231,6 +232,15 @@ def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path}", "--trust"])
     with pytest.raises(ConfigError, match=r"does not have all settings"):
         commands.predict()
+
+
+def test_commands_that_train_a_run_again_refuse_foreign_code_of_its_training(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("callbacks: {a: {_target_: os.system}}\n")
+    assert foreign_code(tmp_path, []) == [], "opening a run calls no callback"
+    monkeypatch.setattr(sys, "argv", ["replay", f"run={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"callbacks.a._target_=os.system; add --trust"):
+        replay()
 
 
 def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):
