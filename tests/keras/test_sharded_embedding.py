@@ -18,6 +18,7 @@ EQUAL = [
         "adagrad",
         "adam",
         "lazy adam",
+        "lazy adam in NumPy",
         "rowwise adagrad",
         "averages",
         "accumulation",
@@ -26,6 +27,7 @@ EQUAL = [
         "loss scale",
         "shared by two inputs",
         "all on one rank",
+        "nothing on one rank",
         "clipnorm",
         "global_clipnorm",
     ),
@@ -36,6 +38,7 @@ EQUAL = [
     scope="module",
     params=[
         pytest.param(("gloo", 3), id="gloo-3"),
+        pytest.param(("gloo", 4), marks=pytest.mark.nightly, id="gloo-4"),
         pytest.param(("mpirun", 2), marks=pytest.mark.release, id="mpi-2"),
     ],
 )
@@ -99,6 +102,12 @@ def test_rows_of_an_example_are_combined(ranks, combiner):
     assert all(rank[combiner] for rank in ranks)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_weights_of_ids_equal_numpys_forward_and_in_gradients(ranks, combiner):
+    for rank in ranks:
+        assert max(rank[f"weighted {combiner}"].values()) < 1e-6
+
+
 @pytest.mark.parametrize("case", ["fitted", "fitted in mixed precision"])
 def test_fit_with_the_usual_callbacks_learns_and_keeps_shared_weights_equal(ranks, case):
     for rank in ranks:
@@ -123,6 +132,10 @@ def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
     assert ranks[0]["saved"]["gap"] == 0
     assert "save the model inside hvd.whole_tables(model)" in ranks[0]["saved"]["alone"]
     assert [rank["saved"]["reloaded"] for rank in ranks] == [0.0] * len(ranks)
+
+
+def test_evaluate_and_predict_equal_one_process(ranks):
+    assert ranks[0]["saved"]["evaluated"] < 1e-6
 
 
 def test_an_error_about_ids_becomes_one_line():

@@ -1,6 +1,7 @@
 """model.shard_embeddings: whole runs on real ranks, against the same runs without it."""
 
 import json
+import re
 import shutil
 
 import keras
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import many_runs
+from launching import ROOT, many_runs, train
 
+SUPPORT = ROOT / "tests" / "support"
 pytestmark = pytest.mark.distributed
 
 PLAIN = [
@@ -43,11 +45,16 @@ PLAIN = [
 SHARDED = [*PLAIN, "model.shard_embeddings=[user*]"]
 # At this rate weights stay what they begin as.
 TAKEN = ["train.epochs=1", "optimizer.learning_rate=1e-30"]
-FAILS = ["+callbacks.fail._target_=tables.Fail", "+callbacks.fail.batch=6"]
+# Rank 1 kills itself between two checkpoints.
+KILLED = [
+    f"+callbacks.strike.{setting}"
+    for setting in ("_target_=strike.Strike", "rank=1", "step=7", "done=struck")
+]
+# Drawn as before, and example 401, of rank 1, is the only one with ids out of range.
+SPOILED = ["dataset._target_=tables.clicks", "+dataset.bad_example=401"]
 RUNS = {
     "plain": PLAIN,
     "sharded": SHARDED,
-    "fails": [*SHARDED, *FAILS, "run.dir={folder}/again"],
     # By the number of rows.
     "again": [*PLAIN, "model.shard_embeddings=50", "run.dir={folder}/again"],
     "taken": [*SHARDED, *TAKEN, "model.weights={folder}/sharded"],
@@ -56,7 +63,7 @@ RUNS = {
     "averages": [*SHARDED, "train.ema=0.9"],
     "best rows": [*SHARDED, "callbacks=early_stopping", "++callbacks.early_stopping.monitor=loss"],
 }
-REFUSED = {"fails", "no such layer", "whole weights", "averages", "best rows"}
+REFUSED = {"no such layer", "whole weights", "averages", "best rows"}
 STEPS = 18
 """Of two epochs: 600 examples in batches of 2 x 32."""
 TABLE = "user_table/embeddings"
@@ -90,10 +97,19 @@ def gap(first, second):
     )
 
 
+def train_alone(folder, *settings):
+    """Exit code and output of one training, in a start of its own because it takes the ranks down."""
+    path = f"{ROOT}:{SUPPORT / 'own'}:{SUPPORT / 'launched'}"
+    return train("gloo", 2, *SHARDED, *settings, cwd=folder, PYTHONPATH=path)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """(folder, what each rank saw of RUNS, output)."""
     folder = tmp_path_factory.mktemp("tables")
+    code, output = train_alone(folder, *KILLED, "run.dir=again")
+    assert code == 75 and "FIRST FAILURE rank 1 host" in output, output
+    assert "killed by SIGKILL" in output and (folder / "struck").exists()
     return folder, *run_all(2, RUNS, folder)
 
 
@@ -111,9 +127,8 @@ def test_a_run_with_sharded_tables_ends_as_one_without(runs):
     assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], abs=1e-5)
 
 
-def test_a_run_that_failed_goes_on_to_the_same_bits(runs):
-    folder, ranks, output = runs
-    assert "failed on purpose" in ranks[0]["fails"]["error"]
+def test_a_run_of_which_a_rank_was_killed_goes_on_to_the_same_bits(runs):
+    folder, _, output = runs
     assert "step-00000004: 4 of 18 steps were done" in output
     assert gap(state(folder / "sharded"), state(folder / "again")) == 0
 
@@ -166,6 +181,16 @@ def test_what_cannot_be_is_refused_in_one_line(runs, case, line):
     _, ranks, _ = runs
     for results in ranks:
         assert line in results[case]["error"]
+
+
+def test_an_id_out_of_range_on_one_rank_ends_all_with_one_line(tmp_path):
+    code, output = train_alone(tmp_path, *SPOILED, "run.dir=spoiled")
+    assert code == 2 and "Traceback" not in output, output
+    line = "table user_table has rows 0 to 56, but got ids from -1 to 99; give it more rows, or check the data"
+    assert re.search(rf"hvtrain: rank 1 on \S+: {line}", output), output
+    assert re.search(rf"hvtrain: rank 0: stopped because rank 1 on \S+ failed: {line}", output), (
+        output
+    )
 
 
 def test_a_run_goes_on_from_the_middle_of_an_epoch_on_one_rank(runs, tmp_path):

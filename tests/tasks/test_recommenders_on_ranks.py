@@ -35,7 +35,7 @@ JOINT = {
     "joint clicks": [*CLICKS, *SMALL, *MOMENTUM],
 }
 SIZES = "[100,50,20,5]"
-ROWS = ["dataset=table", "dataset.file=log.csv", "dataset.target=click", "dataset.log_numbers=true"]
+ROWS = ["dataset=table", "dataset.file=log.parquet", "dataset.target=click", "dataset.log_numbers=true"]
 IDS = ["dataset.category_ids=true", "dataset.missing=indicator", "dataset.hash_buckets=64"]
 SHARDED = ["model.shard_embeddings=[*_table]", "dataset.num_train=3000", "train.epochs=1", "dataset.num_test=129",
            "train.evaluation_batch_size=64"]  # fmt: skip
@@ -47,11 +47,13 @@ TASKS = [
     ["purchases alone", "alone:evaluate", "run=purchases", "--output", "purchases.json"],
     ["scores", "predict", "run=purchases", "--output", "scores.parquet"],
     ["table", "train", *ROWS, *IDS, "model=dlrm", "task=binary", "train.epochs=20", "optimizer=lazy_adam",
-     "optimizer.learning_rate=0.01", "run.dir=table", "run.report=false"],
+     "optimizer.learning_rate=0.01", "run.dir=table", "run.report=false", "model.shard_embeddings=[*_table]"],
     ["new rows", "predict", "run=table", "input=new.csv", "--output", "new_out.csv"],
     # Rank 0 has two batches to evaluate, rank 1 one. A rank that looks up less than the others would end in a hang.
     *([f"sharded_{run}", "train", f"experiment={experiment}", "run.report=false", f"run.dir=sharded_{run}", *SHARDED]
       for run, experiment in (("clicks", "dlrm"), ("purchases", "two_tower"))),
+    ["sharded evaluated", "evaluate", "run=sharded_purchases", "--output", "two_ranks.json"],
+    ["sharded scores", "predict", "run=sharded_purchases", "--output", "two_ranks.parquet"],
     ["no ids", "train", "dataset=table", "dataset.file=wine", "model=dlrm", "run.dir=wrong"],
     ["no catalogue", "train", "dataset=digits", "model=two_tower", "task=retrieval", "run.dir=wrong"],
     ["no vectors", "train", "dataset=purchases", "model._target_=one_score.model", "task=retrieval", "run.dir=wrong"],
@@ -84,7 +86,7 @@ def finished(tmp_path_factory):
     """The folder of the runs, and what each task printed."""
     folder = tmp_path_factory.mktemp("recommenders")
     (folder / "one_score.py").write_text(ONE_SCORE)
-    csv.write_csv(log_of_clicks(), folder / "log.csv")
+    parquet.write_table(log_of_clicks(), folder / "log.parquet", row_group_size=300)
     new = {
         "visits": [1, 2, 3, 4],
         "city": ["Bonn", "Ulm", None, "Rome"],
@@ -136,16 +138,32 @@ def test_an_evaluation_by_one_process_gives_the_same(finished, run):
         assert value == pytest.approx(metrics(finished, run)[f"test_{name}"], rel=1e-5), name
 
 
-@pytest.mark.parametrize("run", ["sharded_clicks", "sharded_purchases"])
-def test_so_does_one_of_tables_that_were_sharded(finished, run):
-    """In a process without the other ranks."""
-    folder, results = finished
-    assert not results[run]["error"]
-    words = ["evaluate", f"run={run}", "--output", f"{run}.json"]
+def alone(folder, *words):
+    """A command in a process without the other ranks; "alone:" would look for them where tables are sharded."""
     code, output = launching.run(None, 1, "python", "-m", "hvtrain", *words, cwd=folder)
     assert code == 0, output
-    for name, value in json.loads((folder / f"{run}.json").read_text())["metrics"].items():
-        assert value == pytest.approx(metrics(finished, run)[f"test_{name}"], rel=1e-5), name
+
+
+def test_so_does_one_of_tables_that_were_sharded(finished):
+    folder, results = finished
+    assert not results["sharded_clicks"]["error"]
+    alone(folder, "evaluate", "run=sharded_clicks", "--output", "sharded_clicks.json")
+    for name, value in json.loads((folder / "sharded_clicks.json").read_text())["metrics"].items():
+        assert value == pytest.approx(metrics(finished, "sharded_clicks")[f"test_{name}"], rel=1e-5)
+
+
+def test_two_ranks_evaluate_and_predict_with_sharded_tables_as_one_process(finished):
+    """65 and 64 examples: the ranks have different numbers of batches."""
+    folder, results = finished
+    assert not results["sharded evaluated"]["error"] and not results["sharded scores"]["error"]
+    for name, value in json.loads((folder / "two_ranks.json").read_text())["metrics"].items():
+        trained = metrics(finished, "sharded_purchases")[f"test_{name}"]
+        assert value == pytest.approx(trained, rel=1e-5), name
+    alone(folder, "predict", "run=sharded_purchases", "--output", "one_rank.parquet")
+    ours = parquet.read_table(folder / "two_ranks.parquet")
+    expected = parquet.read_table(folder / "one_rank.parquet")
+    assert ours.num_rows == 129 and ours.column_names == expected.column_names
+    np.testing.assert_allclose(ours["score"], expected["score"], rtol=0, atol=1e-6)
 
 
 def test_the_saved_towers_find_items(finished):

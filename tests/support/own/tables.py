@@ -1,7 +1,9 @@
-"""A model with an embedding table, and a callback that fails, for tests of sharded tables."""
+"""A model with an embedding table, and clicks with an id out of range, for tests of sharded tables."""
 
 import keras
 from keras import layers
+
+from hvtrain.data.sources import interactions
 
 
 def model(input_spec, category_sizes, num_outputs):
@@ -18,13 +20,9 @@ def model(input_spec, category_sizes, num_outputs):
     return keras.Model(inputs, layers.Dense(num_outputs, name="logits")(hidden))
 
 
-class Fail(keras.callbacks.Callback):
-    """Raises an error after a batch."""
-
-    def __init__(self, batch):
-        super().__init__()
-        self.batch = batch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.batch:
-            raise RuntimeError("failed on purpose")
+def clicks(bad_example, **options):
+    """Drawn clicks of which one training example has ids below and above a table's."""
+    source = interactions.clicks(**options)
+    inputs, _ = source._load()["train"]
+    inputs["categories"][bad_example] = [-1, 99]
+    return source

@@ -29,18 +29,23 @@ TABLE = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
 
 
 FEW = np.array([[5, 5, 0], [22, 1, 5]])
+# Those of the last example are 0, so its mean has nothing to divide by.
+WEIGHTS = RANDOM.uniform(0.1, 2, (JOINT, 2)).astype("float32")
+WEIGHTS[-1] = 0
 OWN = np.array_split(np.arange(JOINT), size)[rank]
+# The same joint batch, of which the last rank has nothing.
+UNEVEN = [*np.array_split(np.arange(JOINT), size - 1), np.arange(0)][rank]
+KERNEL = keras.initializers.RandomNormal(seed=3)
 
 
 def new_model(layer, num_calls=1):
     ids = keras.Input((2,), dtype="int32")
-    kernel = keras.initializers.RandomNormal(seed=3)
     parts = keras.ops.split(ids, num_calls, axis=1)
     rows = (
         layers.Concatenate(axis=1)([layer(part) for part in parts]) if num_calls > 1 else layer(ids)
     )
     return keras.Model(
-        ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(rows))
+        ids, layers.Dense(1, kernel_initializer=KERNEL, name="out")(layers.Flatten()(rows))
     )
 
 
@@ -51,7 +56,11 @@ def whole(variable):
 
 
 def trained(optimizer, layer, ids, targets, num_calls=1):
-    """The table and the dense kernel after a step for each batch of ids and targets."""
+    """The table and the dense kernel after a step for each batch of ids and targets.
+
+    The mean of the ranks' losses is the loss of the joint batch, even if a rank has no example.
+    """
+    num_parts = size if isinstance(layer, hvd.ShardedEmbedding) else 1
     model = new_model(layer, num_calls)
     layer.load_own_variables({"0": TABLE})
     hvd.broadcast_model(model)
@@ -60,7 +69,7 @@ def trained(optimizer, layer, ids, targets, num_calls=1):
     @tf.function(reduce_retracing=True)
     def step(batch, values):
         with tf.GradientTape() as record:
-            loss = tf.reduce_mean((model(batch) - values) ** 2)
+            loss = tf.reduce_sum((model(batch) - values) ** 2) * (num_parts / JOINT)
             scaled = optimizer.scale_loss(loss)
         optimizer.apply(
             record.gradient(scaled, model.trainable_variables), model.trainable_variables
@@ -82,12 +91,42 @@ class Summed(layers.Embedding):
         return tf.one_hot(inputs, ROWS) @ self._embeddings
 
 
-def compared(make, ids=IDS, reference=layers.Embedding, wrapped=True, num_calls=1, **options):
+def lazy_adam_in_numpy(rate=0.01, beta_1=0.9, beta_2=0.999, epsilon=1e-7):
+    """What trained gives for LazyAdam on the joint batches, by its formula in float64."""
+    weights = [TABLE.astype(float), KERNEL((2 * WIDTH, 1)).numpy().astype(float), np.zeros(1)]
+    momenta, velocities = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step, (ids, targets) in enumerate(zip(IDS, TARGETS), 1):
+        table, kernel, bias = weights
+        features = table[ids].reshape(JOINT, -1)
+        upstream = 2 / JOINT * (features @ kernel + bias - targets)
+        of_table = np.zeros_like(table)
+        np.add.at(of_table, ids, (upstream @ kernel.T).reshape(JOINT, 2, WIDTH))
+        gradients = [of_table, features.T @ upstream, upstream.sum(axis=0)]
+        scale = rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+        for weight, momentum, velocity, gradient, rows in zip(
+            weights, momenta, velocities, gradients, [np.unique(ids), ..., ...]
+        ):
+            momentum[rows] = beta_1 * momentum[rows] + (1 - beta_1) * gradient[rows]
+            velocity[rows] = beta_2 * velocity[rows] + (1 - beta_2) * gradient[rows] ** 2
+            weight[rows] -= scale * momentum[rows] / (np.sqrt(velocity[rows]) + epsilon)
+    return weights[:2]
+
+
+def compared(
+    make,
+    ids=IDS,
+    reference=layers.Embedding,
+    wrapped=True,
+    num_calls=1,
+    own=OWN,
+    expected=None,
+    **options,
+):
     """Largest difference on rank 0 from one process with the joint batch; 0.0 on other ranks."""
-    plain = trained(make(), reference(ROWS, WIDTH), ids, TARGETS)
+    plain = expected or trained(make(), reference(ROWS, WIDTH), ids, TARGETS)
     optimizer = hvd.DistributedOptimizer(make(), **options) if wrapped else make()
     sharded = trained(
-        optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], num_calls
+        optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, own], TARGETS[:, own], num_calls
     )
     return gap(plain, sharded) if rank == 0 else 0.0
 
@@ -97,6 +136,38 @@ def looked_up(ids, input_dim=ROWS, **options):
     layer.build()
     layer.load_own_variables({"0": TABLE})
     return layer(tf.constant(ids)).numpy()
+
+
+def weighted(combiner):
+    """Largest differences from a plain Embedding and NumPy: of the rows, and of the gradients of table and weights."""
+    plain = layers.Embedding(ROWS, WIDTH)
+    sharded = hvd.ShardedEmbedding(ROWS, WIDTH, combiner=combiner)
+    for layer in (plain, sharded):
+        layer.build()
+        layer.load_own_variables({"0": TABLE})
+    weights = tf.constant(WEIGHTS[OWN])
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        combined = sharded(tf.constant(IDS[0][OWN]), weights=weights)
+        loss = tf.reduce_sum(combined * TARGETS[0][OWN])
+    of_table, of_weights = tape.gradient(loss, [sharded._embeddings.value, weights])
+
+    rows = plain(IDS[0]).numpy()
+    products = (rows * TARGETS[0][:, None]).sum(axis=-1)
+    divisors, means = np.ones((JOINT, 1), "float32"), 0
+    if combiner == "mean":
+        divisors = WEIGHTS.sum(axis=1, keepdims=True)
+        divisors[divisors == 0] = np.inf
+        means = (products * WEIGHTS / divisors).sum(axis=1, keepdims=True)
+    shares = (WEIGHTS / divisors)[..., None]
+    expected_of_table = np.zeros_like(TABLE)
+    np.add.at(expected_of_table, IDS[0], shares * TARGETS[0][:, None])
+    expected_of_weights = (products - means) / divisors
+    return {
+        "rows": gap([combined.numpy()], [(rows * shares).sum(axis=1)[OWN]]),
+        "table": gap([tf.convert_to_tensor(of_table).numpy()], [expected_of_table[rank::size]]),
+        "weights": gap([of_weights.numpy()], [expected_of_weights[OWN]]),
+    }
 
 
 def local_and_dense():
@@ -175,7 +246,7 @@ def kept_errors():
 
 
 def saved(folder):
-    """Differences of a saved model that a process without ranks loads, from the rows on all ranks."""
+    """Differences of a saved model that a process without ranks loads, from the model on all ranks."""
     with hvd.sharding_embeddings(lambda layer: layer.name == "users", seed=4):
         model = new_model(layers.Embedding(ROWS, WIDTH, name="users"))
     model.compile(hvd.DistributedOptimizer(optimizers.Adam(0.0)), "mse", jit_compile=False)
@@ -188,16 +259,25 @@ def saved(folder):
         if rank == 0:
             alone = model(ids).numpy()
             model.save(file)
+    # Of the joint batch by its parts, of which each rank has one.
+    predicted = np.concatenate(hvd.allgather_object(model.predict(IDS[1][OWN], verbose=0)))
+    losses = hvd.allgather_object(model.evaluate(IDS[1][OWN], TARGETS[1][OWN], verbose=0))
     loaded = None
+    evaluated = None
     if rank == 0:
         plain = keras.models.load_model(file)
         assert type(plain.get_layer("users")) is layers.Embedding
         # Slots of one rank's rows would not fit the whole table.
         assert int(plain.optimizer.iterations) == 0
         loaded = gap([alone, plain(ids).numpy()], [expected, expected])
+        evaluated = gap(
+            [predicted, np.mean(losses)],
+            [plain.predict(IDS[1], verbose=0), plain.evaluate(IDS[1], TARGETS[1], verbose=0)],
+        )
     hvd.allgather_object(None)
     model.load_weights(file)
-    return {"gap": loaded, "alone": message, "reloaded": gap([model(ids).numpy()], [expected])}
+    reloaded = gap([model(ids).numpy()], [expected])
+    return {"gap": loaded, "alone": message, "reloaded": reloaded, "evaluated": evaluated}
 
 
 def refusal(action):
@@ -235,6 +315,12 @@ results = {
         "adagrad": compared(lambda: optimizers.Adagrad(0.1), reference=Summed),
         "adam": compared(lambda: optimizers.Adam(0.01), reference=Summed),
         "lazy adam": compared(lambda: hvd.optimizers.LazyAdam(0.01)),
+        "lazy adam in NumPy": compared(
+            lambda: hvd.optimizers.LazyAdam(0.01), expected=lazy_adam_in_numpy()
+        ),
+        "nothing on one rank": compared(
+            lambda: hvd.optimizers.LazyAdam(0.01), own=UNEVEN, expected=lazy_adam_in_numpy()
+        ),
         "rowwise adagrad": compared(lambda: hvd.optimizers.RowwiseAdagrad(0.1)),
         "averages": compared(lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)),
         "accumulation": compared(lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2)),
@@ -259,6 +345,8 @@ results = {
     "mean without padding": bool(
         np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)
     ),
+    "weighted sum": weighted("sum"),
+    "weighted mean": weighted("mean"),
     "fitted": fitted("float32"),
     "fitted in mixed precision": fitted("mixed_float16"),
     "not finite": not_finite(),
