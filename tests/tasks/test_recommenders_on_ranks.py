@@ -35,7 +35,12 @@ JOINT = {
     "joint clicks": [*CLICKS, *SMALL, *MOMENTUM],
 }
 SIZES = "[100,50,20,5]"
-ROWS = ["dataset=table", "dataset.file=log.parquet", "dataset.target=click", "dataset.log_numbers=true"]
+ROWS = [
+    "dataset=table",
+    "dataset.file=log.parquet",
+    "dataset.target=click",
+    "dataset.log_numbers=true",
+]
 IDS = ["dataset.category_ids=true", "dataset.missing=indicator", "dataset.hash_buckets=64"]
 SHARDED = ["model.shard_embeddings=[*_table]", "dataset.num_train=3000", "train.epochs=1", "dataset.num_test=129",
            "train.evaluation_batch_size=64"]  # fmt: skip
