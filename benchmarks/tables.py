@@ -8,7 +8,8 @@ LazyAdam; `lazy` and `adam` are a plain Embedding on all ranks, with LazyAdam an
 `server` is strategy=parameter_server with Keras's Adam in as many processes, of which two are the
 coordinator and the server. Ids follow Zipf's law. A step of the server is as many ids as one of all ranks.
 With 5 million rows the server takes 15 GB. Memory is the largest resident set of a
-rank, after that of one with a table of one row is taken off; bytes are those of the loopback interface.
+rank, after that of one with a table of one row is taken off; bytes are those of the loopback interface,
+where each byte that a rank sends is one that another receives.
 """
 
 import argparse
