@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,16 +13,10 @@ from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.launch.measure import ONLY_STEPS, train
-from hvtrain.plan.algorithms import (
-    ALGORITHMS,
-    LINK_SHARE,
-    NETWORK_SECONDS,
-    PCIE_SECONDS,
-    Machine,
-)
+from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
-from hvtrain.plan.methods import METHODS, Encoded, Wire, encode, method_cost, method_of
-from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
+from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
+from hvtrain.plan.step_cost import Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import (
     RUN_SETTINGS,
@@ -69,16 +62,24 @@ def main() -> int:
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
-    costs: list[Cost] = []
-    method_costs: list[Cost] = []
+    costs = []
+    method_costs = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
         if options.calibrate:  # Measured times include waiting for Horovod's cycle already.
             rules = replace(rules, cycle_seconds=0.0)
         work = Work(step_seconds, run.messages)
-        encoded = _encode(options, run)
-        costs, method_costs = _costs(options, run, work, encoded, machine, rules)
+        own = method_of(config.strategy)
+        methods = METHODS if options.advise else ()
+        encoded = _encode(options, run, [own, *methods])
 
+        def cost(method, num_ranks):
+            return method_cost(
+                method, work, encoded, num_ranks, machine, rules, config.train.accumulate
+            )
+
+        costs = [cost(own, num_ranks) for num_ranks in rank_counts(options.np)]
+        method_costs = [cost(method, options.np) for method in methods]
         print("\n".join(report.step_lines(run, costs, links, rules)))
         if options.noise_scale:
             print(report.progress_line(run, costs[-1], options.noise_scale))
@@ -95,37 +96,11 @@ def main() -> int:
     return 0
 
 
-def _encode(options: argparse.Namespace, run) -> dict[Wire, Encoded]:
-    """Measures here what the compressions cost that the run uses, or that --advise compares."""
-    methods = [method_of(run.config.strategy)]
-    if options.advise:
-        methods += METHODS
-    shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
-    # The ranks on a host share its cores.
+def _encode(options: argparse.Namespace, run, methods):
+    """Measures here, with a rank's share of the cores, what the methods' compression costs."""
     num_threads = len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host)
+    shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
     return encode(shapes, methods, max(1, num_threads))
-
-
-def _costs(
-    options: argparse.Namespace,
-    run,
-    work: Work,
-    encoded: Mapping[Wire, Encoded],
-    machine: Machine,
-    rules: Rules,
-) -> tuple[list[Cost], list[Cost]]:
-    """Returns the run's cost on 1, 2, 4, ... ranks, and the cost of each of METHODS if --advise is given."""
-
-    def cost(method, num_ranks):
-        accumulate = run.config.train.accumulate
-        return method_cost(method, work, encoded, num_ranks, machine, rules, accumulate)
-
-    own = method_of(run.config.strategy)
-    methods = METHODS if options.advise else ()
-    return (
-        [cost(own, num_ranks) for num_ranks in rank_counts(options.np)],
-        [cost(method, options.np) for method in methods],
-    )
 
 
 def _rules(options: argparse.Namespace, run) -> Rules:
