@@ -76,7 +76,9 @@ def check_form(arguments: list[str], compose: Compose) -> None:
         section = name.partition(".")[0]
         is_open = section in SEVERAL or (section in GROUPS and "." in name)
         is_needed = section in RunConfig.__annotations__ and not is_open
-        is_replaced = any(other.startswith(f"+{name}") for other in arguments)
+        # A user's own experiment may give another group in its place.
+        replacing = (f"+{name}", "experiment=") if name in GROUPS else f"+{name}"
+        is_replaced = any(other.startswith(replacing) for other in arguments)
         if argument.startswith("~") and is_needed and not is_replaced:
             raise ConfigError(
                 f"{argument} removes what every run has; leave it out, or write {name}=VALUE"
