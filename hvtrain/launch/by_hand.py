@@ -64,7 +64,7 @@ def start(
         interface = interface or host_facts.interface_of(own_address)
         if interface is None:
             raise RankError(
-                f"no interface of this host has the address {own_address}; name one with --network-interface"
+                f"no interface of this host has the address {own_address}; name one with --network-interfaces"
             )
         # The user's own settings override these.
         defaults = {
