@@ -188,7 +188,7 @@ def _of_other_choices(name: str, tree: Settings, line: list[str]) -> str | None:
     for meant in (name, *SYNONYMS.get(name.rpartition(".")[2], [])):
         group, _, setting = meant.partition(".")
         key = setting.partition(".")[0]
-        if not key or key in tree.get(group, ()) or (dot and group != own_group):
+        if not key or key in (tree.get(group) or ()) or (dot and group != own_group):
             continue
         choices = [path.stem for path in choice_files(group, line) if f"\n{key}:" in _text(path)]
         if choices:

@@ -249,7 +249,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message)
         ),
         (["{run}", "split=tests"], "split=tests is not one of train, validation, test"),
         (["run={run}", "checkpoint=first"], "checkpoint=first is not one of best, last"),
-        (["run={run}", "more"], "more is not a setting; write NAME=VALUE"),
+        (["run={run}", "more"], "are two runs; give one of them"),
         (["run={run}", "--format", "x"], "unknown option --format"),
         (
             ["run={run}", "trian.epochs=2"],

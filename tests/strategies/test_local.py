@@ -114,7 +114,7 @@ def test_rank_0_warns_of_a_rate_for_the_joint_batch(runs):
     warned = {
         str(path.relative_to(folder))
         for path, text in lines.items()
-        if "rate is multiplied by 2, as for" in text
+        if "rate is multiplied by 2 for" in text
     }
     assert warned == {f"{name}/logs/rank-0000.log" for name in ("local", "whole", "resumed")}
 

@@ -183,7 +183,7 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
 
     refused(
         None,
-        r"validation holds no class folders; files are needed as .*in a file, dataset.labels \(docs/imagenet",
+        r"validation holds no class folders; files are needed as .*in the file dataset.labels \(docs/imagenet",
     )
     truth = folder / "ILSVRC2012_validation_ground_truth.txt"
     refused(
