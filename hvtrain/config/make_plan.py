@@ -7,6 +7,7 @@ from typing import Any
 from hvtrain.config.schema import TrainConfig
 from hvtrain.core.step_plan import MOST_LEFT_OUT, Share, StepPlan
 from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.system.text import counted
 
 
 def choose_uneven(
@@ -65,10 +66,10 @@ def make_plan(
     accumulate = train.accumulate
     batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
     if min(shard_sizes) == 0:
-        most = max(1, sum(map(bool, shard_sizes)))
+        most = counted(max(1, sum(map(bool, shard_sizes))), "rank")
         raise ConfigError(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
-            f"use at most {most} rank{'s' * (most > 1)}"
+            f"use at most {most}"
         )
 
     # The rank with the fewest batches limits all of them.
@@ -76,7 +77,7 @@ def make_plan(
     if batch > examples:
         raise ConfigError(
             f"train.batch_size={batch} exceeds the {examples} examples of a rank "
-            f"({total} of {dataset_name} over {size} rank{'s' * (size > 1)}); "
+            f"({total} of {dataset_name} over {counted(size, 'rank')}); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
 
@@ -85,7 +86,7 @@ def make_plan(
     if steps_per_epoch < accumulate:
         raise ConfigError(
             f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
-            f"examples of {dataset_name} over {size} rank{'s' * (size > 1)}); "
+            f"examples of {dataset_name} over {counted(size, 'rank')}); "
             f"lower it to at most {steps_per_epoch}, or train.batch_size"
         )
 

@@ -74,9 +74,11 @@ def script() -> str:
 def options_of(name: str) -> list[str]:
     """Returns the options of a command, which its help lists."""
     output = io.StringIO()
+    given = sys.argv
     sys.argv = [name, "--help"]
     with redirect_stdout(output), suppress(SystemExit):
         COMMANDS[name].load()()
+    sys.argv = given
     return sorted({*re.findall(r"\n +(?:-\w[^-\n]*)?(--[\w-]+)", output.getvalue())})
 
 

@@ -12,7 +12,7 @@ from hvtrain.plan.forecast import Forecast, key_steps
 from hvtrain.plan.methods import METHODS, Encoded, Method, Wire, advice, method_of, sent_bytes
 from hvtrain.plan.step_cost import Cost, Rules, Work
 from hvtrain.system.secrets import without_secrets
-from hvtrain.system.text import duration
+from hvtrain.system.text import counted, duration
 
 
 def amount(num_bytes: float) -> str:
@@ -102,7 +102,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
             f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {config.train.precision}",
         ),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
-        ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),
+        ("ranks", f"{plan.size} on {counted(num_hosts, 'host')}"),
         ("global batch", _global_batch(forecast)),
         ("steps", _steps(forecast)),
         ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
@@ -126,10 +126,6 @@ def _launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
     return launch_line(options.overrides, num_ranks, options.ranks_per_host, has_replicas)
 
 
-def _s(number: int) -> str:
-    return "s" if number > 1 else ""
-
-
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
     # With different batches on different ranks, it is not a simple product.
@@ -145,7 +141,7 @@ def _steps(forecast: Forecast) -> str:
     num_dropped = plan.num_examples - plan.examples_per_epoch
     if num_dropped:
         left_out = f"; {num_dropped:,} examples of an epoch are left out"
-    epochs = f"{plan.num_epochs} epoch{_s(plan.num_epochs)}"
+    epochs = counted(plan.num_epochs, "epoch")
     return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"
 
 
@@ -182,7 +178,7 @@ def step_lines(
 
     lines += [
         f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
-        f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
+        f"{amount(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
         f"{moment}",
         *_table_lines(forecast),
         "",

@@ -15,7 +15,7 @@ from hvtrain.errors import in_one_line
 from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.system.files import write_atomic
-from hvtrain.system.text import duration, flatten
+from hvtrain.system.text import counted, duration, flatten
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
         again=_command_again(run),
         hosts=[
-            f"{host} ({count} rank{'s' * (count > 1)})"
-            for host, count in start.get("hosts", {}).items()
+            f"{host} ({counted(number, 'rank')})" for host, number in start.get("hosts", {}).items()
         ],
         settings=flatten(run.config).items(),
     )

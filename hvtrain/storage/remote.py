@@ -259,31 +259,36 @@ def _azure(authority: str) -> tuple[Any, str]:
             f"abfs://{authority} names no account; use abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH, or set "
             "AZURE_STORAGE_ACCOUNT"
         )
-    options: dict[str, Any] = {
-        "account_key": os.environ.get("AZURE_STORAGE_KEY"),
-        "sas_token": os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
-    }
+    key = os.environ.get("AZURE_STORAGE_KEY")
+    token = os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+    options: dict[str, Any] = {"account_key": key, "sas_token": token}
     endpoint = os.environ.get("AZURE_STORAGE_SERVICE_ENDPOINT")
     if endpoint:
         scheme, _, authority = endpoint.rstrip("/").partition("://")
         for service in ("blob", "dfs"):
             options[f"{service}_storage_scheme"] = scheme
             options[f"{service}_storage_authority"] = authority
-    if not any(options.values()):
-        _check_azure_login(account, container)
-    return fs.AzureFileSystem(account, **options), container
+    options["account_name"] = account
+    if not (key or token):
+        _check_azure_login(options, container)
+    return fs.AzureFileSystem(**options), container
 
 
-def _check_azure_login(account: str, container: str) -> None:
+def _check_azure_login(options: dict[str, Any], container: str) -> None:
     """Checks in another process that Azure's default credentials work, since pyarrow 26 aborts if there are none."""
-    code = "import sys; from pyarrow import fs; fs.AzureFileSystem(sys.argv[1]).get_file_info(sys.argv[2])"
+    code = "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
+    code += "fs.AzureFileSystem(**options).get_file_info(container)"
     done = subprocess.run(
-        [sys.executable, "-c", code, account, container], capture_output=True, check=False
+        [sys.executable, "-c", code],
+        input=json.dumps([options, container]),
+        text=True,
+        capture_output=True,
+        check=False,
     )
     if done.returncode < 0:
         raise ConfigError(
-            f"abfs://{container}@{account} cannot be accessed, since this host has no credentials of Azure; set "
-            "AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
+            f"abfs://{container}@{options['account_name']} cannot be accessed, since this host has no credentials "
+            "of Azure; set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
         )
 
 

@@ -23,6 +23,7 @@ from hvtrain.strategies.replica_step import (
     step_of,
 )
 from hvtrain.system.resources import physical_gpus
+from hvtrain.system.text import counted
 
 
 class MirroredStrategy(ReplicaStrategy):
@@ -128,9 +129,7 @@ class MirroredStrategy(ReplicaStrategy):
         return step
 
     def description(self) -> str:
-        return (
-            f"Mirrored, {self.num_replicas} replica{'s' * (self.num_replicas > 1)} in one process"
-        )
+        return f"Mirrored, {counted(self.num_replicas, 'replica')} in one process"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from hvtrain.strategies.base import Timeline
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import ReplicaStrategy, initializing_devices, step_of
 from hvtrain.system import host_facts
+from hvtrain.system.text import counted
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
@@ -71,8 +72,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         return isinstance(error, LOST_PROCESS_ERRORS) or super().is_lost_rank(error)
 
     def description(self) -> str:
-        size = self.topology.size
-        workers = f"{size} worker{'s' * (size > 1)}"
+        workers = counted(self.topology.size, "worker")
         return f"MultiWorkerMirrored ({self.communication}), {workers}; {super().description()}"
 
 

@@ -17,6 +17,7 @@ from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve, worker_ranks
 from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, packed, reader
+from hvtrain.system.text import counted
 from hvtrain.watchdog.progress import EXCHANGE
 
 
@@ -218,9 +219,8 @@ class ParameterServerStrategy(Strategy):
         hvd.shutdown()  # Has an effect only after a failure before the processes have left Horovod.
 
     def description(self) -> str:
-        num_workers = self.num_computing
         return (
-            f"coordinator of {self.num_ps} ps and {num_workers} worker{'s' * (num_workers > 1)}, "
+            f"coordinator of {self.num_ps} ps and {counted(self.num_computing, 'worker')}, "
             f"{self.mode}; started by Horovod on {self.cluster.launcher}"
         )
 
@@ -279,7 +279,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         if needed is not None and (type(needed) is not int or not 1 <= needed <= number):
             raise ConfigError(
                 f"strategy.replicas_to_aggregate={needed} is not a whole number from 1 to the "
-                f"{number} worker{'s' * (number > 1)} of this run, nor null"
+                f"{counted(number, 'worker')} of this run, nor null"
             )
         self.num_replicas = number
 

@@ -32,6 +32,15 @@ def human_bytes(num_bytes: float) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Formats a number with its noun.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_known(value: float | None, form: str, missing: str = "-") -> str:
     """Formats a number; returns `missing` for None.
 

@@ -24,6 +24,7 @@ from hvtrain.models.parts import describe_tables, describe_trainable, num_parame
 from hvtrain.storage.runs import RunStore
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
+from hvtrain.system.text import counted
 from hvtrain.tasks import Task
 from hvtrain.trackers.notice import Notice
 from hvtrain.training.augment import describe_augmentation
@@ -322,7 +323,7 @@ def _shown(value):
 
 def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
-    ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
+    ranks = f", on {counted(start.num_ranks, 'rank')}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
     # True with train.resize=scale, which makes a new plan for the current ranks (see planned_batch_sizes).
     if start.plan_ranks != len(plan.shares):

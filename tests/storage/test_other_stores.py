@@ -22,6 +22,7 @@ from hvtrain.errors import ConfigError, DataError, StorageError
 from hvtrain.storage import cache, remote
 from hvtrain.storage.runs import open_store
 from object_store import PACKAGES
+from receivers import free_port
 from tiers import mostly_nightly
 
 ACCOUNT = "account"
@@ -44,12 +45,6 @@ def emulator(port: int, command: list[str], **options):
             yield
         finally:
             server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
