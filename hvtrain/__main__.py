@@ -1,6 +1,6 @@
 """Entry point of `python -m hvtrain`: runs the command named by the first word (commands.py).
 
-Without a command, only with settings (NAME=VALUE), it trains.
+Without a command, but with or without settings (NAME=VALUE), it trains.
 """
 
 import sys
@@ -16,7 +16,7 @@ from hvtrain.system.command import Parser, enter
 DESCRIPTION = """\
 Without a command: trains a Keras model, on one process or, under a launcher, on as many as it starts.
 
-settings that are changed most often, with their defaults (all others stand below):
+settings that are changed most often, with their defaults (all others are listed below):
   dataset=digits                  the data; its own settings: python -m hvtrain dataset=table --help
   model=cnn                       the network
   train.epochs=12                 passes over the training data
@@ -58,7 +58,10 @@ def compose_and_run() -> int:
     parser.add_argument("--version", action="version", version=f"hvtrain {VERSION}")
     parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
     parser.add_argument(
-        "--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups"
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="add a folder of your own with the same groups; may be given several times",
     )
     parser.parse_known_args()  # Handles --help and --version; Hydra parses the rest.
     if {"-m", "--multirun"} & set(sys.argv):

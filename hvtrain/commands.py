@@ -14,7 +14,7 @@ from hvtrain.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """One command: its function under hvtrain, as "module.name", and a line for the help text.
+    """A command: its function under hvtrain, as "module.name", and its line in the help text.
 
     takes_settings: True if its command line may contain the settings of a run.
     """
@@ -29,7 +29,7 @@ class Command(NamedTuple):
         return getattr(import_module(f"hvtrain.{module}"), name)
 
 
-# The groups of the help text, and in each a command's name, its function under hvtrain as module.name, and its line.
+# By group: a command's name, its function under hvtrain, and its line in the help text.
 TABLE = """\
 look at a run
   runs        report.commands.list_runs    the runs in a folder
@@ -39,7 +39,7 @@ look at data
 use a run
   evaluate    finished.commands.evaluate   metrics of a finished run
   predict     finished.commands.predict    predictions for each example
-  replay      checks.replay.replay         a stretch of a run repeated, for the same bits
+  replay      checks.replay.replay         whether part of a run gives the same bits again
   bisect      checks.replay.bisect         the first step at which two runs diverge, and why
   export      finished.commands.export     the model in another format, compared with the run's
   generate    finished.commands.generate   a text, continued by a language model
@@ -58,7 +58,7 @@ clusters
   info        checks.info.main             versions, build and devices, to paste into an issue
 develop
   migrate     migrate.command.main         a script for Horovod on Keras 2, rewritten for hvtrain.keras
-  completion  launch.completion.main       groups, choices and settings on the Tab key
+  completion  launch.completion.main       Tab completion of groups, choices and settings
 """
 # Commands whose lines never contain settings of a run.
 WITHOUT_SETTINGS = ("runs", "report", "allreduce", "info", "migrate", "completion")
@@ -122,7 +122,8 @@ def refuse_old_form() -> None:
     arguments = sys.orig_argv
     if sys.argv[:1] != ["-m"] or "-m" not in arguments[:-1]:
         return
-    # The user's own package may have a command's name and import hvtrain, so the package is checked too.
+    # The user's own package may have a command's name and import hvtrain,
+    # so the package is checked too.
     package, _, name = arguments[arguments.index("-m") + 1].partition(".")
     if package == "hvtrain" and name in COMMANDS:
         print(f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The errors that a user can cause. Each message says what was given, what was needed and what to do.
+"""The errors that a user can cause. Each message says what is wrong, what is needed and what to do.
 
 Every command prints the message of a UserError as one line, without a traceback. Any other exception
 is a defect, in hvtrain or in the user's own code; it is shown in full, and then summed up by `cause_of`.
@@ -29,8 +29,9 @@ class UserError(Exception):
     exit_code = 2
     spokesman = 0
     culprit: int | None = THIS_RANK
-    # Takes precedence over the __init__ of RuntimeError and the like: TensorFlow preserves the class of
-    # an error that is raised in a traced function only if the class has Exception's __init__.
+    # Takes precedence over the __init__ of RuntimeError and the like: TensorFlow
+    # preserves the class of an error that is raised in a traced function only if the
+    # class has Exception's __init__.
     __init__ = Exception.__init__
 
 
@@ -88,9 +89,10 @@ class Stopped(SystemExit):
     """
 
 
-# Patterns of the text that Keras and TensorFlow wrap around the message of an exception in the user's
-# code. Group `text` is the message, and group `kind`, if there is one, the exception's type.
-_AROUND = (
+# Patterns of the text that Keras and TensorFlow wrap around the message of an
+# exception in the user's code. Group `text` is that message, and group `kind`, if
+# there is one, the exception's type.
+_WRAPPINGS = (
     # AutoGraph: the lines of code that led there, then the exception.
     r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
     # Keras: the layer, the message in bold, and the arguments of the call.
@@ -117,7 +119,8 @@ def message_of(error: BaseException) -> str:
     text = " ".join(str(error).split())
     # A terminal would act on control characters in a value.
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
-    # Cut in the middle: the beginning names the setting and the end gives advice, but a value may be of any length.
+    # Cut in the middle: the beginning names the setting and the end gives advice,
+    # but a value may be of any length.
     if len(text) > MOST_CHARACTERS:
         text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
     return text
@@ -153,7 +156,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _wrapping(text: str) -> re.Match[str] | None:
-    for pattern in _AROUND:
+    for pattern in _WRAPPINGS:
         match = re.fullmatch(pattern, text)
         if match:
             return match
@@ -191,5 +194,5 @@ def cause_of(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Returns the text of an error, with the escapes undone that a KeyError, also a nested one, puts into its text."""
+    """Returns the error's text. Undoes escapes, since a KeyError's text is the repr of its message."""
     return str(error).replace("\\n", "\n").replace("\\x1b", "\x1b").strip()

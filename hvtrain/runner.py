@@ -24,6 +24,7 @@ from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
+from hvtrain.system.files import write_atomic
 from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.checkpointing import Interruption
@@ -94,15 +95,13 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
 def run_to_end(
     config: RunConfig,
     strategy: Strategy,
-    attempt: Attempt | None = None,
-    state: RunState | None = None,
+    attempt: Attempt,
+    state: RunState,
 ) -> Any:
     """Repeats attempts until one has a result, and returns it (every rank).
 
     Raises Stopped after a signal, with the run saved.
     """
-    attempt = attempt or whole_run
-    state = state or RunState(time.monotonic())
     record = None
     with state.lock:
         try:
@@ -110,7 +109,7 @@ def run_to_end(
                 record = strategy.membership.run_with_restarts(
                     lambda: attempt(config, strategy, state)
                 )
-        except BaseException:  # Also Ctrl-C, and errors in the user's own code.
+        except BaseException:  # Includes Ctrl-C.
             if state.is_new_folder and state.folder and strategy.comm.topology.is_chief:
                 remove_if_empty(state.folder)
             raise
@@ -195,7 +194,8 @@ def open_inputs(
 
     source = comm.all_or_raise(lambda: open_data(config, strategy.topology.rank, fitted_files))
     plan, topology = plan_run(config, source, strategy, before or None)
-    # After the plan, which refuses too few examples: the task might blame something else, such as missing classes.
+    # After the plan, which refuses too few examples: the task might blame something
+    # else, such as missing classes.
     is_resized = plan.is_resized or strategy.cuts_batches
     task = comm.all_or_raise(lambda: open_task_and_layers(config, source, is_resized))
     manifest = check_same_data(comm, source, config.guard.data)
@@ -283,14 +283,15 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             build_metrics(model, batched(run.source.element_spec))
         steps = call_steps(run, callbacks)
         strategy.check_plan(run.plan)
-        # Only now, so that a run that is refused before this leaves no folder.
+        # Only now, so that a run that is refused before this leaves no folder, and no settings.
+        strategy.comm.on_chief(lambda: write_atomic(run.folder / CONFIG_FILE, run.state.settings))
         if run.topology.is_chief:
             note_start(run, hosts, lines, start.step)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
 
 
 def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
-    """Catches up on what follows the last step, if training was complete before this start (every rank)."""
+    """Does what follows the last step, for a run whose training was complete before this start (every rank)."""
     run = context.run
     model = context.model
     take_averages(model)
@@ -298,7 +299,7 @@ def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
         # As EarlyStopping does at the end of training.
         if name in run.config.callbacks and "best_weights" in values:
             model.set_weights(values["best_weights"])
-    # The start that completed the training may have ended before its trackers got the results.
+    # The start that completed the training may have ended before its trackers received the results.
     lacks_results = run.topology.is_chief and steps_of_result(run.folder) != start.step
     if lacks_results and run.config.tracker:
         tracking.on_train_begin()
@@ -314,8 +315,8 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     plan = run.plan
     report = context.report
     step = context.position.step
-    goes_on = report.rebalanced or (plan.ends_early and step == plan.num_steps)
-    if goes_on and not report.stopped_by:
+    continues = report.rebalanced or (plan.ends_early and step == plan.num_steps)
+    if continues and not report.stopped_by:
         return None
 
     metrics = {}

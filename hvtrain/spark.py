@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 if __name__ == "__main__":
-    # A script's folder comes first on sys.path. Here that is hvtrain/, where `import keras` would find hvtrain.keras.
+    # A script's folder comes first on sys.path. Here that is hvtrain/, where `import
+    # keras` would find hvtrain.keras.
     sys.path = [
         folder
         for folder in sys.path
@@ -82,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     controller.add_argument(
         "--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)"
     )
-    # Options that it does not know, such as --config-dir, are Hydra's.
+    # All other options, such as --config-dir, are Hydra's.
     options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
     return options
@@ -111,8 +112,8 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         session = builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise ConfigError(
-            f"Spark did not start: {error}; its own lines stand above "
-            "(Java 17 is needed: apt-get install openjdk-17-jre-headless)"
+            f"Spark did not start: {error}; see its own messages above "
+            "(it needs Java 17: apt-get install openjdk-17-jre-headless)"
         ) from error
     try:
         return run_ranks(session.sparkContext, config, options.overrides, options.np, options.mpi)
@@ -130,14 +131,15 @@ def run_ranks(
     """
     import horovod.spark
 
-    # A cluster's defaultParallelism grows while executors start, so there the user has to give the number.
+    # A cluster's defaultParallelism grows while executors start, so there
+    # the user has to give the number.
     num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
     if not num_ranks and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
         raise ConfigError(
             "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
         )
     num_ranks = num_ranks or context.defaultParallelism
-    _smooth_horovod()
+    _patch_horovod()
     try:
         horovod.spark.run(
             train_rank,
@@ -190,7 +192,8 @@ class SparkModel:
         predicted = frame.rdd.mapPartitions(functools.partial(predict_rows, self))
         try:
             *_, prediction = predicted.first()
-        except Exception as error:  # An executor's error has the stacks of Python and of Java.
+        # Spark puts the executor's Python and Java stacks into the message.
+        except Exception as error:
             cause = re.search(r"hvtrain\.errors\.\w+: (.*)", str(error))
             raise DataError(
                 f"the rows cannot be predicted: {cause[1] if cause else error}"
@@ -219,7 +222,8 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     config = composed(["dataset=table", *overrides])
     run_dir = local_folder(config.run.dir or default_run_dir(config), "run.dir")
     rows = run_dir / "rows"
-    # A URI with a scheme (file:), since Spark's default file system, such as HDFS, is not the one that ranks read.
+    # A URI with a scheme (file:), since Spark's default file system, such as HDFS,
+    # is not the one that ranks read.
     frame.write.mode("overwrite").parquet(rows.as_uri())
 
     config.run.dir = str(run_dir)
@@ -227,7 +231,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     code = run_ranks(frame.sparkSession.sparkContext, config, list(overrides), num_ranks)
     if code:
         raise RankError(
-            f"the training in {run_dir} ended with exit code {code}; the lines above say why"
+            f"the training in {run_dir} ended with exit code {code}; see the messages above"
         )
     return SparkModel(config.run.dir, trust=True)
 
@@ -268,7 +272,8 @@ def _open_run(model: SparkModel):
 
     strategy = Strategy()
     strategy.start()
-    # Not hvtrain.load, which would read the run's data in each executor to check that they are unchanged.
+    # Not hvtrain.load, which would read the run's data in each executor to
+    # check that they are unchanged.
     return open_run(
         finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False
     )
@@ -297,13 +302,13 @@ class RankLines:
         self.stream.flush()
 
 
-def _smooth_horovod() -> None:
-    """Patches Horovod's launcher for Spark, in this process: three changes, explained below."""
+def _patch_horovod() -> None:
+    """Patches Horovod's launcher for Spark in this process: three changes, explained below."""
     from horovod.runner import launch
     from horovod.runner.common.util import network
 
-    # Horovod would import TensorFlow in child processes to find out what it was built with. Ranks report
-    # what is missing anyway.
+    # To find out what it was built with, Horovod would import TensorFlow in child processes. If
+    # anything is missing, the ranks report it anyway.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
     def copy_lines(source, target):
@@ -311,10 +316,11 @@ def _smooth_horovod() -> None:
             target.write(line.decode("utf-8", "replace"))
             target.flush()
 
-    # Horovod forwards the ranks' output in blocks of 64 KiB, so lines would show hours later.
+    # Horovod forwards the ranks' output in blocks of 64 KiB, so lines could appear hours late.
     network.shutil = types.SimpleNamespace(copyfileobj=copy_lines)
 
-    # When a rank fails, Horovod cancels Spark's job, whose thread would print a long traceback of that.
+    # When a rank fails, Horovod cancels the Spark job, and the job's
+    # thread would print a long traceback.
     def hook(args: threading.ExceptHookArgs) -> None:
         if "cancelled" not in str(args.exc_value):
             threading.__excepthook__(args)
@@ -323,7 +329,7 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """Returns the driver's environment variables that ranks get. Most paths are left out: executors have their own."""
+    """Returns the driver's environment variables for the ranks, without most paths: executors have their own."""
     variables = environment.for_ranks(os.environ)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
         variables.pop(name, None)
@@ -361,7 +367,8 @@ def _train(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    # By module name, so that executors can import the functions that are sent to them (not from __main__).
+    # By module name, so that executors can import the functions that are
+    # sent to them (not from __main__).
     from hvtrain import spark
 
     enter(spark.main)

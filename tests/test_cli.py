@@ -137,7 +137,7 @@ def test_an_argument_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
     assert (code, output) == (
         2,
         "",
-    ) and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename what it names\n"
+    ) and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename the file that it names\n"
 
 
 def test_tracebacks_are_shown_where_asked(tmp_path):

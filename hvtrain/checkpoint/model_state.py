@@ -61,7 +61,8 @@ def restore(
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
-    # This process may know only the shape of its part, so of sharded variables only the keys are compared.
+    # This process may know only the shape of its part, so of sharded
+    # variables only the keys are compared.
     variables = {
         key: checkpoint.arrays.get(key, variable) if key in sharded else variable
         for key, variable in _variables(model).items()

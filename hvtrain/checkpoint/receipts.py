@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.checkpoint.store import Arrays, Meta
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.core.run_files import RECEIPTS_FILE
@@ -57,10 +58,14 @@ def digests_of(arrays: Arrays) -> Digests:
     }
 
 
-def _digest(array: np.ndarray) -> str:
-    contiguous = np.ascontiguousarray(array).reshape(-1)
+def _digest(array: np.ndarray | ShardedTable) -> str:
     # Faster than BLAKE2b if the processor has SHA instructions: 1.0 against 0.7 GB/s (2026-11-27).
-    return hashlib.sha256(contiguous.view(np.uint8).data).hexdigest()[:16]
+    digest = hashlib.sha256()
+    # In the order of the rows, which does not depend on the number of ranks.
+    pieces = array.pieces() if isinstance(array, ShardedTable) else [(None, array)]
+    for _, piece in pieces:
+        digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:16]
 
 
 def read_receipts(folder: Path) -> dict[int, Receipt]:

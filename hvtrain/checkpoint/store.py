@@ -17,16 +17,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
+from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import remove
 
-Arrays = dict[str, np.ndarray]
+# NumPy arrays by key. Whole sharded tables are ShardedTable, which reads like an array.
+Arrays = dict[str, Any]
 Meta = dict[str, Any]
 
 ARRAYS = "state.safetensors"
 META = "meta.json"
-# Embedding tables and their slots, if they are sharded over the ranks.
+# Embedding tables and their slots, if they are sharded over the ranks: "rank/0/KEY" has rank 0's rows.
 TABLES = "tables.safetensors"
 SUMS = "SHA256SUMS"
 # Longest accepted header of tables.safetensors, whose length the file itself states.
@@ -166,7 +168,7 @@ def _read(path: Path) -> Checkpoint:
             raise ValueError(f"{name} has SHA-256 {digest[:12]}..., and {SUMS} lists {expected}")
 
     meta = json.loads(files[META])
-    arrays = load(files[ARRAYS])
+    arrays: Arrays = load(files[ARRAYS])
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
     if TABLES in listed:
@@ -201,24 +203,23 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _map_tables(path: Path) -> Arrays:
-    """Memory-maps the arrays of a safetensors file, which may not fit into memory."""
+def _map_tables(path: Path) -> dict[str, ShardedTable]:
+    """Memory-maps the tables of a safetensors file, which may not fit into memory."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"{path.name} has a header of {header_bytes} bytes")
         header = json.loads(file.read(header_bytes))
-    begin = 8 + header_bytes
+    content = np.memmap(path, np.uint8, "r", 8 + header_bytes)
+    shards: dict[str, dict[int, np.ndarray]] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            _, rank, key = name.split("/", 2)
+            rows = content[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]])
+            shards.setdefault(key, {})[int(rank)] = rows.reshape(entry["shape"])
     return {
-        key: np.memmap(
-            path,
-            _TYPES[entry["dtype"]],
-            "r",
-            begin + entry["data_offsets"][0],
-            tuple(entry["shape"]),
-        )
-        for key, entry in header.items()
-        if key != "__metadata__"
+        key: ShardedTable([by_rank[rank] for rank in range(len(by_rank))])
+        for key, by_rank in shards.items()
     }
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.checkpoint.store import (
     ARRAYS,
     META,
@@ -77,13 +78,18 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(text)
-        # Memory-mapped tables may not fit into memory, so they get a file of their own that is mapped when read.
-        tables = {key: array for key, array in storable.items() if isinstance(array, np.memmap)}
+        # Sharded tables may not fit into memory, so they get a file of their own that is mapped
+        # when read.
+        tables = {key: array for key, array in storable.items() if isinstance(array, ShardedTable)}
         files: dict[str, Any] = {
             ARRAYS: {key: array for key, array in storable.items() if key not in tables}
         }
         if tables:
-            files[TABLES] = tables
+            files[TABLES] = {
+                f"rank/{rank}/{key}": shard
+                for key, table in tables.items()
+                for rank, shard in enumerate(table.shards)
+            }
         for name, file_arrays in files.items():
             _write_arrays(temporary / name, file_arrays)
             # safetensors creates files that only their owner can read.
@@ -264,8 +270,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
-        # The step of the last complete checkpoint, and the time.time() at which it was complete. Before the
-        # first one: 0, and the time of this start.
+        # The step of the last complete checkpoint, and the time.time() at which it was complete.
+        # Before the first one: 0, and the time of this start.
         self.whole_step = 0
         self.whole_at = time.time()
 

@@ -27,8 +27,8 @@ _PROBE = (host_facts, probe)
 # Exit codes of _SCRIPT; 124 is that of `timeout`.
 _TIMED_OUT = 124
 _NO_PYTHON = 86
-# Its arguments: this process's Python, the code to run, and the time limit in seconds. If that Python is missing,
-# any Python 3 can report the other facts. `timeout` ends a probe that hangs.
+# Its arguments: this process's Python, the code to run, and the time limit in seconds. If that
+# Python is missing, any Python 3 can report the other facts. `timeout` ends a probe that hangs.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '

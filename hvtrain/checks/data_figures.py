@@ -1,7 +1,6 @@
 """Figures for the page of `inspect`: tables, pictures with masks, texts."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -133,7 +132,7 @@ def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
     return panels
 
 
-def _caption(target: Any, class_names: Sequence[str]) -> str:
+def _caption(target, class_names: Sequence[str]) -> str:
     """Returns the target's class name or numbers; empty for masks and for several targets."""
     if isinstance(target, dict) or np.ndim(target) > 1:
         return ""
@@ -142,7 +141,7 @@ def _caption(target: Any, class_names: Sequence[str]) -> str:
     return _cell(target)
 
 
-def _cell(values: Any) -> str:
+def _cell(values) -> str:
     texts = map(tf.compat.as_str_any, np.ravel(values)[:SHOWN_NUMBERS])
     return ", ".join(text.removesuffix(".0") for text in texts)
 

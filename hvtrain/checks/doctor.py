@@ -185,7 +185,8 @@ def _local_data(dataset: Mapping[str, Any]) -> str | None:
     """Returns the local file or folder of a data set; None if it has none, or is in object storage."""
     for name in ("dir", "path", "file"):
         value = dataset.get(name)
-        # In a user's own data set, `path` may not be a string, and `file` may name a table in a library.
+        # In a user's own data set, `path` may not be a string, and `file`
+        # may name a table in a library.
         if isinstance(value, str) and not is_remote(value):
             path = Path(value)
             # As in manifest.user_path: a user in a container may have no home.

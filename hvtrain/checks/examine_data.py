@@ -134,8 +134,8 @@ class SplitFacts:
         if num_classes and has_labels:
             self._count_classes(targets, num_classes)
         if len(elements) > 2 and has_labels and np.shape(inputs) == targets.shape:
-            # Masked language modeling hides random tokens of the inputs, so the targets, which are the whole text,
-            # identify an example.
+            # Masked language modeling hides random tokens of the inputs, so the targets, which are
+            # the whole text, identify an example.
             inputs = targets
 
         # Files are often listed class by class, so the first examples may all be of one class.
@@ -147,7 +147,7 @@ class SplitFacts:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((array_digest(nest.flatten(example)), target_digest))
 
-    def _add_values(self, inputs: Any, targets: Any) -> None:
+    def _add_values(self, inputs, targets) -> None:
         for part, structure in (("inputs", inputs), ("targets", targets)):
             for name, array in inputs_of(structure).items():
                 kind = input_kind(array.dtype, array.shape[1:])
@@ -247,8 +247,10 @@ class Findings:
             explained = self.source.explain(error)
             if not isinstance(explained, UserError):
                 raise
+            message = message_of(explained)
             # An unreadable file gives the same error in every split.
-            self.refused = list(dict.fromkeys([*self.refused, message_of(explained)]))
+            if message not in self.refused:
+                self.refused.append(message)
 
 
 def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
@@ -273,7 +275,8 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         findings.described = describe(source)
         findings.class_names = class_labels(source)
         if has_task or config.augment:
-            # No step runs on a device here, so the layers run in the input pipeline, as in a resized run.
+            # No step runs on a device here, so the layers run in the input
+            # pipeline, as in a resized run.
             open_task_and_layers(config, source, is_resized=True)
     left_out: list[Unreadable] = []
     for split in source.SPLITS:
@@ -328,7 +331,8 @@ def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
     """Reads training images as training and validation do; empty if the inputs are not images."""
     if not train.shown or image_of(train.shown[0].inputs) is None:
         return []
-    # Which example a stream yields is known only if single examples can be opened and none was skipped.
+    # Which example a stream yields is known only if single examples can
+    # be opened and none was skipped.
     if not (isinstance(source, IndexedSource) and train.is_whole):
         number = min(NUM_SHOWN, train.num_examples)
         return [[row] for row in _drawn(source, Topology(), number, seed, steps=1)]

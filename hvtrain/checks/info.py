@@ -46,8 +46,8 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
-    # travels() keeps secrets out: it is the launcher's test for what may be sent to other hosts. It refuses
-    # CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
+    # travels() keeps secrets out: it is the launcher's test for what may be sent to other hosts. It
+    # refuses CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
     lines |= {
         name: os.environ[name]
         for name in sorted(os.environ)
@@ -106,9 +106,8 @@ def commit_of(folder: str | None) -> str:
     if commit is None:
         return ""
 
-    # A version alone would hide changes that were never committed.
-    number = len(commit["changed"])
     text = commit["commit"][:7]
-    if number:
-        text += f", {number} changed"
+    # A version alone would hide changes that were never committed.
+    if commit["changed"]:
+        text += f", {len(commit['changed'])} changed"
     return f" ({text})"

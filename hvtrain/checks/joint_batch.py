@@ -88,7 +88,8 @@ CASES = {
     "accumulation": Case(
         lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4
     ),
-    # Half precision rounds the activations of one rank's batch differently from those of the joint batch.
+    # Half precision rounds the activations of one rank's batch differently
+    # from those of the joint batch.
     "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
     "mixed_float16": Case(lambda: LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
     # From here on, ranks have different total loss weights, so a mean of means is wrong.
@@ -153,7 +154,8 @@ def compare(
     together = _train(case, own, rank, wrap, hvd.DistributedLoss)
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
     plain = _train(case, own, rank, wrap).after if case.kind in UNLIKE else None
-    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
+    # Rank 0 trains on the joint batch while the last rank trains alone;
+    # both start from rank 0's weights.
     joint = None
     alone = None
     if rank == 0:
@@ -173,10 +175,7 @@ def compare(
         error_without_reduction=largest_difference(without_reduction, expected),
         error_of_plain_loss=hvd.broadcast_object(error_of_plain_loss, name="hvtrain.compare"),
         ranks_differ=max(
-            max(
-                largest_difference(trained.before, first.before),
-                largest_difference(trained.after, first.after),
-            )
+            largest_difference(trained.before + trained.after, first.before + first.after)
             for trained in of_ranks
         ),
         reductions=min(trained.reductions for trained in of_ranks),

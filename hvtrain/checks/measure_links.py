@@ -33,7 +33,8 @@ MARK = "hvtrain-links:"
 START_SECONDS = 120
 SECONDS_FOR_A_PAIR = 3
 SLOW_SHARE = 1 / 3
-# Below this, a link is slow even if all others are: ResNet-50's 100 MB of gradients would take 16 s per step.
+# Below this, a link is slow even if all others are: ResNet-50's 100 MB of
+# gradients would take 16 s per step.
 FLOOR_GBITS = 0.1
 
 
@@ -174,7 +175,8 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value):
-        # Returns one element only: the time to copy the whole result out of the graph would count as the link's.
+        # Returns one element only: the time to copy the whole result out of the
+        # graph would count as the link's.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 
     def best(size):
@@ -185,7 +187,8 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
             began = time.perf_counter()
             reduce(value).numpy()
             seconds = time.perf_counter() - began
-            # The slowest rank's time: a rank that enters late finds the others waiting and measures too little.
+            # The slowest rank's time: a rank that enters late finds the others
+            # waiting and measures too little.
             slowest = float(
                 hvd.allreduce(seconds, name=f"{name}.time", op=hvd.Max, process_set=process_set)
             )

@@ -151,8 +151,14 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
-    nothing = {"num_files": 0, "num_bytes": 0, "entries": {}, "error": None, "too_large": None}
-    description = {"path": str(path), **nothing}
+    description = {
+        "path": str(path),
+        "num_files": 0,
+        "num_bytes": 0,
+        "entries": {},
+        "error": None,
+        "too_large": None,
+    }
     try:
         sizes = _sizes(path, deadline)
         names = sorted(sizes)
@@ -232,7 +238,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
-    return dict(resolved)
+    return resolved
 
 
 def free_port() -> int:
@@ -279,7 +285,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
         with (
             contextlib.suppress(OSError),
             caller,
-            caller.makefile("rw", encoding="utf-8") as stream,
+            caller.makefile("rw", encoding="utf-8", errors="replace") as stream,
         ):
             caller.settimeout(CONNECT_SECONDS)
             call_token, _, name = stream.readline(200).strip().partition(" ")
@@ -295,7 +301,8 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
                 with socket.create_connection(tuple(others[name]), CONNECT_SECONDS) as call:
                     asked = time.time()
                     call.sendall(f"{token} {request['me']}\n".encode())
-                    line = call.makefile("r", encoding="utf-8").readline(200)
+                    # Another program may answer with any bytes.
+                    line = call.makefile(encoding="utf-8", errors="replace").readline(200)
                     round_trip = time.time() - asked
             except OSError as error:
                 missing[name] = error.strerror or str(error)

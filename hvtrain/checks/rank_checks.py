@@ -113,7 +113,8 @@ def _broadcast() -> str:
 
 def _overflow() -> str:
     """Checks that all ranks skip a step in which only the last rank's gradient is infinite."""
-    # The wrapper is outermost: inside the loss scale, a rank that skips a step alone would leave others waiting.
+    # The wrapper is outermost: inside the loss scale, a rank that skips a step
+    # alone would leave others waiting.
     optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -154,7 +155,7 @@ def _shards(strategy: Strategy) -> str:
     # One more image than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
-    source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
+    source = from_arrays(images, images.ravel() % 3, standardize="none")
     steps = strategy.topology.share_size(count)
     request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
     batches = source.training(request).take(steps)
@@ -275,9 +276,11 @@ def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
 
 def _data(run: OwnRun) -> str:
     """Checks that shards add up, and that few examples of the ranks' first batches are read by several ranks."""
-    hashes: set[bytes] = set()
-    for batch in run.batches().as_numpy_iterator():
-        hashes.update(map(array_digest, zip(*tf.nest.flatten(batch))))
+    hashes = {
+        array_digest(example)
+        for batch in run.batches().as_numpy_iterator()
+        for example in zip(*tf.nest.flatten(batch))
+    }
     by_rank = run.strategy.comm.gather(hashes)
     num_readers = Counter(digest for rank_hashes in by_rank for digest in rank_hashes)
     num_shared = sum(count > 1 for count in num_readers.values())
@@ -305,15 +308,20 @@ def _step(run: OwnRun) -> str:
     model = run.model
     comm = run.strategy.comm
     own = _own_gradients(run)
-    shared: list[Any] = [
-        None if hasattr(item, "rank_part") else values
-        for item, values in zip(model.trainable_variables, own)
-    ]
-    joint = [_mean(parts) for parts in zip(*comm.gather(shared))]
-    for i, gradient in enumerate(own):
-        if gradient is not None and shared[i] is None:
+    joint: list[Any] = []
+    shared = []
+    means = []
+    for item, values in zip(model.trainable_variables, own):
+        if values is not None and hasattr(item, "rank_part"):
             # The gradient of this rank's part of a table is already the sum over all ranks.
-            joint[i] = gradient / run.strategy.topology.size
+            joint.append(values / comm.topology.size)
+            continue
+        # One by one: those of a large model on all ranks would fit neither a message nor memory.
+        parts = comm.gather(values)
+        joint.append(None if values is None else np.mean(parts, axis=0, dtype=values.dtype))
+        if values is not None:
+            shared.append(values)
+            means.append(joint[-1])
 
     # Copies: the run's own variables take the distributed step below.
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
@@ -325,9 +333,7 @@ def _step(run: OwnRun) -> str:
     change = _change(model.optimizer, own, model.trainable_variables)
     count = hvd.num_reductions(model.optimizer) - reductions_before
     gap = max(comm.gather(largest_difference(change, expected)))
-    compared = [i for i, gradient in enumerate(shared) if gradient is not None]
-    own_gap = largest_difference([shared[i] for i in compared], [joint[i] for i in compared])
-    own_gap = max(comm.gather(own_gap))
+    own_gap = max(comm.gather(largest_difference(shared, means)))
 
     if not count:
         raise CheckError(
@@ -354,13 +360,6 @@ def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:
         return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
 
     return [None if gradient is None else gradient.numpy() for gradient in gradients()]
-
-
-def _mean(gradients: tuple[Any, ...]) -> Any:
-    """Returns the mean over ranks of one variable's gradients; None if the ranks have none for it."""
-    if gradients[0] is None:
-        return None
-    return np.mean(gradients, axis=0, dtype=gradients[0].dtype)
 
 
 def _change(

@@ -156,13 +156,12 @@ def judge(
     if difference is None or repetition.measured is None or repetition.measured < step:
         # The run has kept no checkpoint from that step on, with which weights could be compared.
         return 1, lines
-    is_close = not causes and tolerance is not None and difference <= tolerance
     lines.append(
         f"largest difference of a weight at step {repetition.measured:,}: {difference:.2g} of the largest value there"
     )
-    if is_close:
-        lines.append(f"within the tolerance of {tolerance:g}")
-    return (0 if is_close else 1), lines
+    if causes or tolerance is None or difference > tolerance:
+        return 1, lines
+    return 0, [*lines, f"within the tolerance of {tolerance:g}"]
 
 
 def first_difference(before: Digests, now: Digests) -> str:
@@ -237,7 +236,6 @@ class Divergence:
 
     def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
         self.runs = runs
-        self.receipts: list[dict[int, Receipt]] = []
         self.stretches: list[Repetition] = []
 
     def compare(self, num_ranks: int) -> "Repetition | int":
@@ -245,8 +243,7 @@ class Divergence:
 
         Returns the first run's stretch to repeat, or the exit code if nothing is to be repeated.
         """
-        self.receipts = [read_receipts(run.folder) for run in self.runs]
-        mine, others = self.receipts
+        mine, others = (read_receipts(run.folder) for run in self.runs)
         steps = [step for step in mine if step in others]
         if not steps:
             raise ConfigError(
@@ -264,7 +261,7 @@ class Divergence:
         print("\n".join(cause_lines(causes, is_deterministic)))
         note = f"at step {step:,}: {first_difference(mine[step].digests, others[step].digests)}"
         try:
-            for run, receipts in zip(self.runs, self.receipts):
+            for run, receipts in zip(self.runs, (mine, others)):
                 of_run = receipts[step].facts.get("ranks", {}).get("number of ranks")
                 if of_run != num_ranks:
                     raise ConfigError(
@@ -290,7 +287,8 @@ class Divergence:
             )
         else:
             print(f"first at step {step:,}: {first_difference(mine[step], others[step])}")
-        for stretch, receipts in zip(self.stretches, self.receipts):
+        for stretch in self.stretches:
+            receipts = read_receipts(stretch.folder)
             if any(receipts[save].digests != stretch.digests[save] for save in stretch.saves):
                 print(
                     f"{stretch.folder} did not repeat its own bits, so the runs may have diverged at another step"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hvtrain.errors import UserError
 
-# Checks by name. Each runs on every rank, and returns its finding in a few words or raises CheckError.
+# Checks by name. Each runs on every rank, and returns its finding in a
+# few words or raises CheckError.
 Checks = dict[str, Callable[[], str]]
 
 

@@ -29,7 +29,7 @@ def main() -> int:
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    launcher = Launcher(options.np, tuple(options.hosts), options.num_ps, options.single_cores)
+    launcher = Launcher(options.np, options.hosts, options.num_ps, options.single_cores)
     contest = Contest(
         strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only
     )

@@ -34,8 +34,8 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
     if not common:
         return None
 
-    # A strategy that failed or was interrupted has fewer rounds; each of them is compared only with the
-    # same round of the other strategy.
+    # A strategy that failed or was interrupted has fewer rounds; each of them is compared only with
+    # the same round of the other strategy.
     return ratio([numerators[n] for n in common], [denominators[n] for n in common])
 
 
@@ -66,7 +66,7 @@ def on_speed(speeds: Speeds) -> list[str]:
     equal: list[str] = []
     unknown: list[str] = []
     slower: list[str] = []
-    apart: list[str] = []
+    apart = []
     for name in others:
         speed_ratio = against(speeds[name], speeds[first])
         if speed_ratio is None:
@@ -191,10 +191,13 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
 
     return [
-        *("-np", str(num_ranks)),
+        "-np",
+        str(num_ranks),
         # The measured ranks count as one host, to which identical hosts are added.
-        *("--ranks-per-host", str(comparison["num_ranks"])),
-        *("--step-seconds", f"{seconds:.4g}"),
+        "--ranks-per-host",
+        str(comparison["num_ranks"]),
+        "--step-seconds",
+        f"{seconds:.4g}",
         *entry["words"],
     ]
 
@@ -229,11 +232,7 @@ def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
     """
     speedups = {cost["num_ranks"]: cost["num_ranks"] * cost["efficiency"] for cost in costs}
     most = max(speedups)
-    paying = [
-        number
-        for number, speedup in speedups.items()
-        if number > 1 and speedup > MIN_WORTHWHILE_SPEEDUP
-    ]
+    paying = [number for number, speedup in speedups.items() if speedup > MIN_WORTHWHILE_SPEEDUP]
     verdict = f"pays off from {min(paying)} ranks;" if paying else "does not pay off:"
 
     return f"Planned for more ranks: {PLANNED} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."

@@ -48,10 +48,10 @@ class Contestant:
 
     name: str
     strategy: str
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     accumulate: int = 1
     has_servers: bool = False
-    differences: tuple[str, ...] = ()
+    differences: Sequence[str] = ()
 
     @property
     def is_single(self) -> bool:
@@ -138,10 +138,10 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
     return Contestant(
         name,
         strategy,
-        tuple(overrides),
+        overrides,
         config.train.accumulate,
         has_servers="num_ps" in config.strategy,
-        differences=tuple(differences),
+        differences=differences,
     )
 
 
@@ -177,7 +177,7 @@ class Launcher:
     """
 
     num_ranks: int
-    host_options: tuple[str, ...] = ()
+    host_options: Sequence[str] = ()
     num_ps: int | None = None
     single_cores: int | None = None
 
@@ -199,7 +199,7 @@ class Launcher:
     def cores(self, contestant: Contestant) -> set[int]:
         """Returns the cores that the run may use; a launcher divides them among its ranks."""
         cores = sorted(os.sched_getaffinity(0))
-        if contestant.is_single and self.single_cores:
+        if contestant.is_single:
             cores = cores[: self.single_cores]
 
         return set(cores)
@@ -291,7 +291,7 @@ class Contest:
 
     def _train(self, contestant: Contestant, number: int) -> Training:
         folder = self._folder(contestant, number)
-        overrides: Sequence[str] = contestant.overrides
+        overrides = contestant.overrides
         if number != WHOLE:
             overrides = contestant.speed_overrides(self.speed_steps)
         command = self.launcher.command(contestant, overrides, folder / "run")

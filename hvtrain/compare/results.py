@@ -34,7 +34,8 @@ Target = tuple[str, float]
 # The epoch that reached the target, and the seconds of training up to its end.
 Reached = tuple[int, float]
 
-# The default target metric is the first of these that all runs have; validation says more than training.
+# The default target metric is the first of these that all runs have;
+# validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 # In inches. Charts on the page leave room for the names of the strategies.
@@ -129,15 +130,13 @@ def _entry(
     entry = {
         "name": name,
         "words": list(contestant.overrides),
-        "differences": list(
-            dict.fromkeys([*contestant.differences, *record.get("differences", ())])
-        ),
+        "differences": [*contestant.differences, *record.get("differences", ())],
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
         # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
-        "num_steps": whole and whole.result.get("num_steps"),
+        "num_steps": whole and whole.result["num_steps"],
         "seconds": whole and whole.seconds,
         "cpu_seconds": whole and whole.cpu_seconds,
         "tests": _test_metrics(whole) if whole else {},
@@ -173,7 +172,7 @@ def curve(training: Training) -> Curve:
 
     Seconds are those of training alone, without start, validation and checkpoints.
     """
-    batch = training.result.get("global_batch") or 0
+    batch = training.result["global_batch"]
 
     seconds = 0.0
     points = []
@@ -223,7 +222,7 @@ def _sign(metric: str) -> int:
 
 
 def _test_metrics(training: Training) -> dict[str, float]:
-    metrics = training.result.get("metrics", {})
+    metrics = training.result["metrics"]
     return {name: value for name, value in metrics.items() if name.startswith("test_")}
 
 
@@ -303,7 +302,8 @@ def panels(comparison: Record) -> Iterator[Panel]:
     if not points:
         return
 
-    # Over seconds the faster strategy leads; over examples, the one that learns more from each example.
+    # Over seconds the faster strategy leads; over examples, the one that
+    # learns more from each example.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))

@@ -30,14 +30,20 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 
 
 def own_folders(arguments: Sequence[str]) -> list[Path]:
-    """Returns the folder given with --config-dir, if any."""
-    # Does not use compose.parsed(): the arguments may be another program's, whose -c means something else.
+    """Returns the folders given with --config-dir.
+
+    >>> own_folders(["-cd", "mine", "model=mlp", "--config-dir=ours"])
+    [PosixPath('mine'), PosixPath('ours')]
+    """
+    # Does not use compose.parsed(): the arguments may be another program's,
+    # whose -c means something else.
+    folders = []
     for option, value in pairwise([*arguments, ""]):
         if option in ("--config-dir", "-cd") and value:
-            return [Path(value)]
-        if option.startswith(("--config-dir=", "-cd=")):
-            return [Path(option.partition("=")[2])]
-    return []
+            folders.append(Path(value))
+        elif option.startswith(("--config-dir=", "-cd=")):
+            folders.append(Path(option.partition("=")[2]))
+    return folders
 
 
 def choice_files(group: str, arguments: Sequence[str] = ()) -> list[Path]:
@@ -100,8 +106,11 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     default = default_choice(group)
     lines = [f"  {group}="]
     for path in choice_files(group, arguments):
-        comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
-        about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
+        lines_of_file = path.read_text("utf-8").splitlines()
+        comments = [
+            line for line in lines_of_file if line.startswith("#") and "@package" not in line
+        ]
+        about = "".join(comments[:1]).strip("# ")
         mark = " "
         if path.stem == default:
             mark = "*"

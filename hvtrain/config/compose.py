@@ -16,9 +16,6 @@ from hvtrain.system import console, secrets
 from hvtrain.system.command import Parser
 from hvtrain.system.files import read_file
 
-# A run has a choice of each.
-REQUIRED_GROUPS = ("model", "dataset", "task")
-
 
 def composed(overrides: list[str] | None = None) -> RunConfig:
     """Composes a run and returns its validated settings. Raises the errors of compose() and from_dict()."""
@@ -49,7 +46,9 @@ def compose(overrides: list[str] | None = None) -> Settings:
     run_folder = folder_of_a_run(line)
     if not run_folder:
         folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]
-        settings = [override("hydra.searchpath", folders), *quoted(settings)]
+        # Hydra would parse the choice in debug=nan as a float.
+        settings = ["debug='nan'" if text.lower() == "debug=nan" else text for text in settings]
+        settings.insert(0, override("hydra.searchpath", folders))
 
     ConfigStore.instance().store("hvtrain_schema", schema())
     try:
@@ -74,15 +73,6 @@ def compose(overrides: list[str] | None = None) -> Settings:
     if notify is not None:
         values["notify"] = None if notify == "null" else secrets.split_addresses(notify)
     return values
-
-
-def quoted(overrides: list[str]) -> list[str]:
-    """Quotes the choice in debug=nan, which Hydra would otherwise parse as a float.
-
-    >>> quoted(["debug=nan", "debug=fast", "seed=1"])
-    ["debug='nan'", 'debug=fast', 'seed=1']
-    """
-    return ["debug='nan'" if text.lower() == "debug=nan" else text for text in overrides]
 
 
 def resolved(tree: Any) -> Settings:
@@ -113,8 +103,8 @@ def override(name: str, value: Any) -> str:
 
     >>> override("train.ema", None), override("model.hidden", [64, 32]), override("optimizer", "sgd")
     ('train.ema=null', 'model.hidden=[64,32]', 'optimizer=sgd')
-    >>> override("a.b", "it's 1")
-    "a.b='it\\\\'s 1'"
+    >>> override("a.b", "it's 1"), override("a.b", "null")
+    ("a.b='it\\\\'s 1'", "a.b='null'")
     """
     return f"{name}={override_value(value)}"
 
@@ -125,9 +115,10 @@ def override_value(value: Any) -> str:
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[A-Za-z][\w./-]*", value):
+    if re.fullmatch(r"(?i)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
-    # A backslash is special to Hydra only before a quote, and at the end, where the closing quote follows.
+    # A backslash is special to Hydra only before a quote, and at the end,
+    # where the closing quote follows.
     escaped = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + (match[2] and r"\'"), value)
     return f"'{escaped}'"
 
@@ -171,7 +162,7 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
         except Exception as error:
             raise ConfigError(f"{path} cannot be read ({error}); fix it first") from error
         if isinstance(settings, dict) and all(
-            "_target_" in (settings.get(group) or ()) for group in REQUIRED_GROUPS
+            "_target_" in (settings.get(group) or ()) for group in GROUPS
         ):
             return folder.absolute()
         raise ConfigError(

@@ -15,6 +15,7 @@ from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
 from hvtrain.system.text import flatten
 
+# The type that the target of each group must return.
 NEEDED = {
     "model": "a keras.Model",
     "dataset": "an hvtrain.data.Source; hvtrain.data.from_arrays(images, labels) makes one",
@@ -26,10 +27,8 @@ NEEDED = {
     "augment": "a keras.layers.Layer",
     "tracker": "an hvtrain.trackers.Tracker",
 }
-"""The type that the target of each group must return."""
-
+# Facts passed to a builder that takes **kwargs and declares no fact by name.
 ALWAYS = ("image_shape", "num_classes")
-"""Facts passed to a builder that takes **kwargs and declares no fact by name."""
 
 
 def build(
@@ -68,12 +67,12 @@ def build(
         choices: list[Any] = [
             OmegaConf.to_container(OmegaConf.load(file)) for file in choice_files(group)
         ]
-        # If the target is that of one of hvtrain's choices, it must refuse another choice's arguments, so
-        # these are kept; only arguments of nested groups may be dropped.
+        # A target of hvtrain's own must refuse the arguments of another choice, so these are kept;
+        # only arguments of nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
-            nested = [name for name, value in settings.items() if isinstance(value, dict)]
             choices = [
-                {name: choice[name] for name in nested if name in choice} for choice in choices
+                {name: value for name, value in choice.items() if isinstance(value, dict)}
+                for choice in choices
             ]
         settings = _own_arguments(settings, choices)
     _check_settings(config, group, settings)
@@ -107,13 +106,11 @@ def declared(
     Raises:
         ConfigError: A required argument has neither a setting nor a fact.
     """
-    always = {name: facts[name] for name in ALWAYS if name in facts}
-    is_class = inspect.isclass(builder)
+    always = {name: facts[name] for name in ALWAYS if name in facts and name not in settings}
     try:
-        signature = inspect.signature(builder.__init__ if is_class else builder)
+        parameters = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):  # Some built-in functions have no signature.
         return always
-    parameters = list(signature.parameters.values())[is_class:]  # Skips self.
 
     selected = {}
     for parameter in parameters:
@@ -126,8 +123,8 @@ def declared(
             parameter.KEYWORD_ONLY,
         ):
             raise ConfigError(
-                f"{name} needs {parameter.name}, which is no setting of it and which the data set {source_name} "
-                f"does not give (it gives {', '.join(facts)}); set it, or choose another data set"
+                f"{name} needs {parameter.name}, which is not set and which the data set {source_name} does not give "
+                f"(it gives {', '.join(facts)}); set it, or choose another data set"
             )
     if not selected and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return always
@@ -175,8 +172,8 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
                 value, [default for default in defaults if isinstance(default, dict)]
             )
             continue
-        # A default that refers to another setting, such as ${task.ignored_label}, has been resolved to
-        # a value that cannot be compared with it.
+        # A default that refers to another setting, such as ${task.ignored_label}, has been resolved
+        # to a value that cannot be compared with it.
         is_default = any(default == value or str(default).startswith("${") for default in defaults)
         if not is_default or target is None or name.startswith("_") or _declares(target, name):
             own[name] = value
@@ -206,7 +203,7 @@ def _check_settings(config: RunConfig, group: str, settings: Settings) -> None:
     for name, value in flatten({group: settings}).items():
         if HIDDEN in str(value):
             raise ConfigError(
-                f"{name} holds a secret, which a run's records leave out; give {name}=VALUE once more"
+                f"{name} holds a secret, which a run's records leave out; give {name}=VALUE again"
             )
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(

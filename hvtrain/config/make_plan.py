@@ -31,7 +31,8 @@ def choose_uneven(
     if saved:
         return saved["uneven"]
     batches = [examples / batch for examples, batch in zip(shard_sizes, batch_sizes)]
-    # A padded epoch takes as many steps as the largest shard needs, and every rank needs an example in each.
+    # A padded epoch takes as many steps as the largest shard needs, and every
+    # rank needs an example in each.
     if math.ceil(max(batches)) > min(shard_sizes):
         return "trim"
     left_out = sum(shard_sizes) - int(min(batches)) * sum(batch_sizes)
@@ -122,7 +123,7 @@ def make_plan(
     else:
         num_steps = train.steps
 
-    factor = learning_rate_factor(train, size * train.accumulate)
+    factor = learning_rate_factor(train, size * accumulate)
     return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
 
 

@@ -11,8 +11,9 @@ from hvtrain.config.validate import SYNONYMS, closest, nearest, same_meaning
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import flatten
 
+# The function compose.compose, passed in to find the settings that a
+# refused command line could have used.
 Compose: TypeAlias = Callable[[list[str]], Settings]
-"""The function compose.compose, passed in to find the settings that a refused command line could have used."""
 # An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
 _METRICS = "add a metric with +task.metrics.NAME._target_=keras.metrics.NAME"
@@ -26,18 +27,19 @@ _ADVICE = {
 }
 # Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
-# Patterns of Hydra 1.3's messages, and our replacements, into which the groups of each pattern are filled.
+# Patterns of Hydra 1.3's messages, and our replacements, into which the
+# groups of each pattern are filled.
 _ANSWERS = {
     r"In '((?:experiment|debug)/[^']+)': Could not (?:find|override) '(?:experiment|debug)/": (
-        "the defaults of {0}.yaml have a choice in another form than needed; write - override /GROUP: CHOICE"
+        "the defaults of {0}.yaml have a choice in the wrong form; write - override /GROUP: CHOICE"
     ),
     r"In '([^']+)': ConfigTypeError": "{0}.yaml does not hold settings; write each as NAME: VALUE",
     r"Error merging override \+*((?:task\.)?metrics=.*)": f"{{0}} does not name metrics; {_METRICS}",
     r"Error merging override \+*([^=]+)=(.*)": "{0}={1} is not a group of settings; write {0}.NAME=VALUE for each",
     r"(?:item is already at '|force-add of config groups is not supported: '\++|Multiple values for )([\w.]*\w)": (
-        "{0} is there already; write it without a plus: {0}=VALUE"
+        "{0} exists already; write it without a plus: {0}=VALUE"
     ),
-    r"Could not delete.* '([^']+)'": "~{0} removes what is not there, or has another value; leave it out",
+    r"Could not delete.* '([^']+)'": "~{0} matches no setting of this run; leave it out",
     r"Sweep parameters '([^']+)'": "{0} asks for several runs; use a command for each, or python -m hvtrain sweep",
     r"Ambiguous value for argument '(([^'=]+)=([^']*))'": (
         "{0} has several values; give one, a list ({1}=[{2}]), or quote it: \"{1}='{2}'\""
@@ -72,7 +74,8 @@ def check_form(arguments: list[str], compose: Compose) -> None:
             raise ConfigError(
                 f"{argument} is a setting of Hydra, which a run does not use; set the run folder with run.dir=DIR"
             )
-        # A removed setting would silently get its default. Only choices have settings that can be left out.
+        # A removed setting would silently get its default. Only choices have
+        # settings that can be left out.
         section = name.partition(".")[0]
         is_open = section in SEVERAL or (section in GROUPS and "." in name)
         is_needed = section in RunConfig.__annotations__ and not is_open
@@ -81,7 +84,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
         is_replaced = any(other.startswith(replacing) for other in arguments)
         if argument.startswith("~") and is_needed and not is_replaced:
             raise ConfigError(
-                f"{argument} removes what every run has; leave it out, or write {name}=VALUE"
+                f"{argument} removes what every run needs; leave it out, or write {name}=VALUE"
             )
 
 
@@ -101,7 +104,7 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
 
     Hydra's errors have no codes, so their texts are matched literally.
     """
-    # A mark of the YAML library has the place.
+    # The YAML library's errors carry a mark with their position.
     mark = getattr(error, "problem_mark", None)
     if mark:
         return (
@@ -124,9 +127,10 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     if choice:
         return _unknown_choice(choice[1], choice[2], line)
     if "Config group override" in text or isinstance(error, OSError):
-        # For a value that is not a string, such as null, Hydra's message has only its type. An OSError
-        # comes from a value that is too long for a file name.
-        for group, _, name in (argument.lstrip("+~").partition("=") for argument in line):
+        # For a value that is not a string, such as null, Hydra's message has only its type. An
+        # OSError comes from a value that is too long for a file name.
+        for argument in line:
+            group, _, name = argument.lstrip("+~").partition("=")
             if group in ALL_GROUPS and name not in _names(group, line):
                 return _unknown_choice(group, name, line)
 
@@ -140,7 +144,7 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     setting = getattr(error, "full_key", None)
     if setting:
         reason = str(error).partition("\n")[0].rpartition(": ")[2].strip('"')
-        return f"{setting} refers to what is not there: {reason}; set that, or give {setting}=VALUE"
+        return f"{setting} cannot be resolved: {reason}; set that, or give {setting}=VALUE"
     return f"the settings cannot be composed: {text}; see --help"
 
 
@@ -161,7 +165,8 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
     chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
     tree = {}
-    # If the line has nothing but choices, they are what failed, and composing them again would fail too.
+    # If the line has nothing but choices, they are what failed, and
+    # composing them again would fail too.
     if chosen != line:
         tree = compose(chosen)
     parent = name

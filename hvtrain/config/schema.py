@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from hvtrain.config.validate import seconds, setting, typed
+from hvtrain.config.validate import is_number, seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
@@ -47,7 +47,7 @@ class TrainConfig:
         "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate",
         choices=("linear", "sqrt", "none"),
     )
-    validate_every_epochs: int | None = setting(1, "validate every N epochs; null: not", low=1)
+    validate_every_epochs: int | None = setting(1, "validate every N epochs; null: off", low=1)
     validate_every_steps: int | None = setting(None, "validate every N steps too", low=1)
     resize: str = setting(
         "keep",
@@ -67,14 +67,14 @@ class TrainConfig:
     jit_compile: bool = setting(False, "compile the forward and backward pass with XLA")
     class_weights: str | Settings | None = setting(  # noqa: RUF009
         None,
-        "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
+        "class weights in the training loss: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
     )
     ema: float | None = setting(None, "validate and save a moving average of weights: its decay")
     weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2)", low=0)
     rates: Settings | None = setting(  # noqa: RUF009
-        None, "factors of the learning rate, by names of layers or variables"
+        None, "factors for the learning rate, by name of layer or variable"
     )
-    remat: bool = setting(False, "compute activations again in the backward pass, to save memory")
+    remat: bool = setting(False, "recompute activations in the backward pass, to save memory")
     sync_batch_norm: bool = setting(False, "batch normalization over the batches of all ranks")
 
 
@@ -90,10 +90,10 @@ class DataConfig:
     on_error: str = setting("stop", "if an example cannot be read", choices=("stop", "skip"))
     bucket_by_length: int | list[int] = setting(  # noqa: RUF009
         0,
-        "batches of texts of like length, in so many buckets; a list: their longest lengths; 0: not",
+        "batch texts of similar length, in this many buckets; a list: the longest length of each; 0: off",
         low=0,
     )
-    one_batch: bool = setting(False, "train on one batch alone, without augment and callbacks")
+    one_batch: bool = setting(False, "train on one batch only, without augment and callbacks")
     augment_on: str = setting("cpu", "the device of augment's layers", choices=("cpu", "device"))
 
 
@@ -109,7 +109,7 @@ class ProfileConfig:
     """Tracing of steps, and measurement of the gradient noise scale."""
 
     timeline: bool = setting(False, "trace some steps and log the time of their operations")
-    first_step: int = setting(50, "steps of this start before the traced ones", low=0)
+    first_step: int = setting(50, "steps after this start before tracing begins", low=0)
     steps: int = setting(20, "number of traced steps", low=1)
     noise_scale_every: int = setting(0, "gradient noise scale every N steps; 0: never", low=0)
 
@@ -127,13 +127,13 @@ class RunFolderConfig:
 class CheckpointConfig:
     """When rank 0 writes checkpoints, and which ones it keeps."""
 
-    every_epochs: int | None = setting(1, "after every N epochs; null: not by epochs", low=1)
+    every_epochs: int | None = setting(1, "after every N epochs; null: off", low=1)
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
     keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
     keep_every_epochs: int | None = setting(None, "keep the last of every N epochs for good", low=1)
     keep_every_hours: float | None = setting(
-        None, "keep the last of N hours for good (UTC)", low=0.001
+        None, "keep the last of every N hours for good (UTC)", low=0.001
     )
     copies: int = setting(0, "copies of a checkpoint on another host: 0 or 1", low=0)
     best: str | None = setting(None, "metric of the best checkpoint; null: the task's, validated")
@@ -149,7 +149,7 @@ class GuardConfig:
     layers: bool = setting(False, "name the first layer with a non-finite value or gradient (slow)")
     recompute_every: int = setting(
         0,
-        "let all ranks compute one rank's gradient again after every N steps, as a check of the devices",
+        "every N steps, recompute one rank's gradient on all ranks, to check the devices; 0: never",
         low=0,
     )
     batches: bool = setting(True, "stop if two ranks read the same first batch")
@@ -160,16 +160,16 @@ class GuardConfig:
 class MetricsConfig:
     """Export of a run's current metrics in Prometheus's text format."""
 
-    port: int | None = setting(None, "serve them at this port of rank 0; 0: any; null: not", low=0)
+    port: int | None = setting(None, "serve them on this port of rank 0; 0: any; null: off", low=0)
     address: str = setting("127.0.0.1", "address of that port")
-    file: str | None = setting(None, "write them to NAME.prom on rank 0's host; null: not")
+    file: str | None = setting(None, "write them to NAME.prom on rank 0's host; null: off")
 
 
 @dataclass
 class WatchdogConfig:
     """Time limit for ranks that make no progress."""
 
-    abort_seconds: float = setting(600.0, "end a run without progress for so long; 0: wait", low=0)
+    abort_seconds: float = setting(600.0, "end a run stuck for this long; 0: never", low=0)
 
 
 @dataclass
@@ -180,21 +180,21 @@ class ModelOptions:
     """
 
     weights: str | None = setting(
-        None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
+        None, "start from the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
     )
     weights_except: str | list[str] | None = setting(  # noqa: RUF009
-        None, "layers or variables that stay new, by name or path: [aspp*,decoder*]"
+        None, "layers or variables not to load, by name or path: [aspp*,decoder*]"
     )
     freeze: str | list[str] | None = setting(  # noqa: RUF009
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )
     shard_embeddings: str | list[str] | None = setting(  # noqa: RUF009
         None,
-        "embedding layers whose rows are spread over the ranks: names, or how many rows at least: [user*,1000000]",
+        "embedding layers whose rows are spread over the ranks: names, or a minimum number of rows: [user*,1000000]",
     )
     lora_rank: int | None = setting(
         None,
-        "train the head, and two matrices of this rank for each dense or embedding kernel, alone",
+        "train only the head and two matrices of this rank for each dense or embedding kernel",
         low=1,
     )
 
@@ -235,7 +235,7 @@ class RunConfig:
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
     verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
-    tracebacks: bool = setting(False, "show tracebacks also for errors in the input")
+    tracebacks: bool = setting(False, "show tracebacks for errors in the input too")
 
     @cached_property
     def record(self) -> Settings:
@@ -256,7 +256,7 @@ class RunConfig:
                 setattr(options, name, [patterns])
         if options.weights_except and not options.weights:
             raise ConfigError(
-                "model.weights_except was given without model.weights; name the source of the other weights there"
+                "model.weights_except was given without model.weights; set that to the source of the other weights"
             )
         return options
 
@@ -296,8 +296,8 @@ def from_dict(tree: Settings) -> RunConfig:
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.data.one_batch:
-        # One batch is a test of whether the model can overfit it. Mixed targets (mix_up) would keep the
-        # loss above 0, and a callback might monitor a metric that is not computed.
+        # One batch is a test of whether the model can overfit it. Mixed targets (mix_up) would keep
+        # the loss above 0, and a callback might monitor a metric that is not computed.
         config.augment = {}
         config.callbacks = {}
     return config
@@ -339,8 +339,7 @@ def _check_group(name: str, group: Settings) -> None:
 def _check_rates(rates: Settings | None) -> None:
     """Raises ConfigError unless every pattern of train.rates has a factor above 0."""
     for pattern, factor in (rates or {}).items():
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not is_number or not 0 < factor < float("inf"):
+        if not is_number(factor) or not 0 < factor < float("inf"):
             raise ConfigError(
                 f"train.rates.{pattern}={factor} is not a factor above 0; use model.freeze=[{pattern}] to freeze it"
             )
@@ -356,7 +355,7 @@ def _check_optimizer(optimizer: Settings) -> None:
         )
 
     rate = optimizer.get("learning_rate")
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
+    if not is_number(rate):
         raise ConfigError(
             f"optimizer.learning_rate={rate} is not a number; give the rate for one rank"
         )
@@ -372,14 +371,15 @@ def _align_with_accumulation(config: RunConfig) -> None:
     """
     train = config.train
     accumulate = train.accumulate
-    # A padded epoch takes as many steps as the largest shard needs, not always a multiple of `accumulate`.
+    # A padded epoch takes as many steps as the largest shard needs, not
+    # always a multiple of `accumulate`.
     if config.data.uneven == "pad":
         raise ConfigError(
             f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"
         )
 
-    # Intervals that the user has given are refused rather than changed. train.steps is checked only if
-    # it is not divided by the number of ranks: make_plan() rounds the quotient.
+    # Intervals that the user has given are refused rather than changed. train.steps is checked only
+    # if it is not divided by the number of ranks: make_plan() rounds the quotient.
     intervals = {
         "train.steps": None if train.divide_steps_by_size else train.steps,
         "train.validate_every_steps": train.validate_every_steps,
@@ -394,6 +394,6 @@ def _align_with_accumulation(config: RunConfig) -> None:
             )
 
     config.guard.every = round_up_to_accumulation(config.guard.every, accumulate)
-    if "commit_steps" in config.strategy:
-        steps = config.strategy["commit_steps"]
-        config.strategy["commit_steps"] = round_up_to_accumulation(steps, accumulate)
+    commit_steps = config.strategy.get("commit_steps")
+    if isinstance(commit_steps, int):
+        config.strategy["commit_steps"] = round_up_to_accumulation(commit_steps, accumulate)

@@ -1,19 +1,20 @@
 """Typed settings: declaration with range and help, validation, and suggestions for misspelt names. Pure."""
 
 import difflib
-import math
+import numbers
 import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-# Other libraries' names for settings, and ours, the best first: which of these a run has depends on its choices.
+# Other libraries' names for settings, and ours, the best first: which of these a
+# run has depends on its choices.
 SYNONYMS = {
     name: ours.split()
     for names, ours in {
@@ -95,11 +96,10 @@ def _value(name: str, value, hint, rule):
 
     # If several types are allowed, messages name the first.
     expected = next(option for option in options if option is not type(None))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is float and is_number:
+    if expected is float and is_number(value):
         with suppress(OverflowError):
             value = float(value)
-    if expected is str and is_number:
+    if expected is str and is_number(value):
         value = str(value)  # As in run.dir=2026.
     # In Python a bool is an int; true is still refused where a number is needed.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
@@ -117,21 +117,27 @@ def _value(name: str, value, hint, rule):
     return value
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for an int or a float, but not for a bool, which Python counts as an int."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def types_of(hint: Any) -> tuple[Any, ...]:
     """Returns the members of a type hint: all types of a union, NoneType included, or the hint alone."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raises ConfigError unless `value`, that of the setting `name`, is one of the choices."""
+    """Raises ConfigError unless the value of the setting `name` is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
 
 
 def check_least(name: str, value: float, low: float) -> None:
-    """Raises ConfigError unless `value`, that of the setting `name`, is finite and at least `low`."""
-    # Written as a chain so that NaN, for which every comparison is false, is refused too.
-    if not low <= value < math.inf:
+    """Raises ConfigError unless the value of the setting `name` is a finite number of at least `low`."""
+    # Written as a chain so that NaN, for which every comparison is false, is
+    # refused too. Integers become int64.
+    if not (isinstance(value, numbers.Real) and low <= value < 2**63):
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
 
 
@@ -149,13 +155,14 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
     ('optimizer.learning_rate', None)
     """
-    # Compares names without their group first: a shared group would make different settings look similar.
+    # Compares names without their group first: a shared group would make
+    # different settings look similar.
     similar = difflib.get_close_matches(_last_part(name), [*map(_last_part, known)], n=1)
     return same_meaning(name, known, similar)
 
 
 def same_meaning(name: str, known: Sequence[str], similar: Sequence[str] = ()) -> str | None:
-    """Returns the known name with the last part of `name`, with a synonym of it, or with one of `similar`."""
+    """Returns the known name whose last part is that of `name`, a synonym of it, or one of `similar`."""
     last = _last_part(name)
     for ending in [*SYNONYMS.get(last, [last]), *similar]:
         matches = [other for other in known if f".{other.lower()}".endswith(f".{ending}")]

@@ -25,7 +25,8 @@ def in_buckets(
     [[0, 2, 3], [1], [4]]
     """
     buckets: list[list[int]] = []
-    # Index and bytes of the current shared bucket. It starts full, so that the first small tensor opens one.
+    # Index and bytes of the current shared bucket. It starts full, so that
+    # the first small tensor opens one.
     shared = -1
     filled = bucket_bytes
     for position, size in enumerate(sizes):

@@ -47,7 +47,8 @@ def read(folder: Path) -> Note | None:
     """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
-        # Refuses a link, which may lead anywhere, a pipe, which never ends, and a file too long for a note.
+        # Refuses a link, which may lead anywhere, a pipe, which never ends,
+        # and a file too long for a note.
         is_note = is_own_file(path) and path.stat().st_size <= _MAX_BYTES
     except OSError:
         return None

@@ -7,7 +7,8 @@ from typing import Any
 
 from hvtrain.system.text import duration
 
-# How rank 0's time is divided. "steps" counts each step of the run once; steps that a restart lost are "repeated".
+# How rank 0's time is divided. "steps" counts each step of the run once; steps that
+# a restart lost are "repeated".
 PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
 
 
@@ -49,7 +50,8 @@ class Goodput:
                 raise ValueError("a number that is not finite")
         except (TypeError, LookupError, ValueError):
             return cls(now, now, dict.fromkeys(PARTS, 0.0))
-        # Elastic ranks restart within their processes, so this start may have begun before the checkpoint.
+        # Elastic ranks restart within their processes, so this start may
+        # have begun before the checkpoint.
         now = max(now, until)
         if last_step_at > now:
             # It is a file's modification time, and this start copied the file here.
@@ -62,15 +64,6 @@ class Goodput:
     def record(self, now: float) -> dict[str, Any]:
         """Returns the state to save in a checkpoint."""
         return {"began": self.began, "until": now, "seconds": dict(self.seconds)}
-
-    def end_first_step(self, now: float) -> None:
-        """Counts everything up to the end of the first step, which traces the graph, as "start"."""
-        self.seconds["start"] += now - self.start_began
-
-    def count_data(self, seconds: float) -> None:
-        """Moves seconds spent waiting for data from "steps" to "data"."""
-        self.seconds["steps"] -= seconds
-        self.seconds["data"] += seconds
 
     def summary(self, now: float) -> dict[str, float]:
         """Returns the total seconds ("all"), the "share" of the steps, and the seconds by part; "other" is the rest.

@@ -86,7 +86,8 @@ class RunRecord:
     sample: str | None = None
     # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
     changes: list[dict[str, Any]] = field(default_factory=list)
-    # How the strategy makes this run differ from the same run under others, for example by stale gradients.
+    # How the strategy makes this run differ from the same run under others,
+    # for example by stale gradients.
     differences: list[str] = field(default_factory=list)
     # How many ranks, replicas of one process, or workers of parameter servers computed gradients at
     # the same time.
@@ -104,8 +105,8 @@ def write_result(folder: Path, record: RunRecord) -> None:
 class EpochTable:
     """A CSV file with a row for each epoch, and a column for each name in any row.
 
-    Rows are appended. The file is rewritten only for a new column, after an error, or if it has been moved away:
-    rewriting it every time would write 10 GB in 10,000 epochs.
+    Rows are appended. The file is rewritten only for a new column, or if it has been moved away: rewriting it every
+    time would write 10 GB in 10,000 epochs.
 
     Args:
         path: The file.
@@ -121,24 +122,20 @@ class EpochTable:
     def save(self, items: Sequence[Any]) -> None:
         """Writes the items that are new since the last call.
 
-        Raises StorageError if the disk is full, for example. The file may then end in the middle of a row;
-        the next call rewrites it.
+        Raises StorageError if the disk is full, for example. The next call then writes them.
 
         Args:
             items: All items so far, in a list that only grows from one call to the next.
         """
         rows = [self._row_of(item) for item in items[self._num_written :]]
         columns = self._columns
-        # If the write fails, the next call must rewrite the file, not append to a truncated row.
-        self._columns = []
-        self._num_written = 0
         if is_own_file(self._path) and columns and all(row.keys() <= set(columns) for row in rows):
             append_text(self._path, csv_text(map(row.get, columns) for row in rows))
         else:
             rows = [self._row_of(item) for item in items]
             columns = list(dict.fromkeys(name for row in rows for name in row))
             write_atomic(self._path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
-        self._columns = columns
+            self._columns = columns
         self._num_written = len(items)
 
 
@@ -301,8 +298,8 @@ def remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Words in the names of metrics for which lower is better; "false" is for counts of false positives and negatives.
-# For all others, such as accuracy, higher is better.
+# Words in the names of metrics for which lower is better; "false" is for counts of false positives
+# and negatives. For all others, such as accuracy, higher is better.
 _LOWER_IS_BETTER = re.compile(
     "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
     "|hinge|(log)?cosh|poisson|false"
@@ -312,7 +309,7 @@ _LOWER_IS_BETTER = re.compile(
 def lower_is_better(metric: str) -> bool:
     """True if lower values of a metric are better, judging by its name.
 
-    >>> lower_is_better("val_loss"), lower_is_better("false_negatives"), lower_is_better("val_accuracy")
+    >>> lower_is_better("val_RMSE"), lower_is_better("false_negatives"), lower_is_better("val_accuracy")
     (True, True, False)
     """
-    return any(map(_LOWER_IS_BETTER.fullmatch, metric.split("_")))
+    return any(map(_LOWER_IS_BETTER.fullmatch, metric.lower().split("_")))

@@ -62,7 +62,8 @@ class Schedule:
         """Learning rate at which the warm-up begins."""
         if self.warmup_from is None:
             return self.base
-        # A recipe's first rate may exceed the peak rate if the batch is smaller than any in the recipe.
+        # A recipe's first rate may exceed the peak rate if the batch is
+        # smaller than any in the recipe.
         return min(self.warmup_from, self.peak)
 
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:

@@ -52,7 +52,8 @@ class Share:
         """
         full = step * self.batch_size
         most = self.num_examples - (self.steps - step)
-        # min(full, most), written so that it also works on tensors: this module does not import TensorFlow.
+        # min(full, most), written so that it also works on tensors: this
+        # module does not import TensorFlow.
         return (full + most - abs(full - most)) // 2
 
 

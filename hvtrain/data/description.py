@@ -79,7 +79,7 @@ def describe(source: "Source") -> DataDescription:
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:
-    """Counts the examples of each class, by split; empty without classes, or if that would mean to read examples.
+    """Counts the examples of each class, by split; empty without classes, or if counting would read examples.
 
     In masks, pixels are counted. Labels that are not classes are ignored.
     """

@@ -22,8 +22,9 @@ from hvtrain.system.files import read_json, write_json
 log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
-# Images have another range if their large values differ by more than this factor. 0 ... 1 and 0 ... 255
-# differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches are that much darker by nature.
+# Images have another range if their large values differ by more than this factor. 0 ... 1
+# and 0 ... 255 differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches
+# are that much darker by nature.
 RANGE_FACTOR = 12
 # The quantile of absolute values that is compared. The maximum says little: with per-pixel
 # normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.

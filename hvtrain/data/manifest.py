@@ -112,7 +112,9 @@ def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
         digest.update(f"{array.dtype} {array.shape}".encode())
         # The first row is always hashed.
         step = -(-array.nbytes // MAX_BYTES) or 1
-        digest.update(np.ascontiguousarray(array[::step]).data)
+        rows = np.ascontiguousarray(array[::step])
+        # The memory of an array of Python objects holds only their addresses.
+        digest.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.data)
     return digest.hexdigest()
 
 
@@ -134,7 +136,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]
-    # The old manifest may come from a damaged checkpoint, and lack any key; the new one is complete.
+    # The old manifest may come from a damaged checkpoint, and lack
+    # any key; the new one is complete.
     old_splits = old.get("splits", {})
     new_splits = new["splits"]
     for split in old_splits | new_splits:

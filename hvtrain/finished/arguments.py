@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from hvtrain.config.choices import CONFIGS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.validate import check_choice
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.report.run_files import is_run_folder
@@ -24,7 +25,8 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The groups whose `_target_` is called when a run is opened, and those that training it again calls too.
+# The groups whose `_target_` is called when a run is opened, and those
+# that training it again calls too.
 BUILT = ("dataset", "model", "task", "optimizer")
 TRAINED = (*BUILT, "schedule", "strategy", "augment", "callbacks")
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
@@ -54,9 +56,7 @@ class FinishedConfig:
         # `split=` without a value is a mistake, not the default.
         if not value:
             raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
-        if value not in allowed:
-            raise ConfigError(f"{name}={value} is not one of {', '.join(allowed)}")
-
+        check_choice(name, value, allowed)
         return value
 
 
@@ -126,11 +126,11 @@ def finished_config(
     if bare:
         raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
 
-    folders = [setting for setting in settings if setting.startswith("run.dir=")]
-    if folders:
-        raise ConfigError(f"{folders[0]}: a finished run keeps its folder; leave run.dir out")
+    for setting in settings:
+        if setting.startswith("run.dir="):
+            raise ConfigError(f"{setting}: a finished run keeps its folder; leave run.dir out")
     if not own.get("run"):
-        raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
+        raise ConfigError("RUN is missing; name the folder of a run, such as run=runs/first")
     folder = path_of(own.pop("run"))
     # A folder that holds only settings has no model to open.
     if not is_run_folder(folder):
@@ -147,7 +147,7 @@ def finished_config(
             "add --trust (in Python: trust=True) if this run is yours, or you have looked at that code"
         )
 
-    has_own_data = not any(setting.startswith(("dataset=", "dataset.")) for setting in settings)
+    has_own_data = not any(map(_is_of_data, settings))
     finished = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
     finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
 
@@ -218,16 +218,21 @@ def _targets(name: str, tree) -> Iterator[tuple[str, str]]:
             yield from _targets(f"{name}.{key}", value)
 
 
+def _is_of_data(setting: str) -> bool:
+    # Hydra's +dataset.NAME=VALUE adds a setting, and ~dataset.NAME removes one.
+    return setting.lstrip("+~").startswith(("dataset=", "dataset."))
+
+
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
     """Composes the run's settings with overrides. Raises ConfigError."""
     options = [setting for setting in settings if setting.startswith("-")]
     of_run = [setting for setting in settings if not setting.startswith("-")]
 
-    # dataset=NAME replaces the data set, and must not inherit the run's settings for the old one, so it
-    # is composed separately.
+    # dataset=NAME replaces the data set, and must not inherit the run's settings for the old
+    # one, so it is composed separately.
     of_data = []
     if any(setting.startswith("dataset=") for setting in of_run):
-        of_data = [setting for setting in of_run if setting.startswith(("dataset=", "dataset."))]
+        of_data = list(filter(_is_of_data, of_run))
         of_run = [setting for setting in of_run if setting not in of_data]
 
     # A run folder serves as a config folder, whose config.yaml takes the place of hvtrain's.

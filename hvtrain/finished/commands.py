@@ -12,7 +12,7 @@ from hvtrain.finished.hugging_face import open_hub, upload
 from hvtrain.storage.outputs import Output
 from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
-from hvtrain.system.files import is_remote, page_path, read_json, write_json
+from hvtrain.system.files import page_path, read_json, write_json
 
 
 def evaluate() -> int:
@@ -36,9 +36,10 @@ validation or test (default).""",
         from hvtrain.finished.outputs import metrics_of
 
     with on_ranks(finished.config) as strategy:
-        if options.output and not is_remote(options.output):
-            # Refuses a path that cannot be written before the evaluation takes its time.
-            strategy.comm.on_chief(lambda: page_path(options.output))
+        if options.output:
+            # Refuses an output that cannot be written before the evaluation takes its time.
+            output = strategy.comm.all_or_raise(lambda: Output(options.output, replaces=True))
+            strategy.comm.on_chief(lambda: page_path(output.path))
         run = open_run(finished, strategy)
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
         if run.is_chief:
@@ -48,7 +49,6 @@ validation or test (default).""",
             examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
             print(f"{results['checkpoint']}, {examples}: {metrics}")
             if options.output:
-                output = Output(options.output, replaces=True)
                 write_json(output.path, {"run": str(finished.folder), **results}, indent=2)
                 output.send()
 
@@ -101,11 +101,9 @@ validation or test (default).""",
         has_masks = run.task.targets_are_masks
         name = options.output or ("masks" if has_masks else "predictions.csv")
         output = comm.all_or_raise(lambda: Output(name, replaces=not has_masks))
-        # The data set's own files must not be overwritten. Which settings name files depends on the
-        # data set, so every string counts as a path.
-        settings = (path, *run.config.dataset.values())
-        inputs = [Path(value) for value in settings if isinstance(value, str)]
-        writer = comm.all_or_raise(lambda: writer_for(output.path, has_masks, inputs))
+        writer = comm.all_or_raise(
+            lambda: writer_for(output.path, has_masks, [path, run.config.dataset])
+        )
 
         num_examples = 0
         try:
@@ -131,7 +129,8 @@ validation or test (default).""",
     return 0
 
 
-# Suffixes by format. SavedModels and exports for the Hugging Face Hub are folders, without a suffix.
+# Suffixes by format. SavedModels and exports for the Hugging Face Hub
+# are folders, without a suffix.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 
 
@@ -207,8 +206,8 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
     """
     suffix = SUFFIXES[model_format]
     path = Path(output or f"{run_name}{suffix}")
-    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which only looks as
-    # if it had a suffix.
+    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
+    # only looks as if it had a suffix.
     if output and path.suffix != suffix:
         needed = f"PATH{suffix}" if suffix else "a folder"
         raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
@@ -263,7 +262,8 @@ def generate() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
-        # A model that is not causal was trained with the tokens that follow in view, so it cannot continue a text.
+        # A model that is not causal was trained with the tokens that follow in
+        # view, so it cannot continue a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
                 f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"

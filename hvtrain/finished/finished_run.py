@@ -130,7 +130,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
         if fitted_files:
             fitted.apply(source, fitted_files)
         if training_kinds:
-            # Checked before a model is built: the checkpoint would not fit a model for other inputs.
+            # Checked before a model is built: the checkpoint would
+            # not fit a model for other inputs.
             kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
@@ -159,8 +160,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
-    # If the run saved no fitted values, the source has fitted its preprocessing to its data again, so
-    # unchanged data matter for input= too.
+    # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
+    # so unchanged data matter for input= too.
     elif uses_split or not fitted_files:
         comm.all_or_raise(
             lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data)
@@ -181,12 +182,11 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     folder = finished.folder / "checkpoints"
     choice = finished.arguments.get("checkpoint")
     best = None if choice == "last" else writer.read_best(folder)
-    if best and "host" in best:
-        raise CheckpointError(
-            f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
-        )
-
     if best:
+        if "host" in best:
+            raise CheckpointError(
+                f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
+            )
         return best["step"]
     if choice == "best":
         raise ConfigError(

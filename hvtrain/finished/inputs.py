@@ -73,8 +73,8 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             f"split={split} of {source.name} has no examples; choose another split, or input=PATH"
         )
 
-    # If each rank skipped examples of its own, no rank would know the others' example numbers, so with
-    # on_error="skip" all ranks read everything. Data in memory are never skipped.
+    # If each rank skipped examples of its own, no rank would know the others' example numbers, so
+    # with on_error="skip" all ranks read everything. Data in memory are never skipped.
     opens_single_examples = isinstance(source, IndexedSource) and (
         source.on_error == "stop" or isinstance(source, MemorySource)
     )
@@ -86,13 +86,14 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             data = source.numbered_evaluation(split, whole, batch_size)
         else:
             data = source.evaluation(split, whole, batch_size)
-        # Ranks take whole batches in turn, so joining their rows by rounds gives the order of the examples.
+        # Ranks take whole batches in turn, so joining their rows by rounds
+        # gives the order of the examples.
         data = data.shard(topology.size, topology.rank)
 
     # The ids of this rank's shard are in the order of its batches.
-    ids = source.ids(split, topology) if isinstance(source, Table) and opens_single_examples else {}
+    ids = source.ids(split, topology) if isinstance(source, Table) else {}
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         num_before = 0
         for batch in data:
             elements = list(batch)
@@ -131,16 +132,17 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [file for file in paths if not is_junk(file.name)]
     images = list(filter(is_image, paths))
+    takes_images = hasattr(run.source, "image_shape")
     # A folder of images may also hold a table, such as labels.csv.
-    is_for_images = bool(images) and hasattr(run.source, "image_shape")
-    if is_text or (any(map(is_table, paths)) and not is_for_images):
+    has_table = any(map(is_table, paths)) and not (images and takes_images)
+    if is_text or has_table:
         return _of_table(run, path)
     if not images:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
 
     shape = run.source.preprocessing().shape
     is_image_shape = isinstance(shape, tuple) and len(shape) in (2, 3)
-    if not is_image_shape or not hasattr(run.source, "image_shape"):
+    if not (is_image_shape and takes_images):
         raise ConfigError(
             f"input={path} has images, and the model does not take images; give {NEEDED}"
         )
@@ -177,7 +179,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
                 f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it"
             ) from error
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         for part in _parts(run, len(files)):
             # Relative paths: a folder gives the same names wherever it is.
             names = [str(file.relative_to(root)) for file in files[part]]
@@ -209,7 +211,7 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
     if not tf.TensorShape([None, *shape]).is_compatible_with(array.shape):
         _refuse_shape(path, array, f"[examples, {', '.join(map(str, shape))}]")
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         for part in _parts(run, len(array)):
             numbers = _converted(np.asarray(array[part]), dtype, f"input={path}")
             yield preprocessing(tf.constant(numbers)), {}
@@ -259,7 +261,7 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
                 "nothing of them"
             )
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         for part in _parts(run, rows.num_rows):
             raw = rows.raw(np.arange(part.start, part.stop))
             columns = {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
@@ -281,7 +283,7 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
         converted = _converted(array, dtype, f"input={path}: column {column.name}")
         arrays[column.name] = converted.reshape(-1, *part.shape)
 
-    def raw(rows: np.ndarray) -> dict[str, np.ndarray]:
+    def raw(rows):
         return {name: array[rows] for name, array in arrays.items()}
 
     return NewRows(table.num_rows, raw, {}, {})

@@ -49,7 +49,8 @@ class ProgressLines:
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
-        # Assumes the mean speed so far. It includes the tracing of the graph, so early estimates are too long.
+        # Assumes the mean speed so far. It includes the tracing of the graph,
+        # so early estimates are too long.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(
             f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
@@ -91,7 +92,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         run.strategy.comm.all_or_raise(check_data)
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
-    def on_test_batch_end(batch: int, logs: Any) -> None:
+    def on_test_batch_end(batch, logs):
         # Shards are of nearly equal size, so the chief's progress stands for that of all ranks.
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
@@ -139,8 +140,8 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch
 
     while True:
-        # A rank without batches left takes part until all ranks are done, if need be with a blank batch
-        # in calls of the model that contain collectives.
+        # A rank without batches left takes part until all ranks are done, if need be with a blank
+        # batch in calls of the model that contain collectives.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
@@ -161,8 +162,8 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
     inputs, input_columns = batch
 
     # NumPy has no bfloat16, in which outputs may be with train.precision=mixed_bfloat16.
-    def as_float32(output: Any) -> np.ndarray:
-        return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")))
+    def as_float32(output):
+        return keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))
 
     outputs = keras.tree.map_structure(as_float32, forward(inputs))
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
@@ -210,10 +211,8 @@ def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
     rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     if not is_interleaved:
         return rows
-    lengths = [_num_rows(block) for block in blocks]
-    ranks = np.repeat(np.arange(len(blocks)), lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    order = np.lexsort((ranks, positions))  # By the position in a block, then by rank.
+    positions = np.concatenate([np.arange(_num_rows(block)) for block in blocks])
+    order = np.argsort(positions, kind="stable")  # By the position in a block, then by rank.
 
     return {name: array[order] for name, array in rows.items()}
 

@@ -1,11 +1,12 @@
 """Writes predictions batch by batch, to a CSV or Parquet file that appears once it is complete, or as PNG masks."""
 
 import csv
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -15,7 +16,8 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
 from hvtrain.system.files import TEMPORARY, page_path, remove
 
-# Size of a Parquet row group in memory. A group for each batch would make the file many times larger.
+# Size of a Parquet row group in memory. A group for each batch would
+# make the file many times larger.
 ROW_GROUP_BYTES = 2**24
 
 
@@ -73,7 +75,11 @@ class CsvWriter(TableWriter):
             if self._file is None:
                 self._file = self._temporary.open("w", newline="", encoding="utf-8")
                 csv.writer(self._file).writerow(rows)
-            columns = [array.tolist() for array in rows.values()]
+            # tolist() would turn times in nanoseconds into integers.
+            columns = [
+                (array.astype("M8[us]") if array.dtype == "M8[ns]" else array).tolist()
+                for array in rows.values()
+            ]
             csv.writer(self._file).writerows(zip(*columns))
 
 
@@ -95,7 +101,8 @@ class ParquetWriter(TableWriter):
         super().close()
 
     def _write_group(self) -> None:
-        # In some batches a column of ids may have only missing values, which pyarrow gives the type null.
+        # In some batches a column of ids may have only missing values,
+        # which pyarrow gives the type null.
         table = pa.concat_tables(self._group, promote_options="permissive")
         self._group = []
         with _storage_errors(self.path):
@@ -133,21 +140,26 @@ class MaskWriter(Writer):
                 Image.fromarray(mask.astype(dtype)).save(path)
 
 
-def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
+def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
     """Returns the writer that fits an output path and the kind of predictions.
 
     Args:
         output: a .csv or .parquet file, or a folder for masks.
         has_masks: True if the predictions are images.
-        inputs: files and folders that are read, or were trained on, and must not be overwritten.
+        inputs: nested settings that may name files that are read, which must not be overwritten.
+            Which ones do depends on the data set, so every string counts as a path.
 
     Raises:
         ConfigError: the output would replace an input, its suffix is unknown, its folder does not
             exist, or a folder for masks is not empty.
     """
-    # samefile follows links.
-    if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
-        raise ConfigError(f"--output {output} is what is read too; choose another name")
+    for value in keras.tree.flatten(inputs):
+        is_read = False
+        # samefile follows links. It raises an error unless both are paths that exist.
+        with suppress(OSError, TypeError, ValueError):
+            is_read = output.samefile(value)
+        if is_read:
+            raise ConfigError(f"--output {output} is what is read too; choose another name")
     if has_masks:
         if output.suffix or output.is_file():
             raise ConfigError(

@@ -255,7 +255,8 @@ class ReductionCheckCallback(Callback):
         hook = hook_of(optimizer)
         if hook and hook.reducer.is_alone:
             return  # This rank is outside the optimizer's process set.
-        # Too early: so far gradients were only accumulated, the step overflowed, or it was a local step.
+        # Too early: so far gradients were only accumulated, the step
+        # overflowed, or it was a local step.
         if hook and int(optimizer.iterations.numpy()) < self._first_iteration + hook.every:
             return
         self._checked = True
@@ -361,7 +362,8 @@ class WeightCheckCallback(Callback):
             self.check = WeightCheck(self.model)
         # More than one with steps_per_execution.
         num_batches = batch - self._first_batch + 1
-        # True if one of these batches, numbered from 0 over all epochs, is a multiple of every_batches.
+        # True if one of these batches, numbered from 0 over all epochs,
+        # is a multiple of every_batches.
         self._is_due |= -self._batches % self.every_batches < num_batches
         self._compare(f"at batch {self._batches}")
         self._batches += num_batches

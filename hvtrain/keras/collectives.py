@@ -26,7 +26,8 @@ from hvtrain.keras.table_rows import distribute_whole
 # Size of the messages of broadcast_variables.
 CHUNK_BYTES = 64 << 20
 
-# Types that Horovod's broadcast kernel takes (horovod/tensorflow/mpi_ops.cc). Others are sent as bytes.
+# Types that Horovod's broadcast kernel takes
+# (horovod/tensorflow/mpi_ops.cc). Others are sent as bytes.
 _BROADCAST_TYPES = re.compile(r"u?int(8|16)|int(32|64)|float(16|32|64)|bool")
 
 
@@ -272,8 +273,8 @@ def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) ->
     lengths = [value.shape.num_elements() for value in values]
     item_bytes = values[0].dtype.size
 
-    # Messages are numbered separately for each process set: ranks outside of the set do not send these,
-    # and their numbers for the messages of all ranks would otherwise differ.
+    # Messages are numbered separately for each process set: ranks outside of the set do not send
+    # these, and their numbers for the messages of all ranks would otherwise differ.
     set_id = process_set.process_set_id
     operation = f"broadcast_in_set_{set_id}" if set_id else "broadcast"
     assigned = []

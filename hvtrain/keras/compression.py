@@ -99,8 +99,9 @@ class CompressedReduction:
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
 
-        # A step that overflows must leave the errors alone. The means are the same on all ranks, and so
-        # is the branch taken. tf.where() instead would add a tenth to the compression's time.
+        # A step that overflows must leave the errors alone. The means are the same
+        # on all ranks, and so is the branch taken. tf.where() instead would add a
+        # tenth to the compression's time.
         tf.cond(are_finite(means), keep, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 

@@ -28,8 +28,9 @@ class View:
     host: str
     local_rank: int
     gpus: tuple[str, ...]
-    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not enough where each
-    # rank is shown only its own GPUs (by cgroups, as with srun --gpus-per-task) and counts them from 0.
+    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not
+    # enough where each rank is shown only its own GPUs (by cgroups, as with srun
+    # --gpus-per-task) and counts them from 0.
     ids: tuple[str, ...] = ()
 
     @property
@@ -147,7 +148,8 @@ def pin_gpu(
     """
     gpus = physical_gpus()
     if not gpus:
-        # Before exchange, which allocates memory, and starts a thread for each core that this process may use.
+        # Before exchange, which allocates memory, and starts a thread for each
+        # core that this process may use.
         _keep_freed_memory()
         if pin_cores:
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())

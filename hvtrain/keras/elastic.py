@@ -242,9 +242,9 @@ class UpdateBatchStateCallback(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
-        # Callbacks cannot shorten the epoch itself: fit reads the number of steps before it calls them.
-        # But fit checks stop_training after each batch and again after the epoch, so setting it here and
-        # clearing it in on_epoch_end ends only the epoch.
+        # Callbacks cannot shorten the epoch itself: fit reads the number of steps before it calls
+        # them. But fit checks stop_training after each batch and again after the epoch, so setting
+        # it here and clearing it in on_epoch_end ends only the epoch.
         is_done = bool(self._done_before) and self.state.batch >= self.params["steps"]
         # For StopTogetherCallback, if a callback before this one has asked to stop.
         self.model._hvtrain_epoch_is_done = is_done

@@ -116,8 +116,8 @@ class WeightCheck:
         """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
         own, whole = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
-            # One reduction gives the largest fingerprint and, negated, the smallest. If these two are
-            # equal, all are.
+            # One reduction gives the largest fingerprint and, negated, the smallest.
+            # If these two are equal, all are.
             largest = hvd.allreduce(
                 tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint"
             )

@@ -12,7 +12,8 @@ from hvtrain.keras.in_graph import tf_variable
 
 NOT_FINITE = "hvtrain: the gradient is not finite"
 
-# True once this process has exchanged rows or parts of weights, for which hvd.join's zeros cannot stand in.
+# True once this process has exchanged rows or parts of weights, for which
+# hvd.join's zeros cannot stand in.
 exchanges_rows = False
 
 
@@ -26,9 +27,9 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so there the
-        # update begins at once; gradients that are not finite are replaced by zeros, and the step fails
-        # all the same.
+        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so
+        # there the update begins at once; gradients that are not finite are replaced by zeros,
+        # and the step fails all the same.
         self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
@@ -64,8 +65,8 @@ class FiniteCheck:
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
-        # One pass gives both the norm and the check. Only if the sum of squares is not finite does a
-        # second one look at the values, since the square of a finite value may be infinite.
+        # One pass gives both the norm and the check. Only if the sum of squares is not finite does
+        # a second one look at the values, since the square of a finite value may be infinite.
         halves = [tf.cast(tf.nn.l2_loss(value), tf.float32) for value in _values(reduced)]
         half_squares = tf.add_n([tf.zeros([]), *halves])
         all_finite = tf.cond(

@@ -21,9 +21,10 @@ import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from hvtrain.errors import RankError
-from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
+from hvtrain.keras.gradients import FiniteCheck, are_finite
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Sharded
+from hvtrain.keras.table_rows import with_nan
 from hvtrain.keras.table_steps import ClipsTables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
@@ -36,8 +37,8 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
-    # Concerns a LossScaleOptimizer if no loss went through its scale_loss. True: it raises. False: it
-    # steps on the gradients as they are.
+    # Concerns a LossScaleOptimizer if no loss went through its scale_loss. True: it raises. False:
+    # it steps on the gradients as they are.
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
     # Steps from one exchange with the other ranks to the next.
@@ -51,8 +52,8 @@ class Hook:
         """Called after a broadcast of the weights."""
 
 
-# Its attribute `optimizers` lists the distributed optimizers whose step this thread has entered, the
-# outermost first.
+# Its attribute `optimizers` lists the distributed optimizers whose step this thread
+# has entered, the outermost first.
 _active = threading.local()
 
 
@@ -137,8 +138,8 @@ class Distributed:
             return self._step(reduced, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        # Keras's own method calls apply, and so must this: strategies replace apply while they trace a
-        # step, for example for XLA (strategies/loop.py).
+        # Keras's own method calls apply, and so must this: strategies replace apply while they
+        # trace a step, for example for XLA (strategies/loop.py).
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
@@ -159,7 +160,8 @@ class Distributed:
         options = {
             "check_finite": self._hvtrain.finite_check,
             "shard": self._hvtrain.reducer.gathers_weights,
-            # The global norm would differ between ranks, and with it the steps of the shared weights.
+            # The global norm would differ between ranks, and with it
+            # the steps of the shared weights.
             "global_clipnorm": inner.global_clipnorm,
         }
         for name, is_set in options.items():
@@ -174,7 +176,8 @@ class Distributed:
         """Makes an optimizer from its config that reduces too."""
         # make_distributed puts the plain class second among the bases.
         plain_class: Any = cls.__bases__[1]
-        # These mixins are left out: wrapping adds them again, and would take them for an overridden step.
+        # These mixins are left out: wrapping adds them again, and would
+        # take them for an overridden step.
         while issubclass(plain_class, ClipsTables | Sharded):
             plain_class = plain_class.__bases__[1]
         return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
@@ -215,8 +218,8 @@ class DistributedAccumulation(Distributed):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
-        # An eager micro-step that only accumulates reduces nothing. A graph contains both branches, so
-        # its trace has to reduce.
+        # An eager micro-step that only accumulates reduces nothing. A graph contains both
+        # branches, so its trace has to reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
         has_reduced = reducer.num_calls > calls_before
@@ -255,16 +258,13 @@ class DistributedLossScale(Distributed):
 
         With a scale below 1, values that are not finite are no overflow: the gradient itself has them.
         """
+        if not self._hvtrain.loss_was_scaled:
+            return super()._check(own, reduced)  # No step is skipped.
         check = self._hvtrain.finite_check
         if not check or not self.built:
             return reduced
         scale = self.dynamic_scale.value  # type: ignore[attr-defined]
-        return check(
-            own,
-            reduced,
-            excused=scale >= 1.0,
-            loss_scale=scale if self._hvtrain.loss_was_scaled else 1.0,
-        )
+        return check(own, reduced, excused=scale >= 1.0, loss_scale=scale)
 
     def _step(self, grads, variables):
         if self._hvtrain.loss_was_scaled:
@@ -298,13 +298,12 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             ignore_name_scope=True,
             process_set=reducer.process_set,
         )
-        # Keras checks the gradients themselves, so NaN is added to the first one if any rank overflowed.
+        # Keras checks the gradients themselves, so NaN is added to the
+        # first one if any rank overflowed.
         poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)
-        poisoned[first] = map_values(
-            lambda values: values + tf.cast(poison, values.dtype), grads[first]
-        )
+        poisoned[first] = with_nan(grads[first], poison)
         return self._check(grads, poisoned)
 
 
@@ -325,9 +324,10 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
         )
-    # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank would then
-    # decide alone whether to step, those that step would wait for those that skip, and the loss would be
-    # scaled twice. Nothing but the stack shows such an optimizer, so it is looked for among the callers.
+    # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank
+    # would then decide alone whether to step, those that step would wait for those that skip,
+    # and the loss would be scaled twice. Nothing but the stack shows such an optimizer, so it
+    # is looked for among the callers.
     callers = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )

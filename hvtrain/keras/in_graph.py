@@ -10,7 +10,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvtrain.step.step_timing import host_variable
 
-# A value of model.stop_training that ends only an epoch resumed after an elastic reset. It is not a request to stop.
+# A value of model.stop_training that ends only an epoch resumed after an elastic
+# reset. It is not a request to stop.
 END_OF_EPOCH = "end of the epoch that began before the reset"
 
 _counters = SimpleNamespace()

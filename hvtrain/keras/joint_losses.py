@@ -108,7 +108,8 @@ def joint_batch(rows: Any) -> Any:
             "joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile"
         )
 
-    # Horovod would name the messages after the tensor, and so after layers, which ranks may number differently.
+    # Horovod would name the messages after the tensor, and so after layers,
+    # which ranks may number differently.
     name = positional_name("joint_batch")
 
     @tf.custom_gradient

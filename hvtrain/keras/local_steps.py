@@ -20,7 +20,8 @@ from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
 
-# Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3).
+# Settings of DiLoCo's outer optimizer in the paper's experiments
+# (Douillard et al. 2023, section 3).
 OUTER_RATE = 0.7
 OUTER_MOMENTUM = 0.9
 
@@ -165,7 +166,8 @@ class LocalHook(Hook):
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
     def weights_were_set(self) -> None:
-        # A model without an Input is broadcast only after its first step, which has taken anchors already.
+        # A model without an Input is broadcast only after its first step,
+        # which has taken anchors already.
         if self.has_anchors is not None:
             self.has_anchors.assign(False)
 

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from hvtrain.keras.hooks import hook_of
 
-# Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2 separately,
-# since a mean of their ratios would be biased. Both are linear in the squared norms, so it comes to the
-# same to smooth these.
+# Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
+# separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
+# it comes to the same to smooth these.
 DECAY = 0.95
 
 
@@ -113,7 +113,8 @@ def noise_scale(norms: Sequence[Sequence[float]], batch_sizes: Sequence[int]) ->
     joint_batch = sum(batch_sizes)
     own = sum(rank_own for rank_own, _ in norms) / num_ranks
     joint = norms[0][1]
-    # (Number of ranks)^2 x the mean over the ranks of (share of the joint batch)^2: 1 for equal batches.
+    # (Number of ranks)^2 x the mean over the ranks of (share of the joint
+    # batch)^2: 1 for equal batches.
     spread = num_ranks * sum(size**2 for size in batch_sizes) / joint_batch**2
     if num_ranks == spread:
         return None

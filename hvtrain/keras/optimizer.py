@@ -124,7 +124,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its scale_loss.
+    # A LossScaleOptimizer that is added here, not by the user, accepts a
+    # loss that bypasses its scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -158,8 +159,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         scale_local_gradients=scale_local_gradients,
         gathers_weights=shard,
     )
-    # An overridden step need not be linear in the gradients; the mean of the ranks' steps would then
-    # not be the step of the joint batch.
+    # An overridden step need not be linear in the gradients; the mean of the ranks' steps would
+    # then not be the step of the joint batch.
     own_steps = overridden_steps(type(inner))
     if accumulates and own_steps:
         raise ValueError(
@@ -181,7 +182,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if not accumulates:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
-        # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
+        # The inner optimizer accumulates, so it reduces. A loss scale
+        # around it sees each micro-step.
         make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)

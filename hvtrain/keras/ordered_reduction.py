@@ -79,8 +79,11 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     """
     like = parts[0]
     size = process_set.size()
+    # One message holds all values, so float64 among them widens the others.
+    is_wide = any(value.dtype == tf.float64 for value in like)
+    dtype = tf.float64 if is_wide else tf.float32
     flat = [
-        tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in part], axis=0)
+        tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in part], axis=0)
         for part in parts
     ]
     length = tf.size(flat[0])

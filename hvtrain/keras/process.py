@@ -35,8 +35,8 @@ _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
 
-# Matches messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word Horovod
-# alone is not enough: a traceback from a user's data function may contain it in a path.
+# Matches messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word
+# Horovod alone is not enough: a traceback from a user's data function may contain it in a path.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -75,7 +75,12 @@ def init(*args: Any, **kwargs: Any) -> None:
     threads_before = resources.thread_ids()
     hvd.init(*args, **kwargs)
     if _uses_mpi() and not physical_gpus():
-        _lower_priority(resources.thread_ids() - threads_before)
+        # Horovod's threads busy-wait inside MPI. With their niceness raised by 5, Linux gives them
+        # a quarter of a core that they share with a compute thread.
+        for thread in resources.thread_ids() - threads_before:
+            with contextlib.suppress(ProcessLookupError):  # The thread has ended.
+                niceness = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness + 5))
 
     # With comm, the script itself chooses the ranks, and may choose this one alone.
     has_comm = (args[0] if args else kwargs.get("comm")) is not None
@@ -89,18 +94,6 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"the launcher started {expected_size} ranks but this one finds itself alone{reason}; "
             "unset those variables, or start with horovodrun"
         )
-
-
-def _lower_priority(threads: set[int]) -> None:
-    """Lowers the priority of Horovod's threads, which busy-wait inside MPI.
-
-    With their niceness raised by 5, Linux gives them a quarter of a core that they share with a
-    compute thread.
-    """
-    for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # The thread has ended.
-            niceness = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness + 5))
 
 
 def keep_mpi_initialized() -> None:
@@ -128,8 +121,8 @@ def _set_defaults() -> None:
     a shorter cycle costs nothing. Between hosts every cycle is a network message, so there Horovod's
     default of 1 ms stays.
     """
-    # Gradients are bucketed already, and fusing the buckets again would only copy them. The setting must
-    # be the same on all ranks, or they hang.
+    # Gradients are bucketed already, and fusing the buckets again would only copy them. The setting
+    # must be the same on all ranks, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     # By default Horovod reports a stalled rank after a minute, and then waits forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")

@@ -17,10 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.keras.in_graph import counter, is_compiled_by_xla, positional_name, tf_variable
 from hvtrain.keras.optimizers import row_slots
 from hvtrain.keras.process import is_elastic
-from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of
+from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of, save_table
 from hvtrain.step.joint_loss import subclass_under_its_name
 
 
@@ -29,7 +30,7 @@ class ShardedRows:
 
     _hvtrain_seed = 0
     # The whole table, only on rank 0 and within whole_tables().
-    _hvtrain_whole: Any = None
+    _hvtrain_whole: ShardedTable | None = None
     name: str
     input_dim: int
     output_dim: int
@@ -126,7 +127,10 @@ class ShardedRows:
                 f"table {self.name} is sharded over the ranks; save the model inside hvd.whole_tables(model), which "
                 "every rank has to enter"
             )
-        store["0"] = variable.numpy() if self._hvtrain_whole is None else self._hvtrain_whole
+        if self._hvtrain_whole is None:
+            store["0"] = variable.numpy()
+        else:
+            save_table(store, self._hvtrain_whole, self.name)
 
     def load_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
@@ -174,8 +178,8 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
-    # Adds 0 from a variable. Otherwise TensorFlow would constant-fold lookups of constant ids: run them
-    # while it optimizes the graph, at a different time on each rank.
+    # Adds 0 from a variable. Otherwise TensorFlow would constant-fold lookups of constant ids: run
+    # them while it optimizes the graph, at a different time on each rank.
     ids += counter("constant_ids")
 
     # tf.unique runs on the CPU only.
@@ -194,8 +198,8 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def exchange(own):
         received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
-        # Keeps the exchange in the graph: unused operations are pruned from some graphs and not from
-        # others, but an Assert never is.
+        # Keeps the exchange in the graph: unused operations are pruned from some graphs and not
+        # from others, but an Assert never is.
         tf.debugging.Assert(tf.size(received) >= 0, [name])
 
         def gradient(upstream):

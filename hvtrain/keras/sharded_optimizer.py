@@ -37,15 +37,15 @@ from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 from hvtrain.step.step_timing import host_variable
 
-# These update each element independently, so variables may be cut anywhere. Others, such as LAMB, use
-# norms or products of whole variables.
+# These update each element independently, so variables may be cut anywhere. Others, such as LAMB,
+# use norms or products of whole variables.
 ELEMENTWISE = (SGD, RMSprop, Adam, AdamW, Nadam, Adamax, Adagrad, Adadelta, Ftrl, Lion)
-# Slots of Keras's base class that stay whole: gradients are accumulated before they are reduced, and
-# averages of the weights are used for validation, and become the weights at the end.
+# Slots of Keras's base class that stay whole: gradients are accumulated before they are reduced,
+# and averages of the weights are used for validation, and become the weights at the end.
 _WHOLE_SLOTS = ("gradient_accumulator", "average")
 
-# Size of the messages of gather_weights. A message of several variables may be almost twice as large
-# (see in_buckets), which still fits into the 32 bits in which MPI counts its bytes.
+# Size of the messages of gather_weights. A message of several variables may be almost twice as
+# large (see in_buckets), which still fits into the 32 bits in which MPI counts its bytes.
 GATHERED_BYTES = 512 << 20
 
 
@@ -88,7 +88,8 @@ class Part(NamedTuple):
     """This rank's part of a variable."""
 
     variable: Any
-    # The variable itself, if all of it is this rank's, or a new one for some of its elements, possibly none.
+    # The variable itself, if all of it is this rank's, or a new one for some
+    # of its elements, possibly none.
     own: Any
     # Position of the first of these elements in the flattened variable.
     begin: int
@@ -106,8 +107,9 @@ class Part(NamedTuple):
         if not self.size or not isinstance(tensor, tf.IndexedSlices):
             flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
             return tf.reshape(flat[self.begin : self.begin + self.size], self.own.shape)
-        # Each row is split into single elements, since a part may begin within a row. Rows that have the
-        # same index are not summed: Keras's Adam squares each of them, so the result would differ.
+        # Each row is split into single elements, since a part may begin within a row.
+        # Rows that have the same index are not summed: Keras's Adam squares each of
+        # them, so the result would differ.
         row_size = math.prod(self.variable.shape[1:])
         # As int64, since a large table has more elements than int32 can count.
         rows = tf.cast(tensor.indices, tf.int64)[:, None]
@@ -126,7 +128,8 @@ class Part(NamedTuple):
         """
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
         flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
-        # A slot without a reference variable is empty on ranks that lack the variable, or whole on each.
+        # A slot without a reference variable is empty on ranks that lack
+        # the variable, or whole on each.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
         if self.process_set.rank() != 0:
             return None
@@ -179,9 +182,11 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
 def _copy(variable: Any, size: int) -> Any:
     """Creates a variable for `size` elements of another one, with the same type and number of axes."""
     num_axes = len(variable.shape)
-    # If empty, zero along every axis, so that slots are empty too, whichever axes they are made from.
+    # If empty, zero along every axis, so that slots are empty too,
+    # whichever axes they are made from.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
-    # Slots are named after the copy. A TensorFlow variable has no path; its name looks like one and ends in ":0".
+    # Slots are named after the copy. A TensorFlow variable has no path; its name
+    # looks like one and ends in ":0".
     path = getattr(variable, "path", variable.name).replace(":", "_")
     copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     copy._path = path
@@ -233,7 +238,8 @@ class Sharded:
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]
         for slot in self.variables:
-            # Marks slots that were made without a reference variable, such as Adafactor's rows and columns.
+            # Marks slots that were made without a reference variable, such
+            # as Adafactor's rows and columns.
             if (
                 len(slot.shape)
                 and not hasattr(slot, "rank_part")
@@ -257,8 +263,8 @@ class Sharded:
         if not self._hvtrain_parts:
             update(grads, trainable_variables, learning_rate)
             return
-        # Each rank needs only the gradients of its own variables. But from a nested function, such as
-        # fit's, TensorFlow prunes operations whose values are unused. That would leave different
+        # Each rank needs only the gradients of its own variables. But from a nested function, such
+        # as fit's, TensorFlow prunes operations whose values are unused. That would leave different
         # reductions on each rank, and the ranks would wait forever. So every gradient is used once.
         values = tf.nest.flatten(list(grads), expand_composites=True)
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
@@ -267,7 +273,8 @@ class Sharded:
         positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
         parts = [self._hvtrain_parts[position] for position in positions]
         pairs = list(zip(parts, grads))
-        # A rank that has no part of these variables steps on an empty one, so that it counts the step too.
+        # A rank that has no part of these variables steps on an empty one,
+        # so that it counts the step too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
         for part, _ in own:
             # Copied in each step, since a broadcast, for example, may have changed the weights.

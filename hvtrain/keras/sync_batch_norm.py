@@ -151,13 +151,14 @@ def _own_row_of_sum(gradients):
 
 
 def _sum_over_ranks(tensor):
-    # Not named after the layer: a model that uses it twice would send two messages of one name. And the
-    # backward pass does not use Horovod's registered gradient, whose name derives from Keras's names.
+    # Not named after the layer: a model that uses it twice would send two messages of
+    # one name. And the backward pass does not use Horovod's registered gradient, whose
+    # name derives from Keras's names.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
     )
-    # A tf.function that is called twice in one graph sends each of its names twice. Both calls write this
-    # counter, and so run in program order: the same sum comes first on all ranks.
+    # A tf.function that is called twice in one graph sends each of its names twice. Both calls
+    # write this counter, and so run in program order: the same sum comes first on all ranks.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

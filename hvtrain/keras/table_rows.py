@@ -2,7 +2,7 @@
 
 Row r is on rank r mod the number of ranks, so the frequent ids at the beginning of a vocabulary are
 spread over the ranks. No process holds a whole table in memory: each row is initialized from its number,
-and rows pass through rank 0 in pieces on their way to and from a file.
+and rows pass through rank 0 in pieces on their way to and from a file, which has a shard for each rank.
 """
 
 import hashlib
@@ -20,11 +20,9 @@ import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
+from hvtrain.checkpoint.sharded_table import PIECE_BYTES, ShardedTable
 from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
-
-# Rows are initialized, saved and restored in pieces of this size, whatever the size of the table.
-PIECE_BYTES = 64 << 20
 
 
 class Rows(NamedTuple):
@@ -49,10 +47,10 @@ class Rows(NamedTuple):
         for begin in range(0, math.ceil(self.num_rows / self.num_ranks), step):
             yield begin, begin + step
 
-    def gather(self, variable: Any, folder: Path | None = None) -> np.ndarray | None:
+    def gather(self, variable: Any, folder: Path | None = None) -> ShardedTable | None:
         """Returns the whole table on rank 0, and None elsewhere (every rank).
 
-        The array is mapped from an unnamed temporary file, which is deleted with it.
+        The shards are mapped from an unnamed temporary file, which is deleted with them.
 
         Args:
             variable: this rank's rows, [own, ...].
@@ -63,14 +61,17 @@ class Rows(NamedTuple):
         """
         value = tf_variable(variable)
         shape = (self.num_rows, *value.shape[1:])
-        whole = None
+        table = None
         problem = None
         if self.rank == 0:
             try:
                 with TemporaryFile(dir=folder) as file:
-                    # Reserves the space: a write to mapped memory would kill the process if the disk were full.
+                    # Reserves the space: a write to mapped memory would kill the
+                    # process if the disk were full.
                     os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
-                    whole = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
+                    rows = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
+                counts = [self._replace(rank=rank).num_own for rank in range(self.num_ranks)]
+                table = ShardedTable(np.split(rows, np.cumsum(counts)[:-1]))
             except OSError as error:
                 where = folder or gettempdir()
                 problem = (
@@ -86,13 +87,13 @@ class Rows(NamedTuple):
             # Sends all rows of the piece to rank 0.
             splits = tf.one_hot(0, self.num_ranks, tf.shape(own)[0], 0, dtype=tf.int32)
             received, counts = hvd.alltoall(own, splits, name="hvtrain.table_rows")
-            if whole is not None:
-                piece = whole[begin * self.num_ranks : end * self.num_ranks]
-                for rank, rows in enumerate(np.split(received.numpy(), np.cumsum(counts)[:-1])):
-                    piece[rank :: self.num_ranks] = rows
-        return whole
+            if table is not None:
+                pieces = np.split(received.numpy(), np.cumsum(counts)[:-1])
+                for shard, piece in zip(table.shards, pieces):
+                    shard[begin : begin + len(piece)] = piece
+        return table
 
-    def scatter(self, variable: Any, whole: np.ndarray | None) -> None:
+    def scatter(self, variable: Any, whole: np.ndarray | ShardedTable | None) -> None:
         """Sets this rank's rows to those of rank 0's table (every rank)."""
         value = tf_variable(variable)
         row_shape = value.shape[1:]
@@ -125,6 +126,28 @@ def distribute_whole(variables: Sequence[Any]) -> None:
     for part, is_set in zip(parts, are_set):
         if is_set:
             part.rank_part.scatter(part, vars(part).pop("whole", None))
+
+
+def save_table(store: Any, table: ShardedTable, name: str) -> None:
+    """Writes a table to a layer's part of a file of weights, as "0", in pieces.
+
+    Raises:
+        MemoryError: Keras writes the file in memory, as it does for .keras, and the table does not fit.
+    """
+    # An assignment copies the whole table. Keras creates the HDF5 group when it gets an array.
+    store["0"] = np.empty(0)
+    del store["0"]
+    group = store._h5_entry_group
+    free_bytes = psutil.virtual_memory().available
+    # The buffer is copied when it grows.
+    if group.file.driver == "fileobj" and 2 * table.nbytes > free_bytes:
+        raise MemoryError(
+            f"table {name} takes {table.nbytes / 2**30:,.1f} GiB, and a .keras file is written in memory, of which "
+            f"{free_bytes / 2**30:,.1f} GiB are free here; save the weights alone, as .weights.h5"
+        )
+    rows = group.create_dataset("0", table.shape, table.dtype)
+    for place, piece in table.pieces():
+        rows[place] = piece
 
 
 def whole_spec(variable: Any) -> tf.TensorSpec:

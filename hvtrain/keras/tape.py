@@ -96,7 +96,8 @@ class _ReducesGradients:
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> Any:
-        # An option of Horovod's tape, without effect: here, messages are never named after variables.
+        # An option of Horovod's tape, without effect: here, messages
+        # are never named after variables.
         kwargs.pop("use_generic_names", None)
         variables = tf.nest.flatten(sources)
         tables = [rows for rows in map(rows_of, variables) if rows]
@@ -108,7 +109,8 @@ class _ReducesGradients:
         tf_variables = [tf_variable(variable) for variable in variables]
         gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
-        # A new reducer for each call, named by the call's position in the graph, the same on all ranks.
+        # A new reducer for each call, named by the call's position in
+        # the graph, the same on all ranks.
         reducer = Reducer(
             message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options
         )
@@ -116,7 +118,8 @@ class _ReducesGradients:
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:
-                # With this mark a DistributedOptimizer that does not average refuses to reduce it again.
+                # With this mark a DistributedOptimizer that does not
+                # average refuses to reduce it again.
                 gradient._hvtrain_reduced = True
         return tf.nest.pack_sequence_as(sources, reduced)
 

@@ -25,8 +25,8 @@ class WireFormat(ABC):
 
     # The value of the setting strategy.compression that selects the format.
     name: str
-    # True if each rank adds its compression error to its next gradient (error feedback, Karimireddy et al.
-    # 2019). Over the steps nothing is then lost; it only arrives later.
+    # True if each rank adds its compression error to its next gradient (error feedback, Karimireddy
+    # et al. 2019). Over the steps nothing is then lost; it only arrives later.
     keeps_errors = False
     # Number of first steps in which gradients are sent uncompressed.
     whole_steps = 0
@@ -97,14 +97,15 @@ class ByteFormat(WireFormat):
             return _unpacked((own + other) / 2, tensors), _unpacked(losses, tensors)
 
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
-        # Summed in the order of the ranks, so that the result does not depend on which rank does it.
+        # Summed in the order of the ranks, so that the result does
+        # not depend on which rank does it.
         piece = tf.add_n([self.decode(part, dtype) for part in received]) / num_ranks
         encoded_piece, own_piece = self.encode(piece)
         gathered = hvd.allgather(encoded_piece, name=f"{name}_bytes", **options)
         means = self.decode(gathered, dtype)
 
-        # Only this rank knows the second rounding error, that of the mean in its slice. It adds the error
-        # to its next gradient, times num_ranks because the next mean divides by that.
+        # Only this rank knows the second rounding error, that of the mean in its slice. It adds the
+        # error to its next gradient, times num_ranks because the next mean divides by that.
         lost = num_ranks * (piece - own_piece)
         length = tf.shape(piece)[0]
         before = process_set.rank() * length
@@ -149,7 +150,8 @@ class Int8(ByteFormat):
 
         A block with a non-finite value is decoded as NaN, so that every rank sees it.
         """
-        # Two reductions take half the time of one over tf.abs(), whose result TensorFlow would write to memory.
+        # Two reductions take half the time of one over tf.abs(), whose result
+        # TensorFlow would write to memory.
         highest = tf.reduce_max(blocks, axis=1, keepdims=True)
         lowest = tf.reduce_min(blocks, axis=1, keepdims=True)
         scale = tf.cast(tf.maximum(highest, -lowest) / 127, tf.float32)

@@ -69,14 +69,15 @@ def start(
         # The user's own settings override these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,
-            # Horovod's default of 30 s would end the run if one host takes longer to load TensorFlow.
+            # Horovod's default of 30 s would end the run if one host
+            # takes longer to load TensorFlow.
             "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, seconds):.0f}",
         }
         # These override the user's settings, since they describe this launch.
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_GLOO_IFACE": interface,
+            "HOROVOD_GLOO_IFACE": interface.partition(",")[0],  # Unlike NCCL, it takes one.
             "PYTHONUNBUFFERED": "1",
             # For the run's records, since no launcher passes on this command line.
             console.BY_HAND: command_line("launch", sys.argv[1:]),
@@ -85,7 +86,8 @@ def start(
         return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
         if server:
-            # Only after the command has ended: ranks that restart (comm.tune) meet through the same store.
+            # Only after the command has ended: ranks that restart
+            # (comm.tune) meet through the same store.
             server.close()
 
 
@@ -163,14 +165,14 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the command and passes signals on to it. Returns its exit code, as a shell would report it."""
-    children: list[subprocess.Popen[bytes]] = []
+    child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, *_: object) -> None:
         # Before the command has started, there is nothing to save.
-        if not children:
+        if child is None:
             sys.exit(128 + number)
         with suppress(ProcessLookupError):
-            children[0].send_signal(number)
+            child.send_signal(number)
 
     handle_signals(pass_on)
     child = subprocess.Popen(
@@ -180,5 +182,4 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
-    children.append(child)
     return shell_code(child.wait())

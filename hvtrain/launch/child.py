@@ -55,7 +55,8 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Ctrl-C goes to the whole process group of a terminal or notebook; `end` signals the child once.
+            # Ctrl-C goes to the whole process group of a terminal or
+            # notebook; `end` signals the child once.
             start_new_session=True,
             preexec_fn=prepare,
         )
@@ -151,5 +152,5 @@ def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
         return json.loads((run / RESULT_FILE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LostRankError(
-            f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}"
+            f"the run succeeded, but {run / RESULT_FILE} cannot be read: {error}"
         ) from error

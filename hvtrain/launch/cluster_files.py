@@ -59,7 +59,8 @@ def submit(cluster: ClusterKind, folder: Path) -> int:
     Returns the exit code of the submit command. Raises ConfigError if it is not installed here.
     """
     command = submission(cluster, folder)
-    # A command may run a bash script: check the program that the script needs, since bash is always there.
+    # A command may run a bash script: check the program that the script
+    # needs, since bash is always there.
     program = cluster.program or command[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -101,10 +102,9 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
             break
 
     if kind == "ssh":
-        if values:
-            raise ConfigError(
-                f"{next(iter(values))}: ssh has no such settings; choose cluster={'|'.join(KINDS)}"
-            )
+        # Those of the command line, or of a file with `kind: ssh`.
+        for name in (*values, *tree):
+            raise ConfigError(f"{name}: ssh has no such settings; choose cluster={'|'.join(KINDS)}")
         return None
     if kind not in KINDS:
         raise ConfigError(
@@ -150,7 +150,8 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # Filters that escape any text: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
+    # Filters that escape any text: {{ value | quote }} in a shell
+    # script, {{ value | yaml }} in YAML.
     environment.filters.update(quote=quote, yaml=yaml_text)
     try:
         return environment.get_template(f"{name}.j2").render(values)

@@ -7,7 +7,7 @@ settings as `cluster`, and what `values` returns.
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -81,7 +81,7 @@ class Slurm(ClusterKind):
             )
         self.check_texts(
             r"[\w./%+@:,=~-]+",
-            "what #SBATCH can take; use a name of letters, digits and ./%+@:,=~-_ without blanks",
+            "what #SBATCH can take; use only letters, digits and ./%+@:,=~-_",
             "name",
             "partition",
             "account",
@@ -89,7 +89,8 @@ class Slurm(ClusterKind):
             "output",
         )
 
-        # The launcher adds `python -m hvtrain` to settings of a run; any other command is passed on whole.
+        # The launcher adds `python -m hvtrain` to settings of a run; any
+        # other command is passed on whole.
         trains = trains_by(job.command)
         is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
         run_folder = _run_folder(job.command) if trains else None
@@ -120,9 +121,9 @@ def trains_by(command: Sequence[str]) -> bool:
     return False
 
 
-def _run_folder(command: Iterable[str]) -> str | None:
+def _run_folder(command: Sequence[str]) -> str | None:
     """Returns the folder of the command's last run.dir= (or +run.dir=, ++run.dir=), as Hydra reads it, or None."""
-    for argument in reversed([*command]):
+    for argument in reversed(command):
         match = re.fullmatch(r"\+{0,2}run\.dir=(.+)", argument)
         if match:
             try:
@@ -268,7 +269,7 @@ class Spark(ClusterKind):
         ranks_per_executor, remainder = divmod(job.num_processes, executors)
         if remainder:
             raise ConfigError(
-                f"cluster.executors={executors} does not divide {job.num_processes} ranks; each executor takes as many"
+                f"cluster.executors={executors} does not divide {job.num_processes} ranks; give a number that does"
             )
         return {
             "words": job.command[3:],

@@ -26,8 +26,8 @@ from hvtrain.launch.job import (
     ClusterKind,
     Hosts,
     Job,
-    given,
     launcher_command,
+    option_names,
     parse_hostfile,
     parse_hosts,
     place_ranks,
@@ -42,7 +42,7 @@ def main() -> int:
     """Builds the job from the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
     end = [*line, "--"].index("--")
-    names = given(line[:end])
+    names = option_names(line[:end])
     # Intermixed, because cluster=KIND may come before, between or after the options.
     options = parser().parse_intermixed_args(line[:end])
     if end == len(line):
@@ -100,7 +100,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         # Only a run has settings through which a cluster's file can pass on the number of servers.
         if options.num_ps and cluster:
             raise ConfigError(
-                f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out"
+                f"cluster={cluster.kind} takes --num-ps only with settings of a run; leave it out"
             )
         return _Run(tuple(arguments), None, {"num_ps": options.num_ps} if options.num_ps else {})
     if first and "=" not in first and not first.startswith("-"):
@@ -115,7 +115,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     may_restart = isinstance(cluster, Slurm) or bool(getattr(cluster, "retries", None))
     if cluster and may_restart and config.resume == "never":
         raise ConfigError(
-            f"resume=never would refuse the checkpoints from which cluster={cluster.kind} goes on after a restart; "
+            f"resume=never would refuse the checkpoints from which cluster={cluster.kind} resumes after a restart; "
             "leave it out, and choose a new run.dir"
         )
 
@@ -126,9 +126,11 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     # requeue keeps; processes started by hand take the folder of rank 0.
     if not run_dir and not isinstance(cluster, Slurm) and not options.job_name:
         run_dir = default_run_dir(config)
-        arguments = [*arguments, f"run.dir={run_dir}"]
+        # Quoted if need be, since run.name may hold any character.
+        arguments = [*arguments, override("run.dir", run_dir)]
     elif run_dir and not (options.job_name or has_variable or f"run.dir={run_dir}" in arguments):
-        # It comes from a file or has the time in its name, so each process might find another folder.
+        # It comes from a file or has the time in its name, so each process
+        # might arrive at a different folder.
         arguments = [*arguments, override("run.dir", run_dir)]
 
     if options.num_ps:
@@ -156,11 +158,11 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
         return [*others, f"notify={value}"]
     if cluster:
         raise ConfigError(
-            f"cluster={cluster.kind} cannot be combined with notify=, whose addresses would stand in its files; "
+            f"cluster={cluster.kind} cannot be combined with notify=, whose addresses would be written to its files; "
             f"set {secrets.NOTIFY_VARIABLE} where the job runs instead"
         )
     os.environ[secrets.NOTIFY_VARIABLE] = value
-    # null, so that the variable counts, and not the addresses of an experiment's file.
+    # null, so that the variable takes precedence over the addresses in an experiment's file.
     return [*others, "notify=null"]
 
 
@@ -199,10 +201,14 @@ def _job(
     has_size = options.np or hosts
     if options.min_np and has_size and options.min_np > num_ranks:
         raise ConfigError(f"--min-np {options.min_np} is more than -np {num_ranks}; lower it")
+    # Horovod would start only that many, whatever -np says.
+    if options.max_np and options.max_np < num_ranks:
+        raise ConfigError(f"--max-np {options.max_np} is less than -np {num_ranks}; raise it")
     if not cluster and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
 
-    # With --max-restarts, --min-np is the minimum for a restart, and the job itself has a fixed number of ranks.
+    # With --max-restarts, --min-np is the minimum for a restart, and the job
+    # itself has a fixed number of ranks.
     is_elastic = (
         (options.min_np and not options.max_restarts)
         or options.max_np
@@ -247,13 +253,15 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
 
     if run.is_new and run.folder:
         folder = _claimed(run.folder)
-        words = [word.replace(f"run.dir={run.folder}", f"run.dir={folder}") for word in job.command]
+        old, new = (override("run.dir", name) for name in (run.folder, folder))
+        words = [new if word == old else word for word in job.command]
         job = replace(job, command=tuple(words))
         run = replace(run, folder=folder)
+    # Logs are written on this host, even if the run is in object storage.
     logs = Path("launch") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    # Logs are written on this host, wherever the run is.
-    local = run.folder if run.folder and not is_remote(run.folder) else None
-    if local:
+    local = None
+    if run.folder and not is_remote(run.folder):
+        local = run.folder
         logs = Path(local) / "launch"
     is_new_run = run.is_new or bool(local and not Path(local).exists())
     if options.logs:
@@ -303,7 +311,8 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
 
     Only the owner can read the script, since environment variables may hold secrets.
     """
-    # Read from the shell that runs the script: they belong to its user, terminal or ssh agent, or are secret.
+    # Read from the shell that runs the script: they belong to its user,
+    # terminal or ssh agent, or are secret.
     kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", secrets.NOTIFY_VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
     values = shlex.join(

@@ -31,17 +31,14 @@ declare -gA _hvtrain_commands=(
 @COMMANDS@
 )
 
-# The options of each command, and the choice of each group that a line does not choose.
-declare -gA _hvtrain_options=(
-@OPTIONS@
-)
+# The choice of each group that a line does not choose.
 declare -gA _hvtrain_defaults=(
 @DEFAULTS@
 )
 
 # The words of a line decide: which command of hvtrain it has, and which folder of --config-dir.
 _hvtrain() {
-  local line="${COMP_LINE:0:COMP_POINT}" start="" command="" folder="" word index options
+  local line="${COMP_LINE:0:COMP_POINT}" start="" command="" folder="" word index
   local -a words=()
   COMPREPLY=()
   read -ra words <<<"$line"
@@ -64,15 +61,11 @@ _hvtrain() {
   # The first word may be a command. Settings alone train.
   if ((start < ${#words[@]} - 1)) && [[ ${words[start]} =~ ^[A-Za-z_]+$ ]]; then
     command="${words[start]}"
-    [[ ${_hvtrain_commands[$command]:-0} == 1 || ($word == -* && ${_hvtrain_options[$command]:-}) ]] || return
+    [[ ${_hvtrain_commands[$command]:-0} == 1 ]] || return
   fi
   [[ ${words[-2]} != -cd && ${words[-2]} != --config-dir ]] || return
   case "$word" in
-    -*)
-      options="${_hvtrain_options[${command:-train}]:---help}"
-      [[ ${_hvtrain_commands[${command:-train}]:-1} == 0 ]] || options+=" --config-dir"
-      mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
-      ;;
+    -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
     *=*) _hvtrain_value "$word" "$folder" ;;
     *) _hvtrain_name "$word" "$command" $((start == ${#words[@]} - 1)) " ${words[*]:start} " ;;
   esac

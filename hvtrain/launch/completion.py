@@ -4,12 +4,8 @@ The script contains all names, so that the Tab key starts no Python; only the fo
 is read at completion time.
 """
 
-import io
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +55,6 @@ def script() -> str:
         "@VALUES@": known,
         "@OWNERS@": owners,
         "@COMMANDS@": takes_settings,
-        "@OPTIONS@": {name: options_of(name) for name in COMMANDS},
         "@DEFAULTS@": {group: [default_choice(group) or ""] for group in GROUPS},
     }
     text = BASH.read_text("utf-8")
@@ -69,17 +64,6 @@ def script() -> str:
             "\n".join(f"  [{name}]='{' '.join(texts)}'" for name, texts in sorted(table.items())),
         )
     return text
-
-
-def options_of(name: str) -> list[str]:
-    """Returns the options of a command, which its help lists."""
-    output = io.StringIO()
-    given = sys.argv
-    sys.argv = [name, "--help"]
-    with redirect_stdout(output), suppress(SystemExit):
-        COMMANDS[name].load()()
-    sys.argv = given
-    return sorted({*re.findall(r"\n +(?:-\w[^-\n]*)?(--[\w-]+)", output.getvalue())})
 
 
 def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:

@@ -33,7 +33,8 @@ MORE = "HVTRAIN_ENV"
 def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]:
     """Returns the variables that ranks get over ssh: those allowed, those of --env, and the notification addresses."""
     variables = {name: value for name, value in environ.items() if travels(name, environ)}
-    # Programs of this Python environment are found on every host, even if it is not activated there.
+    # Programs of this Python environment are found on every host,
+    # even if it is not activated there.
     variables.update(of_this_environment(variables.get("PATH", "")))
 
     if NOTIFY in environ:

@@ -47,7 +47,8 @@ _UNREACHABLE = (
     r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
 )
 PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
-# Exit codes of ranks that were killed by a signal. A rank that handles Ctrl-C exits with 130 itself.
+# Exit codes of ranks that were killed by a signal. A rank that
+# handles Ctrl-C exits with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}
 
 
@@ -142,7 +143,8 @@ class Listener:
             message = self.rest()
             return "" if self._understands(" ".join(message.split())) else message
 
-        # A process between the launcher and a rank may have begun the line ("Exception in thread ") and died.
+        # A process between the launcher and a rank may have begun the line
+        # ("Exception in thread ") and died.
         begun, prefix, rest = line.partition(VERDICT_PREFIX)
         # Here the verdict comes from horovodrun, which knows only the rank's name.
         statement = read_verdict(f"{prefix}{rest}")
@@ -158,7 +160,8 @@ class Listener:
         text = line.rstrip()
         statement = read_verdict(text)
         if statement:
-            # A failing rank may write why, and later that it stops because of others: the verdict on itself counts.
+            # A failing rank may write why, and later that it stops because of
+            # others: the verdict on itself counts.
             if statement.rank == rank or rank not in self.verdicts:
                 self.verdicts[rank] = statement
             return True
@@ -275,7 +278,8 @@ def judge(
     elif signal_name:
         cause = f"killed by {signal_name}; {advice}"
     elif end.code == RESTART_HELPS:
-        # If the watchdog ends all ranks, one without a verdict may end before the one that says why.
+        # If the watchdog ends all ranks, one without a verdict may
+        # end before the one that says why.
         quoted = statement or next(iter(verdicts.values()), None)
         if quoted is None:
             return Ending(code, f"preempted, saved; {advice}")
@@ -290,7 +294,8 @@ def judge(
             else f"ended with exit code {end.code}; see its output above"
         )
         code = end.code
-    # The rank that ended first may report a fault of another: all ranks raise an error of rank 0's disk.
+    # The rank that ended first may report a fault of another: all ranks
+    # raise an error of rank 0's disk.
     if quoted and isinstance(quoted.rank, int) and quoted.rank < len(hosts):
         who = label(quoted.rank)
         host = hosts[quoted.rank]

@@ -41,13 +41,14 @@ from hvtrain.launch.rendezvous import Store
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
-# Requests per second that the launcher's rendezvous can be relied on to answer: a third of the 24,000 to
-# 27,000 measured on one core, 2026-11-26.
+# Requests per second that the launcher's rendezvous can be relied on to answer: a third of the
+# 24,000 to 27,000 measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15  # Half of Horovod's limit of 30 s.
 SECONDS_WORTH_A_LINE = 60
 
 _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
+_ignored_hosts: set[str] = set()
 
 
 def make() -> None:
@@ -111,10 +112,13 @@ def _find_plain_hosts(script) -> dict[str, int]:
     slots = _find_hosts(script)
     for name in list(slots):
         if not re.fullmatch(HOST_NAME, name):
-            sys.stderr.write(
-                f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n"
-            )
             del slots[name]
+            # Horovod runs the script every second, and one line is enough.
+            if name not in _ignored_hosts:
+                _ignored_hosts.add(name)
+                sys.stderr.write(
+                    f"hvtrain: ignored {name!r} from the host discovery script, which is not a host's name\n"
+                )
     return slots
 
 
@@ -144,9 +148,9 @@ def _command_without_variables(
 
 def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     """Returns the command of a rank on another host, which reads its variables from ssh's stdin."""
-    # Horovod has already quoted the command, which begins with its own cd to this folder: not quoted, and with
-    # errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh reports a rank killed
-    # by a signal as 255, like a dropped connection.
+    # Horovod has already quoted the command, which begins with its own cd to this folder: not
+    # quoted, and with errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh
+    # reports a rank killed by a signal as 255, like a dropped connection.
     folder = str(Path.cwd())
     command = shlex.split(local_command)[0].removeprefix(f"cd {folder} > /dev/null 2>&1 ; ")
     script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'
@@ -214,8 +218,9 @@ class Server(Store):
         if scope != rendezvous.PUT_WORKER_ADDRESSES:
             super().put(scope, rank, value)
             return
-        # The secret key is not stored: whoever has it can make the worker unpickle anything. A job that is
-        # not elastic but calls hvd.elastic.run has no driver, and nobody needs its workers' keys.
+        # The secret key is not stored: whoever has it can make the worker unpickle
+        # anything. A job that is not elastic but calls hvd.elastic.run has no driver, and
+        # nobody needs its workers' keys.
         if self._driver is None:
             return
         host, local_rank = rank.split(":")

@@ -38,14 +38,14 @@ from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import (
-    MPI_NOTICES_CUTS,
     Job,
-    given,
     hosts_option,
     mpi_options,
+    option_names,
     parse_hostfile,
     parse_hosts,
     place_ranks,
+    start_options,
     used_hosts,
 )
 from hvtrain.launch.remote_hosts import URI_FILE, HostCalls, Ssh
@@ -70,7 +70,8 @@ def main() -> None:
     built_with = host_facts.horovod_facts()["built_with"]
     launch.mpi_built = lambda verbose=False: "MPI" in built_with
     launch.gloo_built = lambda verbose=False: "Gloo" in built_with
-    # run_commandline calls parse_args first, so everything is prepared before Horovod starts anything.
+    # run_commandline calls parse_args first, so everything is prepared
+    # before Horovod starts anything.
     launch.parse_args = _prepare
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
@@ -103,11 +104,11 @@ def _prepare() -> argparse.Namespace:
     """Parses the arguments like Horovod's parse_args, then checks the hosts."""
     argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     args = _parse_args()
-    given(sys.argv[: len(sys.argv) - len(args.command or ())])
-    if args.num_proc is not None and args.num_proc < 1:
-        raise ConfigError(f"-np {args.num_proc} is not a whole number of at least 1")
     if not args.command:
         raise ConfigError("the command of the ranks is missing; write it last: python -m hvtrain")
+    option_names(sys.argv[: -len(args.command)])  # Raises ConfigError for a repeated option.
+    if args.num_proc is not None and args.num_proc < 1:
+        raise ConfigError(f"-np {args.num_proc} is not a whole number of at least 1")
     if args.hostfile and not args.hosts:
         args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 
@@ -118,7 +119,8 @@ def _prepare() -> argparse.Namespace:
     if by_gloo and args.num_proc:
         changes.give_gloo_time(args)
 
-    # Not checked: hosts of an elastic job, which come and go, and those that Kubernetes reaches without ssh.
+    # Not checked: hosts of an elastic job, which come and go, and those that
+    # Kubernetes reaches without ssh.
     if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
         calls = HostCalls((socket.gethostname(),) * args.num_proc)
         if args.hosts:
@@ -156,7 +158,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
     # Ranks on other hosts start with the same ssh options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
-    # These are among the options now, and Horovod would pass them twice.
+    # They are part of that command now, and Horovod would add them again.
     args.ssh_port = None
     args.ssh_identity_file = None
     # The hosts were checked above, with a one-line reason for a failure.
@@ -164,10 +166,9 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
     # For the ranks' traffic, Horovod gives Open MPI the interfaces of --network-interfaces itself.
     if args.nics:
-        options = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
-        options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *MPI_NOTICES_CUTS]
+        options = start_options(",".join(args.nics), ssh)
     else:
-        options = mpi_options(network.subnet, ",".join(network.interfaces), ssh)
+        options = mpi_options(network.subnet, network.interfaces, ssh)
         driver_service.get_common_interfaces = lambda *args: [network.interface] if by_gloo else []
     if not by_gloo:
         args.mpi_args = f"{shlex.join(options)} {args.mpi_args or ''}"
@@ -179,10 +180,9 @@ def prepare_elastic(args: argparse.Namespace) -> None:
 
     Raises ConfigError if the hosts do not appear in time, or the discovery script fails.
     """
-    wait_seconds = args.gloo_timeout_seconds or os.environ.get(
-        "HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS
+    args.gloo_timeout_seconds = args.gloo_timeout_seconds or int(
+        os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS)
     )
-    args.gloo_timeout_seconds = int(wait_seconds)
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
     if not args.nics:
         # One other host is enough to choose the network; more may come later.
@@ -197,7 +197,8 @@ def prepare_elastic(args: argparse.Namespace) -> None:
         if slots and len(slots) < job.world_size():
             names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
             sys.stderr.write(
-                f"hvtrain: starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)\n"
+                f"hvtrain: starting {names}; the others wait up to {args.gloo_timeout_seconds} s "
+                "(--gloo-timeout-seconds)\n"
             )
         start(job, slots)
 

@@ -20,8 +20,8 @@ HOST_NAME = r"\w[\w.-]*"  # ssh would take a name with a leading dash as an opti
 # The first rank must run on some host within this time. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 
-# With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the watchdog,
-# whose message is better. By default mpirun waits a quarter of an hour for such a host.
+# With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the
+# watchdog, whose message is better. By default mpirun waits a quarter of an hour for such a host.
 MPI_NOTICES_CUTS = shlex.split(
     "-mca oob_tcp_keepalive_time 5 -mca oob_tcp_keepalive_intvl 1 -mca oob_tcp_keepalive_probes 40"
 )
@@ -87,26 +87,33 @@ class Job:
         return len(self.roles.names)
 
 
-def given(words: Iterable[str]) -> set[str]:
+def option_names(arguments: Iterable[str]) -> set[str]:
     """Returns the names of the options on a launcher's command line.
 
     Raises ConfigError for a repeated option (except --env), of which a parser would silently take the last.
     """
-    counts = Counter(word.partition("=")[0] for word in words if word.startswith("-"))
+    counts = Counter(
+        argument.partition("=")[0] for argument in arguments if argument.startswith("-")
+    )
     for name, times in counts.items():
         if times > 1 and name != "--env":
             raise ConfigError(f"{name} was given {times} times; give it once")
     return {*counts}
 
 
-def parse_hosts(text: str) -> Hosts:
-    """Parses the hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
+def parse_hosts(text: str, file: Path | None = None) -> Hosts:
+    """Parses the hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError.
+
+    file: the hostfile that holds them, for messages; None: they come from -H.
+    """
+    source = f"--hostfile {file}" if file else f"-H {text}"
+    advice = "lines such as: s1 slots=4" if file else "-H s1:4,s2:4"
     hosts = []
     for part in text.split(","):
         match = re.fullmatch(rf"({HOST_NAME})(?::(\d+))?", part.strip())
         if not match or match[2] == "0":
             raise ConfigError(
-                f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4"
+                f"{source}: {part!r} is not a host and a number of ranks; write {advice}"
             )
         hosts.append(Host(match[1], int(match[2] or 1)))
 
@@ -114,7 +121,7 @@ def parse_hosts(text: str) -> Hosts:
     name, times = Counter(host.name for host in hosts).most_common(1)[0]
     if times > 1:
         raise ConfigError(
-            f"-H {text}: {name} is there twice; name each host once, with all its ranks"
+            f"{source}: {name} is listed {times} times; name each host once, with all its ranks"
         )
     return tuple(hosts)
 
@@ -125,7 +132,7 @@ def parse_hostfile(path: Path) -> Hosts:
     Raises ConfigError.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise ConfigError(
             f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
@@ -133,7 +140,7 @@ def parse_hostfile(path: Path) -> Hosts:
 
     # Converted to the form of -H, so that the same checks apply.
     entries = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
-    return parse_hosts(",".join(filter(None, entries)))
+    return parse_hosts(",".join(filter(None, entries)), path)
 
 
 def hosts_option(hosts: Iterable[Host]) -> str:
@@ -226,7 +233,8 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     line = [
         f"{sys.prefix}/bin/mpirun",
         *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
-        # As in Horovod's launcher: Horovod's background thread must not share one core with other threads.
+        # As in Horovod's launcher: Horovod's background thread must not
+        # share one core with other threads.
         *shlex.split("--bind-to none --map-by slot -mca pml ob1 -mca btl ^openib"),
     ]
     # Otherwise Open MPI refuses to run as root, as ranks in a container often do.
@@ -237,9 +245,10 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     if job.interfaces:
         line += mpi_options(job.interfaces, job.interfaces, job.ssh)
     elif network:
-        line += mpi_options(network.subnet, ",".join(network.interfaces), job.ssh)
+        line += mpi_options(network.subnet, network.interfaces, job.ssh)
 
-    # Above 64 hosts Open MPI would spawn from host to host, and the hosts have no ssh keys for each other.
+    # Above 64 hosts Open MPI would spawn from host to host, and the hosts
+    # have no ssh keys for each other.
     line += f"-mca plm_rsh_no_tree_spawn 1 -mca plm_rsh_num_concurrent {len(hosts)}".split()
     # Names only: a value on a command line is visible to every user of the host.
     for name in sorted(job.environment):
@@ -255,12 +264,19 @@ def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     user's NCCL_SOCKET_IFNAME overrides interface_names.
     """
     return [
-        *("--prefix", sys.prefix),
+        *start_options(subnet, ssh),
         *("-mca", "btl_tcp_if_include", subnet),
-        *("-mca", "oob_tcp_if_include", subnet),
+        *("-x", f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', interface_names)}"),
+    ]
+
+
+def start_options(networks: str, ssh: Ssh) -> list[str]:
+    """Returns Open MPI's options to start ranks on the hosts: over these interfaces or subnets, by ssh."""
+    return [
+        *("--prefix", sys.prefix),
+        *("-mca", "oob_tcp_if_include", networks),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', interface_names)}"),
     ]
 
 

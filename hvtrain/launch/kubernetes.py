@@ -11,8 +11,8 @@ from hvtrain.config.validate import nearest, setting
 from hvtrain.errors import ConfigError
 from hvtrain.launch.job import ClusterKind, Job
 
-# Fields that a site may add to the pods. Others are refused: the templates write some, and the MPI operator
-# silently drops misspelt ones.
+# Fields that a site may add to the pods. Others are refused: the templates write some, and the MPI
+# operator silently drops misspelt ones.
 POD_FIELDS = (
     "affinity",
     "imagePullSecrets",
@@ -93,7 +93,7 @@ class JobSet(ClusterKind):
         for name in self.pod or ():
             if name not in POD_FIELDS:
                 raise ConfigError(
-                    f"unknown setting 'cluster.pod.{name}'; {nearest(name, list(POD_FIELDS))}"
+                    f"unknown setting 'cluster.pod.{name}'; {nearest(name, POD_FIELDS)}"
                 )
         return {"worker_memory": self.memory_per_rank}
 

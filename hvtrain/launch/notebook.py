@@ -66,13 +66,18 @@ def run_ranks(
         str(folder),
     ]
     try:
-        # The source of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need it.
+        # The source of the notebook's cells, which are not files: AutoGraph
+        # and tracebacks on ranks need it.
         sources = {
             name: entry
             for name, entry in linecache.cache.items()
             if len(entry) == 4 and entry[1] is None
         }
-        write_object(folder / FUNCTION_FILE, (function, args, kwargs, sources))
+        write_object(
+            folder / FUNCTION_FILE,
+            (function, args, kwargs, sources),
+            "the function or one of its arguments",
+        )
         _launch(line, folder)
         return [_value(folder, rank) for rank in range(num_ranks)]
     finally:
@@ -119,7 +124,8 @@ def _launch(line: list[str], folder: Path) -> None:
 
     Raises RankError with the first failure.
     """
-    # Ranks can import whatever this process can; "" stands for its working directory, which is also theirs.
+    # Ranks can import whatever this process can; "" stands for its working
+    # directory, which is also theirs.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     log = folder / LAUNCHER_LOG
     with log.open("w+", errors="replace") as text:
@@ -157,7 +163,7 @@ def _value(folder: Path, rank: int):
         return read_object(value_file(folder, rank))
     except FileNotFoundError as error:
         raise RankError(
-            f"rank {rank} ended well before the function returned; let it return, without exit"
+            f"rank {rank} ended without an error before the function returned; let it return, without exit"
         ) from error
 
 
@@ -182,10 +188,8 @@ def rank_main() -> int:
             raise KeyboardInterrupt from error
         raise
 
-    try:
-        write_object(value_file(folder, console.launched_rank()), value)
-    except ConfigError as error:
-        raise ConfigError(f"the function returned a {type(value).__name__}: {error}") from error
+    name = f"the function's return value of type {type(value).__name__}"
+    write_object(value_file(folder, console.launched_rank()), value, name)
     return 0
 
 
@@ -194,13 +198,17 @@ def value_file(folder: Path, rank: int) -> Path:
     return folder / f"value-{rank:04d}.pickle"
 
 
-def write_object(path: Path, value: Any) -> None:
-    """Pickles the value to a new file that only this user can access. Raises ConfigError if it cannot be pickled."""
+def write_object(path: Path, value: Any, name: str) -> None:
+    """Pickles the value to a new file that only this user can access.
+
+    Raises ConfigError, which calls the value by this name, if it cannot be pickled.
+    """
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(
-            f"it cannot be sent to another process ({type(error).__name__}: {error}); send numbers, arrays or paths"
+            f"{name} cannot be sent to another process ({type(error).__name__}: {error}); "
+            "send numbers, arrays or paths"
         ) from error
 
     path.touch(mode=0o600, exist_ok=False)

@@ -77,8 +77,8 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
     deadline = time.monotonic() + SECONDS_TO_GO
     left = _left(mark)
     while left:
-        # Python's resource trackers free semaphores and shared memory once all other processes are gone, so they
-        # are killed only if they have not ended by then.
+        # Python's resource trackers free semaphores and shared memory once all other processes are
+        # gone, so they are killed only if they have not ended by then.
         is_late = time.monotonic() > deadline
         for process in left:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):

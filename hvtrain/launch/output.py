@@ -106,8 +106,9 @@ class MarkedStream:
         position = 0
         for mark in MARK.finditer(text):
             yield from self._add(text[position : mark.start()])
-            # The launcher's text does not continue after a rank's: a process that dies while writing
-            # leaves half a line, and a ruler from Open MPI after it would not be recognized.
+            # The launcher's text does not continue after a rank's: a process that
+            # dies while writing leaves half a line, and a ruler from Open MPI
+            # after it would not be recognized.
             begun = self.begun.pop(LAUNCHER.source, None)
             if begun:
                 yield begun._replace(text=f"{begun.text}\n")
@@ -152,7 +153,8 @@ class RankOutput:
         self._given_up: set[int] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Logs of an earlier launch, which may have had other ranks. Unlinked, since writing would follow a link.
+            # Logs of an earlier launch, which may have had other ranks. Unlinked,
+            # since writing would follow a link.
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
@@ -175,13 +177,10 @@ class RankOutput:
                     self._show(line)
 
         list(marked.end())
-        # A killed launcher may have left an unfinished line, which the listener reads only as a whole line.
-        last = marked.begun.pop(LAUNCHER.source, None)
-        if last:
-            self._show(last._replace(text=f"{last.text}\n"))
-        write(sys.stderr, self.listener.rest())
+        # Killed processes may have left unfinished lines; only whole lines are read and shown.
         for line in marked.begun.values():
             self._show(line._replace(text=f"{line.text}\n"))
+        write(sys.stderr, self.listener.rest())
 
         self._display.stop()
         for file in self._files.values():
@@ -233,7 +232,7 @@ class RankOutput:
             self._given_up.add(rank)
             advice = "make room there"
             if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
-                advice = "raise it with ulimit -n"
+                advice = "raise the limit with ulimit -n"
             write(
                 sys.stderr,
                 f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n",
@@ -268,7 +267,8 @@ class PlainOutput:
         shown = self.drawing
         for text in _pieces(stream):
             write(sys.stdout, self.output_stream.feed(text))
-            # After the text, which may finish an earlier line: a display needs whole lines above it.
+            # After the text, which may finish an earlier line: a
+            # display needs whole lines above it.
             if self.drawing is not shown:
                 shown = self.drawing
                 self._display.show(shown)
@@ -322,7 +322,8 @@ class PlainStream:
         if line.is_whole:
             return self._placed(line, self.read(line)[begin:])
 
-        # Text that may be hidden once its line is whole is held back, and so are other ranks' lines.
+        # Text that may be hidden once its line is whole is held back,
+        # and so are other ranks' lines.
         end = begin
         waits = line.rank and not self.keeps_marks
         if not (waits or self.shows_lines() or RULER.startswith(line.text)):

@@ -108,7 +108,7 @@ class Ssh:
         if "Could not resolve" in output or "Name or service not known" in output:
             return (
                 f"host {host} has no IPv4 address here; "
-                "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give -H its address"
+                "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give its address"
             )
         if "Permission denied" in output:
             return (
@@ -224,7 +224,7 @@ class HostCalls:
             return None
 
         result = answer(done.stdout)
-        # ssh connected but Python did not run: the host is not lost, but nothing is known about it.
+        # ssh connected, so the host is not lost, but Python did not run there.
         if result is None and done.returncode != SSH_FAILED:
             return {}
         return result
@@ -243,13 +243,13 @@ class HostNetwork:
 
     Args:
         interface: this host's interface to that network.
-        interfaces: the interface names of all hosts, without duplicates.
+        interfaces: the interface names of all hosts, without duplicates, separated by commas.
         subnet: the network's address and prefix length, such as 10.0.0.0/24.
         oom_kills: on_host.oom_kills() on the other hosts so far.
     """
 
     interface: str
-    interfaces: tuple[str, ...]
+    interfaces: str
     subnet: str
     oom_kills: Mapping[str, int]
 
@@ -288,7 +288,7 @@ def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
         item["network"] for item in host_facts.all_interfaces() if item["name"] == interface
     )
     kills = {host: fact["oom_kills"] for host, fact in facts.items()}
-    return HostNetwork(interface, tuple(sorted(names)), subnet, kills)
+    return HostNetwork(interface, ",".join(sorted(names)), subnet, kills)
 
 
 def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -310,9 +310,9 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
 def common_interface(hosts: Sequence[str]) -> str:
     """Returns this host's interface towards all of the hosts.
 
-    Towards this host itself, that is the interface with its address.
+    For a name of this host, that is the interface with the address that the name resolves to.
 
-    Raises RankError if there are several interfaces, or none.
+    Raises RankError if several interfaces lead to the hosts, or none.
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     # Only the user knows which of several networks is meant.
@@ -369,7 +369,10 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     if done.returncode == _NO_PYTHON:
         fault = f"has no {sys.executable}; put hvtrain there, at the same path as here, and run its scripts/run once"
     elif done.returncode == _NO_FOLDER:
-        fault = f"has no folder {Path.cwd()}, in which its ranks would start; make it there, or start from a common one"
+        fault = (
+            f"has no folder {Path.cwd()}, in which its ranks would start; "
+            "make it there, or start from a folder that all hosts have"
+        )
     elif done.returncode:
         raise RankError(ssh.explain_failure(host, done.stderr))
     elif facts is None:

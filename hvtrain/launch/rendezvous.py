@@ -121,7 +121,7 @@ class Store(ThreadingHTTPServer):
         if host not in self._strangers:
             self._strangers.add(host)
             sys.stderr.write(
-                f"hvtrain: {host} sent what no rank would to this launch's port; it was dropped\n"
+                f"hvtrain: {host} sent a request that no rank sends to this launch's port; it was dropped\n"
             )
 
     def _answer_get(self, connection: socket.socket) -> bool:
@@ -145,7 +145,8 @@ class Store(ThreadingHTTPServer):
         body = value or b""
         head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
         with suppress(OSError):  # The caller has hung up.
-            # Read the request first: the kernel resets a connection that is closed with unread bytes.
+            # Read the request first: the kernel resets a connection
+            # that is closed with unread bytes.
             connection.recv(len(request))
             connection.sendall(head.encode() + body)
         return True
@@ -169,8 +170,8 @@ class Store(ThreadingHTTPServer):
         with self._lock:
             left = self._left.setdefault(scope, set())
             left.add(rank)
-            # When the first rank leaves, all have stored their addresses under their numbers. Other keys hold
-            # other data.
+            # When the first rank leaves, all have stored their addresses under their
+            # numbers. Other keys hold other data.
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
@@ -207,15 +208,18 @@ class Rendezvous(Store):
             if claim["names"] != self._names:
                 return _REFUSED, (
                     f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
-                    "give all the same -np and --num-ps"
+                    "give all processes the same -np and --num-ps"
                 )
             # For a rank out of range, range() raises IndexError, and handle_error drops the caller.
             rank = range(len(self._names))[claim["rank"]]
             if not self._is_complete:
-                # A process that no longer claims its rank has ended, and another may take its place.
+                # A process that no longer claims its rank has ended,
+                # and another may take its place.
                 oldest = now - PAUSES_OF_A_CLAIM * pause_seconds(len(self._names))
                 self._claims = {
-                    rank: claim for rank, claim in self._claims.items() if claim["time"] > oldest
+                    number: other
+                    for number, other in self._claims.items()
+                    if other["time"] > oldest
                 }
 
             holder = self._claims.get(rank, claim)
@@ -223,11 +227,11 @@ class Rendezvous(Store):
                 name = self._names[rank]
                 return (
                     _REFUSED,
-                    f"{name} is there already, on host {holder['host'][0]}; end one of the two",
+                    f"{name} is already running on host {holder['host'][0]}; end one of the two",
                 )
             self._claims[rank] = {**claim, "time": now}
             missing = [
-                name for number, name in enumerate(self._names) if number not in self._claims
+                other for number, other in enumerate(self._names) if number not in self._claims
             ]
             if missing:
                 return _WAITING, missing
@@ -291,14 +295,15 @@ def claim(
         else:
             if response.status == _OK:
                 return answer
-            # Waiting would not help: another process has the rank, or expects a different set of processes.
+            # Waiting would not help: another process has the rank, or
+            # expects a different set of processes.
             if response.status == _REFUSED:
                 raise ConfigError(answer)
             missing = answer
             if is_late:
                 raise LostRankError(
                     f"{', '.join(missing)} did not connect to {address} in time ({seconds:g} s); "
-                    "start what is missing with the same --coordinator, or raise --start-timeout"
+                    "start the missing processes with the same --coordinator, or raise --start-timeout"
                 )
         finally:
             connection.close()

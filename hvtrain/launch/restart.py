@@ -90,8 +90,8 @@ def run(
             ending = Ending(RankError.exit_code)
         code = ending.code
         if attempt and code == RankError.exit_code and not ending.message:
-            # No rank was started, since a host that answered before the pause no longer does. The next attempt
-            # checks the hosts again.
+            # No rank was started, since a host that answered before the pause no longer does. The
+            # next attempt checks the hosts again.
             code = RESTART_HELPS
         if ending.is_shown and is_new_run and run_dir:
             remove_if_empty(Path(run_dir))
@@ -119,7 +119,7 @@ def _plan_restart(
         if choice is None:
             return (
                 None,
-                f"is left out, for {min_ranks} ranks need more hosts: {'; '.join(absent.values())}",
+                f"is skipped, since {min_ranks} ranks need more hosts: {'; '.join(absent.values())}",
             )
         hosts, num_ranks = choice
 
@@ -127,13 +127,15 @@ def _plan_restart(
     note = {}
     step = notes.newest_step(Path(run_dir)) if run_dir else None
     if step is not None:
-        # Other hosts may have a newer one. The run looks there itself, and reports which one it uses.
+        # Other hosts may have a newer one. The run looks there itself,
+        # and reports which one it uses.
         checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
         note = notes.to_ranks(step, socket.gethostname())
     remaining = replace(
         job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note}
     )
-    return remaining, f"in {seconds:g} s, from {checkpoint}, on {hosts_option(hosts)}"
+    on = hosts_option(hosts) or f"the hosts that {job.discovery_script} lists"
+    return remaining, f"in {seconds:g} s, from {checkpoint}, on {on}"
 
 
 def choose_hosts(

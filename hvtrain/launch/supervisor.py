@@ -88,7 +88,8 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
-        # The child inherits the limit: each rank opens files for all others, and the launcher for all of them.
+        # The child inherits the limit: each rank opens files for all others,
+        # and the launcher for all of them.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -148,7 +149,8 @@ class Launch:
 
         The second signal other than SIGUSR1 kills everything.
         """
-        # A request to save and stop, as schedulers send before a time limit; repeating it does no harm.
+        # A request to save and stop, as schedulers send before a time
+        # limit; repeating it does no harm.
         if number == signal.SIGUSR1:
             _in_background(self._ask, number)
             return
@@ -178,13 +180,14 @@ class Launch:
         if self._began_too_late:
             return _launcher_failed(
                 f"no rank began within {self._seconds_to_begin:g} s on {', '.join(dict.fromkeys(hosts.rank_hosts))}; "
-                "look there what a login does and what ps shows, or give more time with --start-timeout"
+                "check there what a login does and what ps shows, or give more time with --start-timeout"
             )
 
         number = next(iter(self._signals), signal.SIGUSR1)
         signal_name = signal.Signals(number).name
         if self._signals and (self._was_forced or not self._was_asked):
-            # Nothing was saved; but after SIGTERM, as on preemption, a restart can use an older checkpoint.
+            # Nothing was saved; but after SIGTERM, as on preemption, a
+            # restart can use an older checkpoint.
             code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
             if not self._was_forced:
                 return Ending(code)
@@ -199,7 +202,12 @@ class Launch:
                 return Ending(code)
             return _launcher_failed(f"killed by {signal.Signals(-code).name}; {self._advice}")
 
-        ending = judge(
+        if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
+            # The signal came before the rank had set its handler, or the rank's program sets none.
+            return Ending(
+                RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
+            )
+        return judge(
             listener.first,
             listener.verdicts,
             hosts.rank_hosts,
@@ -208,12 +216,6 @@ class Launch:
             label=self._label,
             advice=self._advice,
         )
-        if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
-            # The signal came before the rank had set its handler, or the rank's program sets none.
-            return Ending(
-                RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
-            )
-        return ending
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
         """Returns the hosts whose kernel has killed processes for lack of memory during the launch."""

@@ -1,11 +1,12 @@
 """The pass that changes the arguments of calls: to Keras's classes, models' methods and Horovod's callbacks."""
 
 import re
-from collections.abc import Mapping, Sequence
+from ast import literal_eval
+from collections.abc import Mapping
 
 import libcst as cst
 import libcst.matchers as m
-from libcst import Arg, BaseExpression, Call
+from libcst import Arg, BaseExpression, Call, parse_expression
 
 from hvtrain.migrate.parsing import (
     HVTRAIN,
@@ -13,7 +14,6 @@ from hvtrain.migrate.parsing import (
     argument,
     code_of,
     dotted,
-    expression,
     is_model_name,
     is_number,
     keyword,
@@ -24,8 +24,8 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
 # Callbacks that set the learning rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
-# hvd.allreduce(x, False)
 _BOOLEAN = m.Name("True") | m.Name("False")
+# The arguments of hvd.allreduce(x, False)
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
@@ -79,7 +79,7 @@ class Arguments(Pass):
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> BaseExpression:
-        """Renames optimizer.lr."""
+        """Renames optimizer.lr to optimizer.learning_rate."""
         is_rate = re.search(r"(^opt|\boptimizer)\.lr$", code_of(updated_node))
         # After opt = parser.parse_args(), lr is the script's own.
         if is_rate and not dotted(self.compiler(updated_node.value)).endswith(".parse_args"):
@@ -111,35 +111,37 @@ class Arguments(Pass):
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
         without_decay = [arg for arg in args if arg is not decay]
-        if decay and is_number(decay.value) and float(code_of(decay.value)) == 0:
+        if decay and is_number(decay.value) and literal_eval(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
-        # A callback cannot set the learning rate of a schedule, so decay= stays, and undecided.py reports it.
+        # A callback cannot set the learning rate of a schedule, so decay=
+        # stays, and undecided.py reports it.
         if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
         self.needs_keras = True
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
-        return with_args(call, _replaced(without_decay, rate, expression(code)))
+        schedule = rate.with_changes(value=parse_expression(code))
+        return with_args(call, [schedule if arg is rate else arg for arg in without_decay])
 
     def _method(self, call: Call) -> BaseExpression:
         method = method_of(call)
         if not method:
             return call
 
-        if code_of(call.func.value).startswith("super("):
+        receiver = call.func.value
+        if code_of(receiver).startswith("super("):
             return self._super(call, method)
         if method == "get_unscaled_gradients" and len(call.args) == 1 and not self.clips:
             return call.args[0].value
-        if method == "reset_states" and code_of(call.func.value).endswith("model"):
+        if method == "reset_states" and code_of(receiver).endswith("model"):
             return call  # undecided.py reports it.
         # optimizer.variables is a property in Keras 3.
         if method == "variables" and not call.args:
             return call.func
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
-        # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
-        # predict_proba is changed only for Keras models: scikit-learn's have it too.
-        receiver = call.func.value
+        # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
+        # changed only for Keras models, since scikit-learn's have it too.
         maker = self.imported(self.compiler(receiver))
         is_keras = is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
         if method in RENAMED_METHODS and (is_keras or method != "predict_proba"):
@@ -197,16 +199,11 @@ class Arguments(Pass):
         jit_compile = argument(call, "jit_compile")
         if jit_compile is None:
             return with_args(call, [*call.args, keyword("jit_compile", cst.Name("False"))])
-        return with_args(call, _replaced(call.args, jit_compile, cst.Name("False")))
-
-
-def _replaced(args: Sequence[Arg], old: Arg, value: BaseExpression) -> list[Arg]:
-    """Returns the arguments, with the value of one of them replaced."""
-    return [arg.with_changes(value=value) if arg is old else arg for arg in args]
+        return call.with_deep_changes(jit_compile, value=cst.Name("False"))
 
 
 def _with_method(call: Call, method: str) -> Call:
-    return call.with_changes(func=call.func.with_changes(attr=cst.Name(method)))
+    return call.with_deep_changes(call.func, attr=cst.Name(method))
 
 
 def _compute_loss(call: Call) -> Call:
@@ -218,11 +215,11 @@ def _compute_loss(call: Call) -> Call:
 
 
 def _with_keywords(call: Call, names: list[str]) -> Call:
-    """Passes positional arguments by these names, except the first argument and those beyond the names."""
+    """Passes positional arguments by these names. The first stays positional, like those beyond the names."""
     args = list(call.args)
-    for number, name in enumerate(names[: len(args)]):
-        if number and args[number].keyword is None and not args[number].star:
-            args[number] = keyword(name, args[number].value)
+    for number, (arg, name) in enumerate(zip(call.args, names)):
+        if number and arg.keyword is None and not arg.star:
+            args[number] = keyword(name, arg.value)
     return with_args(call, args)
 
 
@@ -247,37 +244,39 @@ def _warmup(call: Call) -> Call:
     """
     first = argument(call, "initial_lr", 0)
     if first is None:
-        return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
+        return with_args(call, [keyword("initial_lr", parse_expression("None")), *call.args])
     is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
     has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
-        return with_args(call, [Arg(expression("None")), *call.args])
+        return with_args(call, [Arg(parse_expression("None")), *call.args])
     return call
 
 
 def _schedule(call: Call) -> Call:
     """Adds initial_lr=None, since Horovod before 0.20 had no such argument.
 
-    The multiplier came first then, and a number was a plain factor, not yet the base of a power.
+    The multiplier came first then, and a number was a plain factor, not yet the base of a power. It is recognized by
+    the start_epoch after it, a whole number, which a multiplier never is.
     """
     if argument(call, "initial_lr") or not call.args:
         return call
 
     multiplier = argument(call, "multiplier")
     positional = [arg for arg in call.args if arg.keyword is None]
-    if multiplier is None and len(positional) == 1:
-        (multiplier,) = positional  # Today's callback needs two.
+    first, second = [*positional, None, None][:2]
+    is_start = second and not argument(call, "start_epoch") and m.matches(second.value, m.Integer())
+    if multiplier is None and (second is None or is_start):
+        multiplier = first
 
-    is_lambda = bool(positional) and isinstance(positional[0].value, cst.Lambda)
-    if multiplier in positional or is_lambda:
-        initial_lr = Arg(expression("None"))
-    elif multiplier is not None and not positional:
-        initial_lr = keyword("initial_lr", expression("None"))
+    if first and (multiplier is first or isinstance(first.value, cst.Lambda)):
+        initial_lr = Arg(parse_expression("None"))
+    elif multiplier and not first:
+        initial_lr = keyword("initial_lr", parse_expression("None"))
     else:
         return call
 
-    args = list(call.args)
-    if multiplier is not None and is_number(multiplier.value):
-        args = _replaced(args, multiplier, expression(f"lambda epoch: {code_of(multiplier.value)}"))
-    return with_args(call, [initial_lr, *args])
+    if multiplier and is_number(multiplier.value):
+        factor = parse_expression(f"lambda epoch: {code_of(multiplier.value)}")
+        call = call.with_deep_changes(multiplier, value=factor)
+    return with_args(call, [initial_lr, *call.args])

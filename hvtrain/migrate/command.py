@@ -9,7 +9,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 from hvtrain.system.files import TEMPORARY, write_atomic
 
-END_COLOR = "\x1b[0m"
+# Colors of the lines of a diff, by their first character.
 COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
@@ -24,7 +24,7 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
         epilog="""\
 exit codes:
   0   nothing is left to decide
-  1   the reported lines are left to you, or files of a folder that are not Python 3
+  1   some lines are left to you, or files in a folder are not Python 3
   2   a file is missing or is not Python
 
 examples:
@@ -40,7 +40,7 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
         "paths",
         nargs="+",
         metavar="FILE|FOLDER",
-        help="Python files, and folders of them; hidden folders and environments of Python in these are left alone",
+        help="Python files, or folders of them; hidden folders and Python environments inside are skipped",
     )
     parser.add_argument(
         "--write", action="store_true", help="write the files, without a copy of the old ones"
@@ -67,14 +67,9 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
                 faults.append(error)  # A folder may also hold files in Python 2, for example.
 
     if options.write:
+        changed = [file for file, script in scripts.items() if script.text != script.old]
         # Resolved, so that a link stays and its target is rewritten.
-        _write(
-            {
-                file.resolve(): script.text
-                for file, script in scripts.items()
-                if script.text != script.old
-            }
-        )
+        _write({file.resolve(): scripts[file].text for file in changed})
     for file, script in scripts.items():
         _report(file, script, options.write)
     for fault in faults:
@@ -100,12 +95,12 @@ def _files(path: Path) -> list[Path]:
 
 def _belongs_to_tools(file: Path, folder: Path) -> bool:
     """True for a file in a hidden folder or a Python environment, which is not part of the user's project."""
-    if any(
-        name.startswith(".") or name in ("site-packages", "node_modules")
-        for name in file.parent.parts
-    ):
-        return True
-    return any((folder / parent / "pyvenv.cfg").exists() for parent in file.parents)
+    return any(
+        parent.name.startswith(".")
+        or parent.name in ("site-packages", "node_modules")
+        or (folder / parent / "pyvenv.cfg").exists()
+        for parent in file.parents
+    )
 
 
 def _read(file: Path) -> str:
@@ -146,7 +141,7 @@ def _report(file: Path, script, is_written: bool) -> None:
         for line in script.diff(str(file)):
             text = line.rstrip()
             if sys.stdout.isatty() and line[0] in COLORS:
-                text = f"{COLORS[line[0]]}{text}{END_COLOR}"
+                text = f"{COLORS[line[0]]}{text}\x1b[0m"
             print(text)
 
     for number, text in script.undecided if is_written else script.undecided_in_old():

@@ -10,7 +10,7 @@ from hvtrain.migrate.parsing import Names, Pass, argument, code_of, dotted, is_m
 
 WEIGHTS = ".weights.h5"
 MODEL = ".keras"
-_OLD_SUFFIX = re.compile(r"(\.weights\.h5|\.keras|\.hdf5|\.h5|\.ckpt|\.tf)?\Z")
+_OLD_SUFFIX = re.compile(r"(\.weights\.h5|\.keras|\.hdf5|\.h5|\.ckpt|\.tf)?/*\Z")
 _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
@@ -62,9 +62,7 @@ class Literals(Names, cst.CSTVisitor):
         if isinstance(node, SimpleString):
             return [node]
         # f"w-{epoch}.h5": the suffix is in the last part.
-        if isinstance(node, cst.FormattedString) and isinstance(
-            node.parts[-1], FormattedStringText
-        ):
+        if m.matches(node, m.FormattedString([m.ZeroOrMore(), m.FormattedStringText()])):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
             # "name-%d.h5" % step, or folder + "name.h5" and folder / "name.h5"
@@ -105,7 +103,8 @@ class FileNames(Pass):
                 if new != text:
                     self.nodes[literal] = self.texts[text] = new
 
-        # Renames only files that this script writes: others hold weights of Keras 2 and keep their names.
+        # Renames only files that this script writes: others hold weights
+        # of Keras 2 and keep their names.
         for _, path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
@@ -136,7 +135,7 @@ class FileNames(Pass):
 def with_suffix(text: str, suffix: str) -> str:
     """Returns a file name with the suffix that Keras demands.
 
-    >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved", MODEL), with_suffix("old.h5", MODEL)
+    >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved/", MODEL), with_suffix("old.h5", MODEL)
     ('w-{epoch}.weights.h5', 'saved.keras', 'old.h5')
     """
     # Keras 3 still writes a whole model as HDF5.
@@ -155,15 +154,16 @@ def outdated(literals: Literals) -> list[Call]:
         for literal in literals.literals(path)
         if suffix == WEIGHTS
     }
-    return [
-        call
-        for call, path in literals.read
-        for literal in literals.literals(path)
-        for name in written
-        if method_of(call) == "load_weights"
-        and re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
-        and _ends_alike(name, _before_numbers(literal))
-    ]
+    calls = []
+    for call, path in literals.read:
+        if method_of(call) != "load_weights":
+            continue
+        for literal in literals.literals(path):
+            is_old = re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
+            if is_old and any(_ends_alike(name, _before_numbers(literal)) for name in written):
+                calls.append(call)
+
+    return calls
 
 
 def _before_numbers(literal: CSTNode) -> str:
@@ -187,7 +187,7 @@ def _text(node: CSTNode) -> str:
 def _suffix(call: Call, name: str, method: str) -> str:
     """Returns the suffix that Keras 3 demands of the file this call writes; empty if it writes none."""
     if name.startswith("keras.callbacks.ModelCheckpoint"):
-        only_weights = argument(call, "save_weights_only", 3)
+        only_weights = argument(call, "save_weights_only", 4)
         if only_weights and m.matches(only_weights.value, m.Name("True")):
             return WEIGHTS
         return MODEL
@@ -203,7 +203,7 @@ def _suffix(call: Call, name: str, method: str) -> str:
     # With save_format=, the suffix does not decide the format; undecided.py reports such calls.
     has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
     # Images and other objects have a save() too.
-    is_model = isinstance(call.func, cst.Attribute) and is_model_name(call.func.value)
-    if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):
+    is_model = method == "save" and is_model_name(call.func.value)
+    if is_model and not any(m.matches(arg, has_format) for arg in call.args):
         return MODEL
     return ""

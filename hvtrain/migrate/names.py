@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import Attribute, BaseExpression, Import, ImportFrom
+from libcst import Attribute, BaseExpression, Import, ImportFrom, parse_expression
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import RemoveImportsVisitor
 
@@ -18,7 +18,6 @@ from hvtrain.migrate.parsing import (
     apply,
     code_of,
     dotted,
-    expression,
     imports,
     imports_in,
     names_used,
@@ -26,7 +25,8 @@ from hvtrain.migrate.parsing import (
 from hvtrain.migrate.tables import new_name
 
 _RELATED = re.compile(r"(from|import) (tensorflow|keras|horovod|hvtrain)\b")
-# For names that none of the script's imports provides: the prefix to write, and the import that it needs.
+# For names that none of the script's imports provides: the prefix to
+# write, and the import that it needs.
 _WRITTEN = {
     "tensorflow": ("tf", "import tensorflow as tf"),
     "keras": ("keras", "import keras"),
@@ -73,21 +73,21 @@ class _Names(Pass):
             return updated_node
 
         new = self._new(name)
-        # `import a.b` binds `a`, which keeps its name; after any other import the name stands for the new
-        # module.
+        # `import a.b` binds `a`, which keeps its name; after any other import the
+        # name stands for the new module.
         bound = imported if dotted(base) == imported else self._new(imported)
         if new == bound + name[len(imported) :]:
             return updated_node
 
         # The old import reaches the new name: hvd.keras.callbacks becomes hvd.callbacks.
         if new.startswith(f"{bound}."):
-            return expression(dotted(base) + new[len(bound) :])
+            return parse_expression(dotted(base) + new[len(bound) :])
         # It does not: tf.keras.Input becomes keras.Input.
         for module, (written, line) in _WRITTEN.items():
             if new.startswith(f"{module}."):
                 self.missing.add(line)
-                return expression(written + new[len(module) :])
-        return expression(new)
+                return parse_expression(written + new[len(module) :])
+        return parse_expression(new)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> BaseExpression:
         """Renames a class or function that was imported under its own name."""
@@ -98,8 +98,8 @@ class _Names(Pass):
         new = self._new(name)
         # Some names of Keras 2 have become strings, such as losses.Reduction.SUM.
         if new.startswith('"'):
-            return expression(new)
-        return expression(new.rpartition(".")[2])
+            return parse_expression(new)
+        return parse_expression(new.rpartition(".")[2])
 
     def visit_Import(self, node: Import | ImportFrom) -> bool:
         # leave_SimpleStatementLine renames the whole statement.
@@ -112,12 +112,10 @@ class _Names(Pass):
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
         """Renames an import, which may become several if its names have moved to different modules."""
         # Several statements on one line are left alone: they are rare, and would lose their layout.
-        if len(original_node.body) > 1 or not isinstance(
-            original_node.body[0], Import | ImportFrom
-        ):
+        statement, *others = original_node.body
+        if others or not isinstance(statement, Import | ImportFrom):
             return updated_node
 
-        statement = original_node.body[0]
         imported = imports(statement)
         new_names = [self._new(item.name) for item in imported]
         if new_names == [item.name for item in imported]:
@@ -195,15 +193,13 @@ def with_import(text: str, line: str) -> str:
     if any(ast.unparse(node) == line for node in imports):
         return text
 
-    others = [node for node in imports if getattr(node, "module", "") != "__future__"]
-    # The new line goes above the first related import, or else above the last import.
-    below = [node for node in others if _RELATED.match(ast.unparse(node))] or others[-1:]
+    related = [node for node in imports if _RELATED.match(ast.unparse(node))]
     # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
     lines = io.StringIO(text, newline="").readlines()
-    if below:
-        index = below[0].lineno - 1
+    if related:
+        index = related[0].lineno - 1
     else:
-        # Without imports, it goes below the first comments, the docstring and imports from __future__.
+        # Below the first comments, the docstring and all other imports.
         index = next((number for number, old in enumerate(lines) if not old.startswith("#")), 0)
         has_docstring = ast.get_docstring(tree) is not None
         head = [*tree.body[: int(has_docstring)], *imports]

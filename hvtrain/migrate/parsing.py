@@ -59,7 +59,7 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
 def imports_in(module: cst.Module) -> Iterator[tuple[CSTNode, Imported]]:
     """Yields each imported name of a script with its statement, in order."""
     for statement in m.findall(module, m.Import() | m.ImportFrom()):
-        for item in imports(cst.ensure_type(statement, cst.Import | cst.ImportFrom)):
+        for item in imports(statement):
             yield statement, item
 
 
@@ -71,7 +71,8 @@ class Names(cst.MetadataDependent):
     def visit_Module(self, node: cst.Module) -> None:
         self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
         self._bases = _bases_without("__init__", node)
-        # For names of objects, the calls that made them; and likewise for functions and classes.
+        # What each name leads to: the call that made an object, what a
+        # function returns, the base of a class.
         self._makers = _bases_without("compile", node)
         for assign in m.findall(node, m.Assign(value=m.Call())):
             self._makers[code_of(assign.targets[0].target)] = assign.value
@@ -121,9 +122,15 @@ class Pass(Names, cst.CSTTransformer):
     """A pass that changes a script."""
 
 
+def parse(text: str) -> MetadataWrapper:
+    """Parses a script for one or more passes."""
+    # Nothing else holds this tree, so it need not be copied.
+    return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+
+
 def apply(text: str, transformer: Pass) -> str:
     """Runs a pass over a script, and returns the new text."""
-    return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(transformer).code
+    return parse(text).visit(transformer).code
 
 
 def dotted(node: CSTNode | None) -> str:
@@ -154,6 +161,7 @@ def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]
 def _origin(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
     """Looks a name up in the table, and the result again, until there is no entry; `A(x)` counts as A."""
     name = node.func if isinstance(node, Call) else node
+    # Each entry is followed only once, so a cycle ends.
     others = dict(table)
     following = others.pop(code_of(name), None)
     return _origin(following, others) if following else name
@@ -167,11 +175,7 @@ def is_model_name(node: CSTNode) -> bool:
 def is_number(node: CSTNode) -> bool:
     """True for a literal number: 3, 1e-1, -2."""
     digits = m.Integer() | m.Float()
-    return m.matches(node, digits | m.UnaryOperation(expression=digits))
-
-
-def expression(code: str) -> cst.BaseExpression:
-    return cst.parse_expression(code)
+    return m.matches(node, digits | m.UnaryOperation(m.Minus() | m.Plus(), digits))
 
 
 def code_of(node: CSTNode) -> str:
@@ -203,8 +207,8 @@ def with_args(call: Call, args: Sequence[Arg]) -> Call:
     if not args or not call.args:
         return call.with_changes(args=list(args))
 
-    # In libcst a comma includes the line break after it. The last argument may have no comma, or one that
-    # puts the closing bracket on a line of its own.
+    # In libcst a comma includes the line break after it. The last argument may have no comma, or
+    # one that puts the closing bracket on a line of its own.
     between = call.args[0].comma if len(call.args) > 1 else cst.MaybeSentinel.DEFAULT
     end = call.args[-1].comma
 

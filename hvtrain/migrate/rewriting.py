@@ -8,16 +8,16 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import MetadataWrapper
 
 from hvtrain.errors import ConfigError
 from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, Literals
 from hvtrain.migrate.names import rename, with_import, without_unused
-from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used
+from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used, parse
 from hvtrain.migrate.undecided import undecided
 
 _HOROVOD = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
@@ -48,7 +48,7 @@ class Rewritten:
 
     old: str
     text: str
-    undecided: tuple[tuple[int, str], ...]
+    undecided: Sequence[tuple[int, str]]
 
     def diff(self, name: str) -> list[str]:
         old = self.old.splitlines(keepends=True)
@@ -57,18 +57,18 @@ class Rewritten:
 
     def undecided_in_old(self) -> list[tuple[int, str]]:
         """Returns the lines left to decide, with their numbers in the old text."""
-        matcher = difflib.SequenceMatcher(
-            None, self.old.splitlines(), self.text.splitlines(), autojunk=False
-        )
-        opcodes = matcher.get_opcodes()
-
-        def old_line(number: int) -> int:
-            for _, old_start, old_end, new_start, new_end in opcodes:
+        # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
+        old = self.old.split("\n")
+        new = self.text.split("\n")
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        lines = []
+        for number, text in self.undecided:
+            for _, old_start, old_end, new_start, new_end in matcher.get_opcodes():
                 if new_start < number <= new_end:
-                    return max(1, min(old_start + number - new_start, old_end))
-            raise AssertionError("the spans cover all lines")
+                    old_number = max(1, min(old_start + number - new_start, old_end))
+                    lines.append((old_number, text))
 
-        return [(old_line(number), text) for number, text in self.undecided]
+        return lines
 
 
 def migrate(text: str, name: str = "script") -> Rewritten:
@@ -107,11 +107,11 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     if arguments.needs_keras:
         new = with_import(new, "import keras")
     # FileNames looks up nodes that Literals has found, so both must visit the same tree.
-    wrapper = MetadataWrapper(cst.parse_module(new), unsafe_skip_copy=True)
+    tree = parse(new)
     literals = Literals()
-    wrapper.visit(literals)
-    new = wrapper.visit(FileNames(literals)).code
-    return Rewritten(text, new, tuple(undecided(new, uses_horovod, is_graph)))
+    tree.visit(literals)
+    new = tree.visit(FileNames(literals)).code
+    return Rewritten(text, new, undecided(new, uses_horovod, is_graph))
 
 
 class Pinning(Pass):
@@ -135,18 +135,16 @@ class Pinning(Pass):
     visit_For = visit_If
     visit_Try = visit_If
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
         return updated_node.with_changes(body=self._pinned(updated_node.body))
 
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        return updated_node.with_changes(body=self._pinned(updated_node.body))
+    leave_IndentedBlock = leave_Module
 
     def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
         """Returns the statements with one call in place of those that pin a GPU."""
         by_hand = [statement for statement in body if _pins(statement)]
-        # Without a statement that uses the local rank, nothing is pinned: they may only let memory grow.
+        # Without a statement that uses the local rank, nothing is pinned:
+        # they may only let memory grow.
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
             return body
@@ -182,11 +180,12 @@ def _pins(statement: cst.BaseStatement) -> bool:
         return False
 
     inner = list(statement.body.body)
-    orelse = getattr(statement, "orelse", None)
-    if isinstance(orelse, cst.If):  # an elif
-        return False
-    if isinstance(statement, cst.If | cst.For) and orelse:
-        inner += orelse.body.body
+    for name in ("orelse", "finalbody"):
+        branch = getattr(statement, name, None)
+        if isinstance(branch, cst.If):  # an elif
+            return False
+        if branch:
+            inner += branch.body.body
     return all(map(_pins, inner))
 
 
@@ -198,7 +197,8 @@ def _is_pinning(part: cst.BaseSmallStatement) -> bool:
         return False
 
     target = code_of(part.targets[0].target)
-    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another purpose, such as hiding all GPUs.
+    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another
+    # purpose, such as hiding all GPUs.
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
     return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

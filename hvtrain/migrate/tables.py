@@ -9,22 +9,21 @@ import functools
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import yaml
 
-T = TypeVar("T")
-
-# Packages by folder, for members() and exists(). Today's tf.keras is Keras 3 plus some names of Keras 2,
-# which are in TF_KERAS.
+# Folders of packages, absolute or beside Keras's, for members() and exists(). Today's tf.keras is
+# Keras 3 plus some names of Keras 2, which are in TF_KERAS.
 KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
+HVTRAIN_KERAS = str(Path(__file__).parents[1] / "keras")
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
-_BACKEND = _TABLES["backend_in_ops"].split()
-_EXACT = {f"keras.backend.{name}": f"keras.ops.{name}" for name in _BACKEND}
-_EXACT |= _TABLES["exact"]
+_EXACT: dict[str, str] = _TABLES["exact"] | {
+    f"keras.backend.{name}": f"keras.ops.{name}" for name in _TABLES["backend_in_ops"].split()
+}
 ADVICE: dict[str, str] = _TABLES["advice"] | {
     f"{module}.{name}": _TABLES["graph_mode"]["advice"]
     for module in ("tensorflow", "tensorflow.compat.v1")
@@ -66,7 +65,8 @@ def new_name(name: str) -> str:
     new = _EXACT.get(new, new)
     if not _starts(new, "keras") or exists(new):
         return new
-    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not Keras's.
+    # tensorflow.losses and the like were modules of TensorFlow 1 too, so
+    # an unknown name is not Keras's.
     if _starts(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
@@ -77,7 +77,7 @@ def advice(name: str) -> str:
     return ADVICE.get(_longest(ADVICE, name), "")
 
 
-def entries(table: Mapping[str, Mapping[str, T]], name: str, method: str) -> dict[str, T]:
+def entries(table: Mapping[str, Mapping[str, Any]], name: str, method: str) -> dict[str, Any]:
     """Returns the entries of ARGUMENTS or REMOVED_ARGUMENTS that apply to a call, by argument.
 
     Args:
@@ -88,7 +88,7 @@ def entries(table: Mapping[str, Mapping[str, T]], name: str, method: str) -> dic
     >>> entries(REMOVED_ARGUMENTS, "", "save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD", "SGD")
     (dict_keys(['save_format']), {'lr': 'learning_rate'})
     """
-    merged: dict[str, T] = {}
+    merged: dict[str, Any] = {}
     for key, arguments in table.items():
         is_beginning = key.endswith(".") and name.startswith(key)
         if is_beginning or key == (name or f".{method}"):
@@ -150,13 +150,3 @@ def nearest(name: str) -> str:
     module, _, last = name.rpartition(".")
     matches = difflib.get_close_matches(last, members(module.replace(".", "/")), 1, cutoff=0.75)
     return f"{module}.{matches[0]}" if matches else ""
-
-
-@functools.cache
-def names_of_hvtrain() -> frozenset[str]:
-    """Returns the public names of hvtrain.keras."""
-    file = Path(__file__).parents[1] / "keras/__init__.py"
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return frozenset(ast.literal_eval(node.value))
-    raise AssertionError("hvtrain.keras has no __all__")

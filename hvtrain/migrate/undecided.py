@@ -6,7 +6,6 @@ from collections import Counter
 import libcst as cst
 import libcst.matchers as m
 from libcst import Call
-from libcst.metadata import MetadataWrapper
 
 from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
 from hvtrain.migrate.parsing import (
@@ -18,15 +17,17 @@ from hvtrain.migrate.parsing import (
     is_number,
     method_of,
     names_used,
+    parse,
 )
 from hvtrain.migrate.tables import (
+    HVTRAIN_KERAS,
     REMOVED_ARGUMENTS,
     REMOVED_METHODS,
     TENSORFLOW,
     advice,
     entries,
     exists,
-    names_of_hvtrain,
+    members,
     nearest,
 )
 
@@ -35,7 +36,10 @@ _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
 # Callbacks that change the training depending on the logs, so all ranks must have them.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
-_REDUCE = ("DistributedOptimizer", "GradientTape", "allreduce", "load_model")
+# Ways to reduce gradients without naming DistributedOptimizer;
+# hvd.load_model wraps the saved optimizer.
+_REDUCE_OTHERWISE = ("GradientTape", "allreduce", "load_model")
+_REDUCE = ("DistributedOptimizer", *_REDUCE_OTHERWISE)
 _ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
 # Methods of Keras 2's optimizers that Keras 3 never calls.
@@ -43,7 +47,8 @@ _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slo
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # A dict of arguments in which lr is set.
 _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
-# Keras's own names of weights. Anything else that a script looks for in one came from the layer's name.
+# Keras's own names of weights. Anything else that a script looks for in
+# one came from the layer's name.
 _NAMES_OF_WEIGHTS = re.compile(
     r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
 )
@@ -61,7 +66,7 @@ def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, 
         Pairs of a line number and what to do there, in order.
     """
     visitor = _Undecided(text, uses_horovod, is_graph)
-    MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(visitor)
+    parse(text).visit(visitor)
     return sorted(set(visitor.lines))
 
 
@@ -78,12 +83,13 @@ class _Undecided(Literals):
         # A stack with an entry for each enclosing condition: whether it tests the rank.
         self._conditions: list[bool] = []
         # Variables that hold the result of such a test, and how often each name is used under one.
-        self._asks_rank: set[str] = set()
+        self._rank_tests: set[str] = set()
         self._for_rank_0: Counter[str] = Counter()
         self._names = names_used(text)
         # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
-        # Each new callback: its class, the variable that holds it, and whether it is under such a condition.
+        # Each new callback: its class, the variable that holds it, and
+        # whether it is under such a condition.
         self._callbacks: list[tuple[Call, str, str, bool]] = []
         # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()
@@ -94,21 +100,21 @@ class _Undecided(Literals):
 
     def visit_If(self, node: cst.If | cst.IfExp) -> None:
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
-        self._conditions.append(self._is_about_rank(node.test))
+        self._conditions.append(self._tests_rank(node.test))
 
     def leave_If(self, original_node: cst.If | cst.IfExp) -> None:
         self._conditions.pop()
 
-    def _is_about_rank(self, test: cst.BaseExpression) -> bool:
+    def _tests_rank(self, test: cst.BaseExpression) -> bool:
         return "rank()" in code_of(test) or any(
-            code_of(name) in self._asks_rank for name in m.findall(test, m.Name())
+            code_of(name) in self._rank_tests for name in m.findall(test, m.Name())
         )
 
     def visit_Assign(self, node: cst.Assign) -> None:
         super().visit_Assign(node)
         self._target = dotted(node.targets[0].target)
         if isinstance(node.value, cst.Comparison) and "rank()" in code_of(node.value):
-            self._asks_rank.add(self._target)
+            self._rank_tests.add(self._target)
 
     def leave_Assign(self, original_node: cst.Assign) -> None:
         self._target = ""
@@ -134,8 +140,8 @@ class _Undecided(Literals):
         return not dotted(node)  # A dotted name is checked as a whole.
 
     def _name(self, node: cst.CSTNode, name: str) -> None:
-        # A name left in tf.keras gets the same advice: tf.keras's set_value, for example, does not work on
-        # variables of Keras 3.
+        # A name left in tf.keras gets the same advice: tf.keras's set_value, for example, does
+        # not work on variables of Keras 3.
         fix = advice(name) or advice(name.removeprefix("tensorflow."))
         if name.startswith("keras."):
             if not exists(name):
@@ -143,11 +149,9 @@ class _Undecided(Literals):
                 if near and not fix:
                     fix = f"did you mean {near}?"
                 self.report(node, f"Keras 3 has no {name}; {fix or 'replace it'}")
-        elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in names_of_hvtrain():
-            self.report(
-                node,
-                f"hvtrain.keras has no {name.removeprefix(f'{HVTRAIN}.')}; {fix or 'remove it'}",
-            )
+        elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in members(HVTRAIN_KERAS):
+            own_name = name.removeprefix(f"{HVTRAIN}.")
+            self.report(node, f"{HVTRAIN} has no {own_name}; {fix or 'remove it'}")
         elif fix:
             self.report(node, f"{name}: {fix}")
         elif (
@@ -216,10 +220,10 @@ class _Undecided(Literals):
         if name == "tensorflow.function" and self.uses_horovod and is_compiled:
             self.report(
                 node,
-                "XLA cannot compile an operation of Horovod; leave jit_compile out of a function that reduces",
+                "XLA cannot compile Horovod's operations; remove jit_compile if this function reduces gradients",
             )
-        if not name and isinstance(node.func, cst.Attribute):
-            self._method(node, node.func)
+        if not name and method_of(node):
+            self._method(node)
 
     def _schedule(self, node: Call) -> None:
         """Reports a multiplier that may be a number: older versions took it as a factor, not as the base of a power."""
@@ -249,14 +253,15 @@ class _Undecided(Literals):
                 f"initial_lr=None, warmup_epochs={code}",
             )
 
-    def _method(self, node: Call, func: cst.Attribute) -> None:
-        method = func.attr.value
+    def _method(self, node: Call) -> None:
+        method = method_of(node)
+        model = node.func.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
         # In a class that overrides compile, super().compile(**kwargs) only passes arguments on.
-        is_super = code_of(func.value).startswith("super(")
+        is_super = code_of(model).startswith("super(")
         if method == "compile" and self.uses_horovod and not is_super:
-            self._compile(node, func.value)
+            self._compile(node, model)
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
         trains = method == "fit" and self.uses_horovod
@@ -268,7 +273,7 @@ class _Undecided(Literals):
         if trains and not self.reduces:
             self.report(node, _ALONE)
 
-        if method == "save_weights" or code_of(func) == "model.save":
+        if method == "save_weights" or code_of(node.func) == "model.save":
             self._written_by_all(node, "put it under if hvd.rank() == 0")
 
     def _compile(self, node: Call, model: cst.BaseExpression) -> None:
@@ -285,10 +290,10 @@ class _Undecided(Literals):
                 "the script does not show this model's class; add jit_compile=False unless its own compile refuses it",
             )
 
-        # Beside a model with a DistributedOptimizer, unless gradients may be reduced in another way.
+        # A script that uses DistributedOptimizer for one model may have forgotten it for another.
         optimizer = argument(node, "optimizer", 0)
         trains = self.reduces and self.broadcasts and f"{code_of(model)}.fit(" in self.text
-        if optimizer and trains and not any(name in self.text for name in _REDUCE[1:]):
+        if optimizer and trains and not any(name in self.text for name in _REDUCE_OTHERWISE):
             calls = [value for value in self._values(optimizer) if isinstance(value, Call)]
             if {self.called(call).rpartition(".")[0] for call in calls} == {"keras.optimizers"}:
                 self.report(node, _ALONE)
@@ -319,12 +324,15 @@ class _Undecided(Literals):
 
     def leave_Module(self, original_node: cst.Module) -> None:
         for call, name, variable, is_for_rank_0 in self._callbacks:
-            # Also if each use but the assignment is guarded: `if hvd.rank() == 0: callbacks.append(checkpoint)`.
-            is_for_rank_0 |= 0 < self._for_rank_0[variable] >= self._names[variable] - 1
+            # Also if each use but the assignment is guarded: `if hvd.rank() == 0:
+            # callbacks.append(checkpoint)`.
+            num_guarded = self._for_rank_0[variable]
+            if num_guarded and num_guarded >= self._names[variable] - 1:
+                is_for_rank_0 = True
             if name in _DECIDE and is_for_rank_0:
                 self.report(
                     call,
-                    f"{name} on rank 0 alone would part it from the others; use it on all ranks",
+                    f"{name} on rank 0 alone makes that rank train differently; use it on all ranks",
                 )
             if name in _WRITERS and not is_for_rank_0:
                 self._written_by_all(call, "use this callback on rank 0 only")
@@ -337,5 +345,5 @@ class _Undecided(Literals):
             if suffix == WEIGHTS and not self.literals(path):
                 self.report(
                     call,
-                    f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
+                    f"the script does not show the name of this file; make sure that it ends in {WEIGHTS}",
                 )

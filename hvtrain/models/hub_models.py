@@ -196,8 +196,8 @@ def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
     known = {key: facts[key] for key in facts.keys() & parameters if facts[key] is not None}
-    # Names are fixed, here and for tasks, so that variables have the same paths in every build. The user's
-    # options take precedence over the data set's facts.
+    # Names are fixed, here and for tasks, so that variables have the same paths in every build. The
+    # user's options take precedence over the data set's facts.
     return kind(name="backbone", dtype=keras.config.dtype_policy(), **known | options)
 
 
@@ -216,8 +216,8 @@ def _new_task(
     saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
-    # Otherwise loading a saved model would compile the task, and Keras would warn about an optimizer without
-    # variables.
+    # Otherwise loading a saved model would compile the task, and Keras would warn about
+    # an optimizer without variables.
     get_config = task.get_config
     task.get_config = lambda: {**get_config(), "compile": False}
     return task
@@ -228,10 +228,10 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in _parameters(kind).items() if name not in OURS}
 
 
-def _parameters(kind) -> dict[str, inspect.Parameter]:
-    # Of __init__, not of the class: for an inherited __init__, Python 3.10 returns the signature of Keras's
-    # __new__.
-    return dict(inspect.signature(kind.__init__).parameters)
+def _parameters(kind) -> Mapping[str, inspect.Parameter]:
+    # Of __init__, not of the class: for an inherited __init__, Python 3.10 returns
+    # the signature of Keras's __new__.
+    return inspect.signature(kind.__init__).parameters
 
 
 def _check_options(name: str, setting: str, options: Named, known: Collection[str]) -> None:
@@ -248,7 +248,7 @@ def _check_size(backbone, facts: Named) -> None:
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
         size = getattr(backbone, fact, None)
         needed = facts[fact]
-        if size is not None and needed is not None and needed > size:
+        if size and needed and needed > size:
             raise ConfigError(
                 f"{type(backbone).__name__} has {fact}={size}, and the data set needs {needed} "
                 f"{unit}; choose another preset, or +model.backbone.{fact}={needed}"

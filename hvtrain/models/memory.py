@@ -102,7 +102,8 @@ def innermost_layers(model: Any) -> Iterator[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Layers that were called never or several times, or that have several outputs, raise these errors.
+        # Layers that were called never or several times, or that have
+        # several outputs, raise these errors.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -201,18 +202,17 @@ def recompute(model: Model) -> None:
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
-    def run(
-        inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None
-    ) -> Any:
+    def run(inputs, operation_fn=lambda op: op, call_fn=None):
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, for example to clone a model; nothing is computed then.
+        # Keras also runs the graph on symbolic inputs, for example to clone a
+        # model; nothing is computed then.
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
-            # Recomputing the last segment would save nothing, since its backward pass comes first. Integer
-            # inputs have no gradient.
+            # Recomputing the last segment would save nothing, since its backward pass comes first.
+            # Integer inputs have no gradient.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
                 _run(segment, known, operation_fn)
             else:
@@ -243,7 +243,8 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
-    # After each call: the number of elements that later calls still use, and the number in all outputs so far.
+    # After each call: the number of elements that later calls still use, and
+    # the number in all outputs so far.
     in_use = [0]
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}
@@ -313,9 +314,11 @@ def _run_twice(
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 
-        # TensorFlow calls this function once for the forward pass, and again to compute the gradient.
+        # TensorFlow calls this function once for the forward pass, and
+        # again to compute the gradient.
         if is_again:
-            # The scope intercepts the layers' assignments, so moving statistics are updated only once.
+            # The scope intercepts the layers' assignments, so moving
+            # statistics are updated only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:
@@ -334,9 +337,10 @@ def _refuse_losses(segment: Segment) -> None:
     """Raises ConfigError if a layer adds a loss on its activations, since its gradient would be lost."""
     for node in segment.nodes:
         operation = node.operation
-        if not isinstance(operation, layers.Layer):
-            continue
-        if any(layer._losses for layer in operation._flatten_layers()):
+        # Operations such as a sum of two tensors are not layers, and have no losses.
+        if isinstance(operation, layers.Layer) and any(
+            layer._losses for layer in operation._flatten_layers()
+        ):
             raise ConfigError(
                 f"train.remat=true and a loss on activations of the layer {operation.name} "
                 "(activity_regularizer or add_loss) exclude each other; leave one out"

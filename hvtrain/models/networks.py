@@ -119,7 +119,8 @@ def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 
         raise ConfigError(
             f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]"
         )
-    # Each side loses 4 pixels to the two convolutions, and pooling halves the rest: 6 pixels leave 1.
+    # Each side loses 4 pixels to the two convolutions, and pooling
+    # halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -259,7 +260,7 @@ def application(
     """
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, name, pooling="avg", **options)
-    x = clone(trunk, image).output
+    x = clone(trunk, image, changes={}).output
     if dropout:
         x = layers.Dropout(dropout, name="dropout")(x)
     return Model(image, logits(x, num_outputs), name=trunk.name)
@@ -289,7 +290,8 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     changes: dict[str, dict[str, Any]] = {colors.name: {}}
     for layer in trunk.layers:
         if isinstance(layer, layers.Conv2D):
-            # By name, since one initializer object would give all kernels of a shape the same numbers.
+            # By name, since one initializer object would give all
+            # kernels of a shape the same numbers.
             changes[layer.name] = {"use_bias": False, "kernel_initializer": "he_normal"}
         if isinstance(layer, layers.BatchNormalization):
             gamma = "zeros" if layer.name.endswith("_3_bn") else "ones"
@@ -317,7 +319,7 @@ def body(image_shape: Shape, name: str, **options: Any) -> Model:
     )
 
 
-def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]] | None = None) -> Model:
+def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]]) -> Model:
     """Rebuilds a network of keras.applications on another input, with fresh names.
 
     Args:
@@ -327,7 +329,6 @@ def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]] | None
             here is kept.
     """
     names = _fresh_names(trunk)
-    changes = changes or {}
 
     def rebuild(layer):
         name = names.get(layer.name, layer.name)

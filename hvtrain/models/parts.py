@@ -37,15 +37,13 @@ class Part:
 
     layer: layers.Layer
     path: str
-    variables: tuple[Any, ...]
+    variables: Sequence[Any]
 
-    def names(self, variable: Any) -> tuple[str, ...]:
+    def names(self, variable: Any) -> list[str]:
         """Returns the names that a pattern may match: the variable's path, and its layers' names and paths."""
         layer_names = self.path.split("/")
         paths = accumulate(layer_names, "{}/{}".format)
-        return tuple(
-            dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")])
-        )
+        return [*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")]
 
 
 def parts(model: Model) -> list[Part]:
@@ -67,7 +65,7 @@ def parts(model: Model) -> list[Part]:
             path = f"{path}_{num_uses[path] - 1}"
         variables = layer._trainable_variables + layer._non_trainable_variables
         if variables:
-            yield Part(layer, path, tuple(variables))
+            yield Part(layer, path, variables)
         for inner in layer._layers:
             yield from walk(inner, f"{path}/{inner.name}".lstrip("/"))
 
@@ -179,14 +177,17 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
         ConfigError: a pattern matches nothing trainable, or nothing trainable is left.
     """
     # By identity, since == on Keras variables compares their values.
-    frozen_ids: set[int] = set()
-    for pattern in patterns:
-        frozen_ids.update(map(id, find_variables(model, pattern, "model.freeze")))
+    frozen_ids = {
+        id(variable)
+        for pattern in patterns
+        for variable in find_variables(model, pattern, "model.freeze")
+    }
     for part in parts(model):
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:
             variable.trainable = False
-        # Batch normalization, for example, then uses its moving statistics and leaves them unchanged.
+        # Batch normalization, for example, then uses its moving
+        # statistics and leaves them unchanged.
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:
@@ -238,14 +239,15 @@ def add_lora(model: Model, rank: int) -> None:
 
 
 def _constraint(layer):
-    # Keras cannot add the matrices to a kernel with a constraint, so such a layer stays frozen. In an
-    # Embedding the attribute has another name.
+    # Keras cannot add the matrices to a kernel with a constraint, so such a layer stays frozen. In
+    # an Embedding the attribute has another name.
     return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
 def _save_plain(layer) -> None:
     """Makes a layer with LoRA save its config as a plain layer."""
-    # Keras saves the sum as the kernel. With lora_rank in its config, a loaded layer would get new matrices too.
+    # Keras saves the sum as the kernel. With lora_rank in its config, a loaded
+    # layer would get new matrices too.
     get_config = layer.get_config
     layer.get_config = lambda: {
         key: value for key, value in get_config().items() if not key.startswith("lora_")

@@ -57,7 +57,7 @@ def transformer(
             the width evenly.
     """
     # Set if there is one output for the whole text.
-    num_logits = output_shape[0] if output_shape is not None and len(output_shape) == 1 else None
+    num_logits = output_shape[0] if output_shape and len(output_shape) == 1 else None
     if mask_zero is None:
         mask_zero = padded and (not causal or num_logits is not None)
     shape = tuple(getattr(input_spec, "shape", ()))
@@ -73,7 +73,8 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the dtype policy, since it is the head too: losses in bfloat16 lose digits.
+    # In float32 whatever the dtype policy, since it is the head too:
+    # losses in bfloat16 lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -90,8 +91,8 @@ def transformer(
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings. The shape is
-    # [batch, 1, length]: the mask is the same for each position that attends.
+    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings. The
+    # shape is [batch, 1, length]: the mask is the same for each position that attends.
     is_text = mask = None
     if mask_zero:
         is_text = token_mask(tokens, 0)

@@ -1,1 +1,1 @@
-"""The parts of `python -m hvtrain plan`: a run's arithmetic, its machine, and the report."""
+"""`python -m hvtrain plan` forecasts a run on many ranks; `allreduce` measures links for its cost model."""

@@ -14,8 +14,9 @@ import numpy as np
 # Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
 
-# Share of a link's nominal speed that an all-reduce reaches. Fitted once, together with
-# step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
+# Share of a link's nominal speed that an all-reduce reaches. Fitted once,
+# together with step_cost.Rules.interference and .deviation, to Horovod's figures
+# at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
 # Message size of the measurements behind Machine.factors.
@@ -89,7 +90,7 @@ class Machine:
         return -(-num_ranks // self.ranks_per_host)
 
     def slowest(self, num_ranks: int) -> str:
-        """Returns the name of the link that limits num_ranks ranks: "inside" or "between"."""
+        """Returns "inside" if num_ranks ranks fit on one host, else "between", whose link is usually slower."""
         return "inside" if self.num_hosts(num_ranks) == 1 else "between"
 
 
@@ -115,8 +116,8 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
     """
-    # True unless it is a power of two.
-    if num_ranks & (num_ranks - 1):
+    # Not a power of two.
+    if num_ranks.bit_count() > 1:
         return ring_seconds(num_bytes, num_ranks, link)
 
     steps = 2 * (num_ranks.bit_length() - 1)
@@ -129,7 +130,7 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """Returns the time of one ring through all ranks, host by host.
 
-    It crosses each host's link once in each direction, and the slowest link limits it. A part of the
+    It crosses each host's link once in each direction, and the slowest link limits its speed. A part of the
     sum passes 2 (n - 1) links, of which 2 (hosts - 1) lead from host to host; NCCL's ncclTopoTuneModel
     counts the same way.
 
@@ -141,10 +142,10 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     if hosts == 1:
         return ring_seconds(num_bytes, num_ranks, machine.inside)
 
-    slowest = machine.between.bytes_per_second
-    # Some ranks share a host, so the ring passes links inside hosts too.
+    bandwidth = machine.between.bytes_per_second
+    # If ranks share a host, the ring passes links inside hosts too.
     if num_ranks > hosts:
-        slowest = min(slowest, machine.inside.bytes_per_second)
+        bandwidth = min(bandwidth, machine.inside.bytes_per_second)
 
     steps = 2 * (num_ranks - 1)
     outer_steps = 2 * (hosts - 1)
@@ -152,7 +153,7 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     latency = (
         inner_steps * machine.inside.latency_seconds + outer_steps * machine.between.latency_seconds
     )
-    return latency + steps / num_ranks * num_bytes / slowest
+    return latency + steps / num_ranks * num_bytes / bandwidth
 
 
 def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
@@ -179,7 +180,7 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
 
     Inner ranks of one tree are leaves of the other, so each link carries 2 x bytes, and the latency
     grows with the logarithm of the hosts (Sanders, Speck and Traeff 2009, "Two-tree algorithms for
-    full bandwidth broadcast, reduction and scan"). NCCL has had it since 2.4. The time to fill the
+    full bandwidth broadcast, reduction and scan"). NCCL has had this algorithm since 2.4. The time to fill the
     pipeline is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
@@ -193,10 +194,14 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     local = min(num_ranks, machine.ranks_per_host)
     latency = (local - 1) * machine.inside.latency_seconds
     latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
-    # Only links that are used can limit it.
-    links = [machine.inside] * (local > 1) + [machine.between] * (hosts > 1)
-    slowest = min(link.bytes_per_second for link in links)
-    return 2 * latency + 2 * num_bytes / (TREE_SHARE * slowest)
+    # Only links that are used can limit the speed.
+    links = []
+    if local > 1:
+        links.append(machine.inside)
+    if hosts > 1:
+        links.append(machine.between)
+    bandwidth = min(link.bytes_per_second for link in links)
+    return 2 * latency + 2 * num_bytes / (TREE_SHARE * bandwidth)
 
 
 ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "tree": tree_seconds}
@@ -208,7 +213,7 @@ def allreduce_seconds(
     machine: Machine,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> tuple[float, str]:
-    """Returns the time of the fastest algorithm, including start and correction by size, and that algorithm's name.
+    """Returns the time of the fastest algorithm, with start and correction by size, and that algorithm's name.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]

@@ -46,7 +46,8 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
-# Limit for one round of a method; without it, the command would wait forever for a hung launcher.
+# Time limit of one round of a method; without it, the command would
+# wait forever for a hung launcher.
 SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -54,7 +55,7 @@ THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"
 BYTES_EACH = 1 << 29
 FEWEST = 8
 MOST = 300
-# Untimed calls at first: the first one traces the graph.
+# Calls before the timed ones: the first one traces the graph.
 WARMUP_REPETITIONS = 5
 
 Action = Callable[[], object]
@@ -88,7 +89,8 @@ class Collectives:
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 reports = self._measure(method, self.folder / f"round-{number}" / method)
-                # The slowest rank's time counts: an all-reduce has ended when it has ended everywhere.
+                # The slowest rank's time counts: an all-reduce has
+                # ended when it has ended everywhere.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))
@@ -119,10 +121,10 @@ class Collectives:
         return [json.loads(path.read_text()) for path in folder.glob("report.*")]
 
     def bus_bandwidth(self, method: str, size: int) -> float:
-        """Returns the bus bandwidth in GB/s, the median over the rounds."""
+        """Returns the bus bandwidth in GB/s, from the median time of the rounds."""
         # The share that each rank has to send; see the module's docstring.
         factor = 2 * (self.num_ranks - 1) / self.num_ranks
-        return median(size * factor / seconds / 1e9 for seconds in self.seconds[method][str(size)])
+        return factor * size / self.microseconds(method, size) / 1e3
 
     def microseconds(self, method: str, size: int | str) -> float:
         """Returns the time in microseconds, the median over the rounds."""
@@ -173,12 +175,10 @@ allreduce.json, which plan --calibrate reads.""",
     option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
     add_number(parser, "--largest", at_least(1), "largest size", 256, "MIB")
     add_number(parser, "--rounds", at_least(1), "times that each size is measured", 7)
-    about = "TensorFlow's threads of a rank; default: cores / ranks"
-    add_number(parser, "--threads", at_least(1), about)
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     options = parser.parse_args()
     # Ranks share the cores, as in a run.
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     default = f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
     folder = Path(options.output or default).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
@@ -238,8 +238,8 @@ def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
 
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):
-        # Ranks drift apart, and a rank's time would include its wait for another. Synchronizing every 20
-        # repetitions limits that, without making the barrier part of every measurement.
+        # Ranks drift apart, and a rank's time includes its wait for the others. Synchronizing every
+        # 20 repetitions limits this drift, without a barrier before every measurement.
         if repetition % 20 == 0:
             method.barrier()
         began = time.perf_counter()
@@ -272,7 +272,7 @@ def hvtrain_method() -> Method:
 def seconds_by_kind(method: Method) -> dict[str, float]:
     """Returns the seconds of compression's exchanges, for Machine.factors: an allgather, and sums in half precision.
 
-    A rank sends as many bytes as in an all-reduce of FACTOR_BYTES of float32.
+    In both, a rank sends as many bytes as in an all-reduce of FACTOR_BYTES of float32.
     """
     import tensorflow as tf
 

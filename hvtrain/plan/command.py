@@ -13,7 +13,7 @@ from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.launch.measure import ONLY_STEPS, train
-from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
+from hvtrain.plan.algorithms import ALGORITHMS, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
 from hvtrain.plan.step_cost import Rules, Work, rank_counts
@@ -29,7 +29,8 @@ from hvtrain.system.command import (
 )
 from hvtrain.system.files import write_json
 
-# Enough to measure: a run's speed leaves out the first ten steps as warm-up (training/callbacks/epochs.py).
+# Enough to measure: a run's speed leaves out the first ten steps as warm-up
+# (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
 
 
@@ -42,7 +43,7 @@ def main() -> int:
             "--advise compares steps of several ranks; give -np 2 or more, and --step-seconds S or --measure"
         )
 
-    # Read before TensorFlow is imported, so that a wrong file is refused at once.
+    # Read before TensorFlow is imported, so that an unusable file is refused at once.
     measured = [read(Path(path)) for path in options.calibrate]
 
     # Imported only now, because importing TensorFlow takes seconds.
@@ -58,7 +59,7 @@ def main() -> int:
     make_output(folder, may_hold_files=True)
     print("\n".join(report.run_lines(run, options)), flush=True)
 
-    # After the lines above are printed: measuring takes a while, and may fail.
+    # Measured after the lines above are printed, since measuring takes a while and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
@@ -66,7 +67,8 @@ def main() -> int:
     method_costs = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
-        if options.calibrate:  # Measured times include waiting for Horovod's cycle already.
+        # Measured times already include the wait for Horovod's cycle.
+        if options.calibrate:
             rules = replace(rules, cycle_seconds=0.0)
         work = Work(step_seconds, run.messages)
         own = method_of(config.strategy)
@@ -97,18 +99,18 @@ def main() -> int:
 
 
 def _encode(options: argparse.Namespace, run, methods):
-    """Measures here, with a rank's share of the cores, what the methods' compression costs."""
+    """Measures the cost of the methods' compression here, with one rank's share of the cores."""
     num_threads = len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host)
     shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
     return encode(shapes, methods, max(1, num_threads))
 
 
 def _rules(options: argparse.Namespace, run) -> Rules:
-    # Without --algorithm, those from which NCCL chooses.
+    # The default algorithms are those from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,
-        fusion_bytes=0,
+        fusion_bytes=0,  # hvtrain's runs send buckets, which Horovod does not fuse.
         deviation=options.straggler,
         algorithms=choices.get(options.algorithm, (options.algorithm,)),
     )
@@ -126,13 +128,14 @@ def _measured(options: argparse.Namespace, run) -> float:
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
 
-    return measured_step_seconds(overrides, run.batch_size, run.config.train.accumulate)
+    largest_batch = max(run.plan.batch_sizes)
+    return measured_step_seconds(overrides, largest_batch, run.config.train.accumulate)
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
-    """Returns the step time of one rank in seconds, with all cores of this machine and without Horovod.
+    """Trains briefly in a separate process, and returns one rank's step time in seconds.
 
-    Measured by a short training in a separate process.
+    The process has all cores of this machine, and does not start Horovod.
 
     Args:
         overrides: The run's settings.
@@ -143,9 +146,10 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         LostRankError: The training failed. The message quotes the line of its output that says why.
     """
     settings = [
-        # The run's folder and trackers must not be touched, and a strategy's settings do not apply here.
+        # The run's folder and trackers must not be touched, and a
+        # strategy's settings do not apply here.
         *(text for text in overrides if not re.match(r"\+{0,2}(run\.dir=|strategy|tracker)", text)),
-        # One rank without Horovod takes all of the steps, with nothing in between.
+        # One rank without Horovod, which takes its steps without interruption.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         *ONLY_STEPS,
@@ -184,10 +188,19 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
     add_number(parser, "--ranks-per-host", at_least(1), "ranks on each host", 4)
-    examples = "number of training examples, for a data set that is not on this machine"
-    add_number(parser, "--examples", at_least(1), examples)
-    classes = "number of its classes, if no setting gives it; default: 1000"
-    add_number(parser, "--classes", at_least(1), classes, metavar="C")
+    add_number(
+        parser,
+        "--examples",
+        at_least(1),
+        "number of training examples, for a data set that is not on this machine",
+    )
+    add_number(
+        parser,
+        "--classes",
+        at_least(1),
+        "number of its classes; default: that of its settings, or 1000",
+        metavar="C",
+    )
     option(
         "--output", metavar="DIR", help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL"
     )
@@ -209,16 +222,30 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
     add_number(
         group, "--link-gbits", positive, "nominal bandwidth between hosts, Gbit/s", 25.0, "G"
     )
-    about = "latency of one ring step between hosts, in microseconds"
-    add_number(group, "--latency-us", not_negative, about, 1e6 * NETWORK_SECONDS, "T")
-    about = "bandwidth between ranks on a host, GB/s in one direction; PCIe 3.0 x16 has 15.75"
-    add_number(group, "--inside-gbytes", positive, about, 15.75, "G")
-    about = (
-        "latency of one ring step inside a host, in microseconds; PCIe has 10.8, NVLink about 6.5"
+    add_number(
+        group,
+        "--latency-us",
+        not_negative,
+        "latency of one ring step between hosts, in microseconds",
+        1e6 * NETWORK_SECONDS,
+        "T",
     )
-    add_number(group, "--inside-latency-us", not_negative, about, 1e6 * PCIE_SECONDS, "T")
-    about = "share of the nominal speeds that an allreduce gets"
-    add_number(group, "--link-share", positive, about, LINK_SHARE, "X")
+    add_number(
+        group,
+        "--inside-gbytes",
+        positive,
+        "bandwidth between ranks on a host, GB/s in one direction; PCIe 3.0 x16 has 15.75",
+        15.75,
+        "G",
+    )
+    add_number(
+        group,
+        "--inside-latency-us",
+        not_negative,
+        "latency of one ring step inside a host, in microseconds; PCIe has 10.8, NVLink about 6.5",
+        1e6 * PCIE_SECONDS,
+        "T",
+    )
     group.add_argument(
         "--calibrate",
         action="append",
@@ -234,16 +261,25 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
         action="store_true",
         help="compare the settings that help on a slow network; measures compression here, for about half a minute",
     )
-    about = (
+    add_number(
+        group,
+        "--noise-scale",
+        positive,
         "gradient noise scale in examples, as reported by a run with profile.noise_scale_every=16; adds how much the "
-        "larger global batch speeds up learning"
+        "larger global batch speeds up learning",
+        metavar="B",
     )
-    add_number(group, "--noise-scale", positive, about, metavar="B")
     group.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, "best"),
         help="best: the best of the others; default: the better of ring and tree, as in NCCL",
     )
-    about = "standard deviation of the ranks' step times, as a fraction of their mean"
-    add_number(group, "--straggler", not_negative, about, Rules.deviation, "X")
+    add_number(
+        group,
+        "--straggler",
+        not_negative,
+        "standard deviation of the ranks' step times, as a fraction of their mean",
+        Rules.deviation,
+        "X",
+    )
     return parser

@@ -67,20 +67,15 @@ class Forecast:
     @property
     def messages(self) -> Sequence[Gradient]:
         """The messages, each as one Gradient, in the order of their completion."""
-        done = [0.0, *accumulate(gradient.work for gradient in self.gradients)]
+        done = list(accumulate(gradient.work for gradient in self.gradients))
         messages = []
         earlier = 0.0
         for bucket in self.buckets:
-            ready = done[bucket[-1] + 1]
-            num_bytes = sum(self.gradients[position].num_bytes for position in bucket)
-            messages.append(Gradient(num_bytes, ready - earlier))
+            ready = done[bucket[-1]]
+            message_bytes = sum(self.gradients[position].num_bytes for position in bucket)
+            messages.append(Gradient(message_bytes, ready - earlier))
             earlier = ready
         return messages
-
-    @property
-    def batch_size(self) -> int:
-        """The largest batch of any rank."""
-        return max(self.plan.batch_sizes)
 
 
 def forecast(
@@ -117,7 +112,7 @@ def forecast(
     # Seeded as in the run, since building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
-    # Any host names will do: it only matters which ranks share a host.
+    # Any names will do: it only matters which ranks share a host.
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
@@ -199,12 +194,12 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
 
 def _row_bytes(model: keras.Model) -> int:
     """Returns the bytes that one example looks up in sharded tables; inputs of unknown shape are not counted."""
-    num_row_bytes = 0
+    row_bytes = 0
     for layer in sharded_layers(model):
         inputs = [node.input_tensors[0].shape[1:] for node in layer._inbound_nodes]
         num_ids = sum(math.prod(shape) for shape in inputs if None not in shape)
-        num_row_bytes += num_ids * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
-    return num_row_bytes
+        row_bytes += num_ids * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+    return row_bytes
 
 
 def gradients(model: keras.Model) -> list[Gradient]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.algorithms import FACTOR_BYTES, Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import FACTOR_BYTES, LINK_SHARE, Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
             "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
 
-    # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the measured time.
-    # The solution is non-negative, since no time can be negative.
+    # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the
+    # measured time. The solution is non-negative, since no time can be negative.
     terms = (
         np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1)
         / seconds[:, None]
@@ -84,7 +84,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
-    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its largest value.
+    # The columns differ by many orders of magnitude (1 and bytes), so each
+    # is divided by its largest value.
     scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
     factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
     error = float(abs(terms @ factors - 1).mean())
@@ -101,7 +102,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
 def corrected(
     machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]
 ) -> Machine:
-    """Returns the machine with corrections, with which all-reduces of the measured sizes take the measured times.
+    """Returns the machine with corrections, so that all-reduces of the measured sizes take the measured times.
 
     All measurements must be on the same link. If several numbers of ranks were measured, a size gets
     the geometric mean of their corrections.
@@ -139,13 +140,10 @@ def machine_of(
     Raises:
         ConfigError: A file cannot be fitted.
     """
-    share = f"{options.link_share:.1%} of the speed is used"
-
+    share = f"{LINK_SHARE:.1%} of the speed is used"
     machine = Machine(
-        inside=Link(
-            options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share
-        ),
-        between=Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share),
+        inside=Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * LINK_SHARE),
+        between=Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * LINK_SHARE),
         ranks_per_host=options.ranks_per_host,
     )
     descriptions = {
@@ -163,7 +161,7 @@ def machine_of(
     for name, measurements in groups.items():
         machine, descriptions[name] = _with_fit(machine, name, measurements)
 
-    # After all fits, because a correction is relative to the whole machine.
+    # After all fits, because corrections are relative to the fitted machine.
     for measurements in groups.values():
         machine = corrected(machine, measurements, algorithms)
 
@@ -190,7 +188,8 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
     start_seconds = best.start_seconds
     latency = ""
     if latency_seconds is None:
-        # The fitted start includes the latency of the ring's steps, which is kept as given and subtracted.
+        # The fitted start includes the latency of the ring's steps, which
+        # is kept as given and subtracted.
         latency_seconds = getattr(machine, name).latency_seconds
         start_seconds -= 2 * (measurements[0].num_ranks - 1) * latency_seconds
         start_seconds = max(0.0, start_seconds)
@@ -200,7 +199,7 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
     ranks = ", ".join(map(str, sorted({measurement.num_ranks for measurement in measurements})))
     description = (
         f"{best.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
-        f"measured on {ranks} ranks, the fit is {best.error:.0%} off, and corrected by size"
+        f"measured on {ranks} ranks, the fit is {best.error:.0%} off, then corrected by size"
     )
     # If both links were measured, the longer start counts.
     start_seconds = max(machine.start_seconds, start_seconds)
@@ -215,17 +214,16 @@ def read(path: Path) -> list[Measured]:
     try:
         content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
-        by_size = content["seconds"]["hvtrain"]
-        # Other keys are kinds of exchanges, or further measurements of benchmarks/allreduce.py.
-        measured = [
-            Measured(num_ranks, int(size), median(by_size[size]))
-            for size in by_size
-            if size.isdigit()
-        ]
-        kinds = [kind for kind in ("gather", "half") if kind in by_size]
-        return measured + [
-            Measured(num_ranks, FACTOR_BYTES, median(by_size[kind]), kind) for kind in kinds
-        ]
+        measured = []
+        # A key is a size or a kind, or names a further measurement of benchmarks/allreduce.py.
+        for key, seconds in content["seconds"]["hvtrain"].items():
+            if key.isdigit():
+                measured.append(Measured(num_ranks, int(key), median(seconds)))
+            elif key in ("gather", "half"):
+                measured.append(Measured(num_ranks, FACTOR_BYTES, median(seconds), key))
+        if not measured:
+            raise ValueError("it has no measurements")
+        return measured
     except OSError as error:
         raise ConfigError(
             f"--calibrate {path} cannot be read: {error.strerror}; {advice}"

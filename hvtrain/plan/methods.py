@@ -68,7 +68,8 @@ class Method:
         return parts
 
 
-# By their effect on the result, the mildest first: of two about equally fast ones, the first is advised.
+# The mildest effect on the result first: of about equally fast methods, the first is advised.
+# Sharding is last, since it saves memory, not time.
 METHODS = (
     Method("strategy=horovod", "the mean of whole gradients"),
     Method("strategy.compression=fp16", "half precision, with its range", "fp16"),
@@ -111,7 +112,7 @@ class Encoded:
 def encode(
     shapes: Sequence[Any], methods: Sequence[Method], num_threads: int
 ) -> dict[Wire, Encoded]:
-    """Measures the methods' compression of the gradients on one rank of this host, and returns its cost by wire.
+    """Measures the cost of each method's compression on one rank of this host; returns the costs by wire.
 
     Args:
         shapes: The shapes of the gradients in each message.
@@ -163,7 +164,7 @@ def method_cost(
         accumulate: Steps whose gradients are averaged before they are reduced.
     """
     every = method.every * accumulate
-    messages = list(work.gradients)
+    messages = work.gradients
     compute = work.step_seconds
     code = encoded.get(method.wire)
     if code and num_ranks > 1:
@@ -174,17 +175,19 @@ def method_cost(
             for size, old in zip(code.message_bytes, messages)
         ]
 
-    # Ranks that synchronize every k steps wait for the slowest sum of k step times. Its relative deviation
-    # is smaller by sqrt(k).
+    # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
+    # deviation is smaller by a factor of sqrt(k).
     rules = replace(
         rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5
     )
-    # Compression counts as part of the backward pass, so the forward pass is a smaller share of the step.
+    # Compression counts as part of the backward pass, so the forward pass
+    # is a smaller share of the step.
     forward_share = work.forward_share * work.step_seconds / compute
     cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
     gather = 0.0
     if method.shard_optimizer:
-        # After the update the ranks gather the weights, which is the second half of a ring all-reduce.
+        # After the update the ranks gather the weights, which is the
+        # second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
         whole, _ = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
         gather = machine.factors.get("gather", 1.0) * whole / 2
@@ -230,18 +233,20 @@ def advice(costs: Sequence[Cost]) -> str:
     base = costs[0]
     speeds = {method: base.step_seconds / cost.step_seconds for method, cost in zip(METHODS, costs)}
 
-    def mildest(methods: Sequence[Method], than: float) -> Method | None:
-        """Returns the first that is nearly as fast as the fastest; None if the fastest does not pay off."""
+    def mildest(methods: Sequence[Method], baseline: float) -> Method | None:
+        """Returns the first that is nearly as fast as the fastest; None if the fastest gains too little."""
         fastest = max(speeds[method] for method in methods)
-        near = [method for method in methods if speeds[method] * WORTH_IT >= fastest]
-        return near[0] if fastest >= than * WORTH_IT else None
+        if fastest < baseline * WORTH_IT:
+            return None
+        return next(method for method in methods if speeds[method] * WORTH_IT >= fastest)
 
-    synchronous = mildest([method for method in METHODS if method.every == 1], 1.0)
-    reached = speeds[synchronous] if synchronous else 1.0
-    local = mildest([method for method in METHODS if method.every > 1], reached)
     parts = []
+    speed = 1.0
+    synchronous = mildest([method for method in METHODS if method.every == 1], speed)
     if synchronous:
-        parts.append(f"take {synchronous.settings}, {speeds[synchronous]:.1f} times as fast")
+        speed = speeds[synchronous]
+        parts.append(f"take {synchronous.settings}, {speed:.1f} times as fast")
+    local = mildest([method for method in METHODS if method.every > 1], speed)
     if local:
         parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
     if parts:
@@ -292,9 +297,15 @@ def main() -> None:
                     error.assign(tf.where(is_finite, loss, error))
             return means
 
-        step()
-        times = timeit.repeat(step, number=1, repeat=REPETITIONS)
-        # For 2 ranks, because a ring of two sends each byte of a message exactly once.
+        def timed_step() -> None:
+            step()
+            # A GPU may still compute after the call has returned.
+            tf.test.experimental.sync_devices()
+
+        timed_step()
+        times = timeit.repeat(timed_step, number=1, repeat=REPETITIONS)
+        # For 2 ranks, because in a ring of two each rank sends every
+        # byte of a message exactly once.
         return median(times), [sent_bytes(bucket, wire, 2) for bucket in specs]
 
     print(json.dumps([measured(*wire) for wire in wires]))

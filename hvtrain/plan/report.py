@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -61,17 +62,18 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
     footprint = forecast.footprint
     num_ranks = forecast.plan.size
 
-    parts = {
-        "weights": footprint.weight_bytes,
-        "gradients": footprint.gradient_bytes,
-        "optimizer slots": footprint.slot_bytes,
-    }
+    parts = Counter(
+        {
+            "weights": footprint.weight_bytes,
+            "gradients": footprint.gradient_bytes,
+            "optimizer slots": footprint.slot_bytes,
+        }
+    )
     # A single rank reduces nothing.
     if num_ranks > 1:
         # Horovod allocates this buffer for grouped tensors too.
         parts["fusion buffer"] = Rules.fusion_bytes
-        for purpose, size in method.extra_bytes(footprint, num_ranks).items():
-            parts[purpose] = parts.get(purpose, 0) + size
+        parts.update(method.extra_bytes(footprint, num_ranks))
     if footprint.activation_bytes is not None:
         parts["activations"] = footprint.activation_bytes
     return parts
@@ -85,12 +87,12 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
-    # Taken from the schedule itself, so the lines show what the run will do.
+    # Taken from the schedule itself, so that the lines show what the run will do.
     rates = (
         f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast)
     )
-    # The newest ones, the best one, and those of keep_every_epochs. How many keep_every_hours keeps cannot
-    # be predicted.
+    # The newest checkpoints, the best one, and those of keep_every_epochs. How many
+    # keep_every_hours keeps cannot be predicted.
     num_checkpoints = config.checkpoint.keep + 1
     if config.checkpoint.keep_every_epochs:
         num_checkpoints += plan.num_epochs // config.checkpoint.keep_every_epochs
@@ -115,7 +117,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
         ),
         ("launch", _launch_line(forecast, options)),
     ]
-    if num_hosts > 1 and "hosts.txt" in lines[-1][1]:
+    if "hosts.txt" in lines[-1][1]:
         lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={options.ranks_per_host}`"))
     return [f"{name:<15}{text}" for name, text in lines]
 
@@ -128,7 +130,7 @@ def _launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
 
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
-    # With different batches on different ranks, it is not a simple product.
+    # If the ranks' batches differ, the global batch is not a simple product.
     if len(set(plan.batch_sizes)) > 1:
         return f"{plan.global_batch:,}"
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
@@ -149,15 +151,12 @@ def _memory(forecast: Forecast) -> str:
     parts = memory(forecast, method_of(forecast.config.strategy))
     total = amount(sum(parts.values()))
 
-    # Only activations are estimated.
-    shown = [
-        f"{name} about {amount(size)}" if name == "activations" else f"{name} {amount(size)}"
-        for name, size in parts.items()
-        if size
-    ]
+    shown = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
     if "activations" in parts:
-        return f"about {total} a rank: {', '.join(shown)} (an estimate)"
-    return f"at least {total} a rank: {', '.join(shown)} (without activations: the shape of a layer is unknown)"
+        return f"about {total} a rank: {shown} (an estimate)"
+    return (
+        f"at least {total} a rank: {shown} (without activations: the shape of a layer is unknown)"
+    )
 
 
 def step_lines(
@@ -172,6 +171,8 @@ def step_lines(
         rules: How the ranks reduce.
     """
     num_messages = len(forecast.messages)
+    batch_sizes = forecast.plan.batch_sizes
+    num_ranks = forecast.plan.size
     # With buckets, the reduction overlaps with the backward pass.
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
@@ -180,12 +181,19 @@ def step_lines(
         f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
         f"{moment}",
-        *_table_lines(forecast),
+    ]
+    if forecast.row_bytes:
+        received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
+        lines.append(
+            f"{'tables':<15}a rank receives up to {received} of sharded rows in a step, and sends gradients of "
+            "the same size; this time is left out"
+        )
+    lines += [
         "",
         f"{'ranks':>6}{'step ms':>11}{'reducing ms':>13}{'exposed ms':>12}{'examples/s':>13}{'efficiency':>12}  by",
     ]
     for cost in costs:
-        examples_per_second = forecast.batch_size * cost.num_ranks / cost.step_seconds
+        examples_per_second = sum(batch_sizes[: cost.num_ranks]) / cost.step_seconds
         lines.append(
             f"{cost.num_ranks:>6}{1000 * cost.step_seconds:>11,.1f}{1000 * cost.communication_seconds:>13,.1f}"
             f"{1000 * cost.exposed_seconds:>12,.1f}{examples_per_second:>13,.0f}"
@@ -199,16 +207,6 @@ def step_lines(
         f"{num_steps:,} steps of {1000 * seconds:,.1f} ms: {duration(num_steps * seconds)}",
     ]
     return lines
-
-
-def _table_lines(forecast: Forecast) -> list[str]:
-    if not forecast.row_bytes:
-        return []
-    num_ranks = forecast.plan.size
-    return [
-        f"{'tables':<15}a rank receives up to {amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)} of sharded "
-        "rows in a step, and sends as much of gradients; this time is left out"
-    ]
 
 
 def advice_lines(
@@ -238,7 +236,7 @@ def advice_lines(
 
 
 def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
-    """Says how many times as fast as one rank the ranks progress, by their speed and by what an example teaches."""
+    """Returns the line about progress: the ranks' speed times what an example teaches, relative to one rank."""
     num_ranks = forecast.plan.size
     joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
     share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)

@@ -117,35 +117,36 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     """
     # All ranks wait for the slowest one.
     compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
-    if num_ranks == 1 or not work.gradients:
-        return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
-
-    sizes = [gradient.num_bytes for gradient in work.gradients]
-    ready = _ready_times(work, compute) if rules.overlap else [compute] * len(sizes)
+    # A single rank reduces nothing.
+    gradients = work.gradients if num_ranks > 1 else []
+    sizes = [gradient.num_bytes for gradient in gradients]
+    ready = [compute] * len(sizes)
+    if rules.overlap:
+        ready = _ready_times(work, compute)
 
     computed = compute
-    free = 0.0  # When the latest reduction ends.
-
-    # Total time of the reductions, hidden or not.
+    # When the latest reduction ends, and the total time of all reductions.
+    free = 0.0
     busy = 0.0
     buffers = []
     first = 0
     while first < len(sizes):
-        # After a reduction, Horovod starts a waiting one at once; when idle, it waits for its next cycle.
+        # After a reduction, Horovod starts a waiting one at once; when
+        # idle, it waits for its next cycle.
         begin = free
         if ready[first] >= free:
             begin = ready[first] + rules.cycle_seconds / 2
 
         # Gradients that are ready by then share the buffer.
-        last = first + 1
+        end = first + 1
         while (
-            last < len(sizes)
-            and ready[last] <= begin
-            and sum(sizes[first : last + 1]) <= rules.fusion_bytes
+            end < len(sizes)
+            and ready[end] <= begin
+            and sum(sizes[first : end + 1]) <= rules.fusion_bytes
         ):
-            last += 1
+            end += 1
 
-        num_bytes = sum(sizes[first:last])
+        num_bytes = sum(sizes[first:end])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
         # Computing is slowed down only while data moves, not during the latency.
@@ -155,7 +156,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         buffers.append((num_bytes, algorithm))
         busy += seconds
         free = begin + seconds
-        first = last
+        first = end
 
     # The step ends with the computing or the reduction, whichever is later.
     step = max(computed, free)
@@ -166,7 +167,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         communication_seconds=busy,
         exposed_seconds=step - compute,
         num_buffers=len(buffers),
-        algorithm=max(buffers)[1],
+        algorithm=max(buffers, default=(0, "none"))[1],
         efficiency=work.step_seconds / step,
     )
 
@@ -178,9 +179,8 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
     [0.25, 0.4]
     """
     done = list(accumulate(gradient.work for gradient in work.gradients))
-    total = done[-1]
     # If no gradient has any work, all are ready at the end.
-    shares = [operations / total if total else 1.0 for operations in done]
+    shares = [operations / done[-1] if done[-1] else 1.0 for operations in done]
     return [
         compute_seconds * (work.forward_share + (1 - work.forward_share) * share)
         for share in shares
@@ -188,7 +188,7 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """Returns when work due at `moment` is done, if computing is slowed down for `seconds` from `begin` on.
+    """Returns when work that was due at `moment` is done if computing is slowed down for `seconds` from `begin` on.
 
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
@@ -237,5 +237,5 @@ def rank_counts(num_ranks: int) -> list[int]:
     >>> rank_counts(12), rank_counts(8)
     ([1, 2, 4, 8, 12], [1, 2, 4, 8])
     """
-    powers = [1 << power for power in range(num_ranks.bit_length())]
-    return [*(power for power in powers if power < num_ranks), num_ranks]
+    smaller_powers = [1 << power for power in range((num_ranks - 1).bit_length())]
+    return [*smaller_powers, num_ranks]

@@ -278,8 +278,9 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     if num_ranks <= MOST_RANKS:
         curves = []
         for rank in range(num_ranks):
-            rows = [(epoch, row) for epoch, row in rank_seconds.items() if rank < len(row)]
-            points = [(epoch, 1000 * row[rank]) for epoch, row in rows]
+            points = [
+                (epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)
+            ]
             curves.append(Series(f"rank {rank}", points, rank))
         return curves
 

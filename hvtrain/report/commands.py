@@ -65,8 +65,8 @@ the settings that differ.""",
         print(path)
         return 0
 
-    # A single run gets a page with all its figures. For a run in object storage, the page goes to this
-    # folder, so that the local copy of the run stays unchanged.
+    # A single run gets a page with all its figures. For a run in object storage, the page goes to
+    # this folder, so that the local copy of the run stays unchanged.
     folder = Path() if is_remote(folders[0]) else runs[0].folder
     written = write_page(runs[0], page_path(options.output or folder / REPORT_FILE))
     print(" and ".join(map(str, written)))
@@ -111,7 +111,8 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
     [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
-    # Compared as displayed text: 1 and 1.0 differ, and unlike lists, text can be an element of a set.
+    # Compared as displayed text: 1 and 1.0 differ, and unlike lists,
+    # text can be an element of a set.
     runs = [
         {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
     ]
@@ -146,12 +147,17 @@ Lists the runs in a folder. Each is running, finished, stopped (it was asked to)
 metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
         epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
     )
-    option = parser.add_argument
-    about = f"folder to search; default: {DEFAULT_FOLDER}"
-    option("dir", nargs="?", default=DEFAULT_FOLDER, metavar="DIR", help=about)
-    about = "order of the runs; default: date"
-    option("--sort", choices=SORT_KEYS, default="date", help=about)
-    option("--json", action="store_true", help="print JSON, with all digits")
+    parser.add_argument(
+        "dir",
+        nargs="?",
+        default=DEFAULT_FOLDER,
+        metavar="DIR",
+        help=f"folder to search; default: {DEFAULT_FOLDER}",
+    )
+    parser.add_argument(
+        "--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
     options = parser.parse_args()
     folder = Path(options.dir)
     if not folder.is_dir():

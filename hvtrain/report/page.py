@@ -106,14 +106,13 @@ def _templates(folder: Path):
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {
-        "yaml": yaml_text,
-        "scatter": scatter_svg,
-        "state": state_text,
-        "duration": duration,
-        "proof_in_words": proof_in_words,
-    }
-    environment.filters.update(filters)
+    environment.filters.update(
+        yaml=yaml_text,
+        scatter=scatter_svg,
+        state=state_text,
+        duration=duration,
+        proof_in_words=proof_in_words,
+    )
     environment.globals.update(share_of_progress=share_of_progress, MOST_LEFT_OUT=MOST_LEFT_OUT)
     return environment
 

@@ -50,7 +50,8 @@ class RunFiles:
     Attributes:
         folder: the run folder, absolute.
         config: the settings, as in config.yaml.
-        result: the content of result.json; empty until the run has finished.
+        result: the content of result.json; empty until the run has finished, and after a resume with more steps until
+            it has finished again.
         history: a record for each epoch.
         rank_seconds: the seconds of each rank's own work in a step, by epoch.
         starts: the content of starts.json, one entry for each start of the ranks.
@@ -116,7 +117,8 @@ class RunFiles:
         num_steps = self.last_start.get("num_steps")
         if not num_steps:
             return None
-        # A checkpoint may be newer than the last epoch, and a run without checkpoints still records epochs.
+        # A checkpoint may be newer than the last epoch, and a run without
+        # checkpoints still records epochs.
         recorded = self.history[-1].step if self.history else 0
         done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
 
@@ -130,7 +132,6 @@ class RunFiles:
     @property
     def score(self) -> tuple[str, float] | None:
         """The task's metric and its value on the test data, or else its best value in validation or training."""
-        # The newest start decides the metric, since the result may date from before the run was resumed.
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
         name = self.last_start.get("best") if self.starts else best.get("metric")
@@ -173,8 +174,14 @@ def read_run(folder: Path) -> RunFiles:
         )
 
     result = _read_result(folder)
+    starts = read_starts(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
+    # If the run was resumed with more steps, its result is that of fewer steps,
+    # and perhaps of other settings.
+    later_steps = [start.get("first_step", 0) + 1 for start in starts[-1:]]
+    if max([step or 0, *later_steps]) > result.get("num_steps", 0):
+        result = {}
     # A damaged review is read as empty, so only its part of the page is missing.
     review = read_json(folder / REVIEW_FILE, list)
 
@@ -184,22 +191,22 @@ def read_run(folder: Path) -> RunFiles:
         result=result,
         history=read_history(folder),
         rank_seconds=read_rank_seconds(folder),
-        starts=read_starts(folder),
+        starts=starts,
         review=[figure for figure in review if isinstance(figure, dict)],
         messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
-        state=_state(folder, result, step, messages),
+        state=_state(folder, result, messages),
         checkpoint_step=step,
     )
 
 
-def _state(folder: Path, result: Record, step: int | None, messages: list[Message]) -> str:
+def _state(folder: Path, result: Record, messages: list[Message]) -> str:
     # A process's lock ends with it, so a killed run does not count as running.
     if is_held(folder):
         return "running"
-    # A checkpoint after the result's last step belongs to a run that was resumed with more steps.
-    if result and (step is None or result.get("num_steps", 0) >= step):
+    if result:
         return "finished"
-    # The chief's last message that is not a warning says why the run ended, if there was time to write it.
+    # The chief's last message that is not a warning says why the run ended,
+    # if there was time to write it.
     of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
     if of_chief and of_chief[-1].text.startswith("stopped by "):
         return "stopped"

@@ -57,7 +57,7 @@ class Stopwatch(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # A GPU may still be computing; reading a value waits for it to finish.
-        float(next(iter((logs or {"loss": 0.0}).values())))
+        float(next(iter(logs.values())))
         seconds = time.perf_counter() - self._began
         self.step_seconds.append(seconds / (batch + 1 - self._first))
 
@@ -105,7 +105,8 @@ def try_sizes(
     size = run.plan.batch_sizes[0]
     reason = ""
 
-    # Reasons come from gathered values, so every rank has the same one and all leave the loop together.
+    # Reasons come from gathered values, so every rank has the same one
+    # and all leave the loop together.
     while not reason:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
@@ -173,8 +174,8 @@ class Sizes:
         except ConfigError as error:
             return str(error).partition(";")[0]
 
-        # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted: running out
-        # of it raises an error, which the process survives.
+        # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted:
+        # running out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
@@ -215,8 +216,9 @@ class Sizes:
         self._peaks.append((size, peak))
         if self._gpu:
             peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-        # The chief's clock suffices, since ranks wait for each other in each step. The first call traces the
-        # graph. Other work on the machine can only slow a call down, so the fastest of the rest counts.
+        # The chief's clock suffices, since ranks wait for each other in each step. The
+        # first call traces the graph. Other work on the machine can only slow a call down,
+        # so the fastest of the rest counts.
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
         gc.collect()  # Memory left in reference cycles would count in the peak of the next size.

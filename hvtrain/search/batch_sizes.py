@@ -9,10 +9,11 @@ from hvtrain.report.charts import picture
 from hvtrain.system.files import write_json
 
 MIB = 2**20
-# Batches with at least this share of the highest examples/s count as equally fast; the smallest of them is best.
+# Batches with at least this share of the highest examples/s count as equally
+# fast; the smallest of them is best.
 ALMOST = 0.97
-# Free memory must exceed this multiple of the predicted growth: memory grows in jumps, and the kernel
-# kills processes when it runs out.
+# Free memory must exceed this multiple of the predicted growth: memory grows in jumps, and the
+# kernel kills processes when it runs out.
 MARGIN = 1.25
 
 
@@ -95,8 +96,8 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
-    # The growth from 0 to the first size includes memory that does not depend on the size, so its slope
-    # is used only while there is no other.
+    # The growth from 0 to the first size includes memory that does not depend on the size, so its
+    # slope is used only while there is no other.
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope

@@ -173,17 +173,14 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         first_size: examples of one rank in a step.
         call_steps: steps in a call of the graph, rounded up to whole accumulations.
     """
+    steps = round_up_to_accumulation(call_steps, config.train.accumulate)
     trial = as_trial(
         config,
-        call_steps,
+        CALLS * steps,
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
         # With "trim" all batches are full, so each step takes the memory and time of its size.
         data=replace(config.data, uneven="trim"),
     )
-    # as_trial has set steps, rounded up to whole accumulations.
-    steps = trial.train.steps or call_steps
-    train = replace(
-        trial.train, batch_size=first_size, steps=CALLS * steps, steps_per_execution=steps
-    )
+    train = replace(trial.train, batch_size=first_size, steps_per_execution=steps)
 
     return replace(trial, train=train)

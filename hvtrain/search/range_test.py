@@ -62,10 +62,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 def has_diverged(losses: Sequence[float]) -> bool:
     """True if the last loss is not finite, or the moving average has risen to DIVERGED times its lowest value."""
-    if not losses:
-        return False
     # Checked first, since NaN never compares as greater than anything.
-    if not math.isfinite(losses[-1]):
+    if losses and not math.isfinite(losses[-1]):
         return True
     averages = smoothed(losses)[LEFT_OUT:]
     if not averages:
@@ -132,7 +130,8 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info(summary(describe(run, model, start)))
-    # By as_trial, a call of the graph is one update of the weights, after which the recorder reads the loss.
+    # By as_trial, a call of the graph is one update of the weights, after
+    # which the recorder reads the loss.
     steps = call_steps(run, [recorder])
 
     try:
@@ -182,7 +181,8 @@ def write(
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         # Only the last loss can be infinite or NaN, which no axis can reach.
         if len(averages) > 1:
-            # Scaled to the first half. A loss that diverges later is cut off, as it would flatten the rest.
+            # Scaled to the first half. A loss that diverges later is cut
+            # off, as it would flatten the rest.
             before = averages[: len(averages) // 2]
-            axes.set_ylim(min(0.0, *averages), 1.1 * max(before))
+            axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(before)))
         axes.legend()

@@ -19,8 +19,9 @@ _KEYS = ["low", "high", "log", "step", "choices"]
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
-# The definition of one searched setting: {low, high}, both inclusive, optionally with log or a step; or
-# {choices}, each of which is a value or a list of values. Numbers are whole if both ends are.
+# The definition of one searched setting: {low, high}, both inclusive, optionally
+# with log or a step; or {choices}, each of which is a value or a list of values.
+# Numbers are whole if both ends are.
 Setting = Mapping[str, Any]
 
 
@@ -100,9 +101,9 @@ def _check_line(location: str, line) -> None:
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
     # Without this check, a misspelt key would silently have no effect.
-    unknown = next((key for key in line if key not in _KEYS), None)
-    if unknown:
-        raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
+    for key in line:
+        if key not in _KEYS:
+            raise ConfigError(f"{location}: unknown key '{key}'; {nearest(str(key), _KEYS)}")
 
     if "choices" not in line:
         _check_range(location, line)
@@ -121,12 +122,13 @@ def _check_line(location: str, line) -> None:
 def _is_plain(value) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | Number)
+    return isinstance(value, str | Number | None)
 
 
 def _check_range(location: str, line: Setting) -> None:
-    for key in {"low", "high", "step"} & line.keys():
-        value = line[key]
+    for key, value in line.items():
+        if key == "log":
+            continue
         # In Python a bool is an int, but true is not a number here.
         if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
             raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
@@ -186,14 +188,13 @@ class Goal:
             ConfigError: no epoch has the metric, although first_epoch is over.
         """
         # A validation metric is missing in epochs without validation, a misspelt one in all epochs.
+        names = dict.fromkeys(name for record in history for name in record.metrics)
         is_due = bool(history) and history[-1].epoch >= self.first_epoch
-        if is_due and self.metric not in history[-1].metrics:
-            names = list(dict.fromkeys(name for record in history for name in record.metrics))
-            if self.metric not in names:
-                raise ConfigError(
-                    f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
-                    "data set validation data, or choose one of these with --metric, and another --output"
-                )
+        if is_due and self.metric not in names:
+            raise ConfigError(
+                f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
+                "data set validation data, or choose one of these with --metric, and another --output"
+            )
 
         values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
 

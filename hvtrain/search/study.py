@@ -14,7 +14,6 @@ from hvtrain.errors import ConfigError, LostRankError, in_one_line
 from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
 from hvtrain.search.search_space import MAX, SearchSpace, Setting
 from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
-from hvtrain.system.secrets import command_line
 from hvtrain.system.text import aligned
 
 STUDY_FILE = "sweep.db"
@@ -85,7 +84,8 @@ class Study:
         }
         self._study = _open_study(folder, facts)
 
-        # The folder is locked, so no other process is running these: a killed sweep has left them behind.
+        # The folder is locked, so no other process is running these: a
+        # killed sweep has left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
@@ -125,8 +125,7 @@ class Study:
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
         # fANOVA's trees are random; with a seed, the same trials give the same shares.
-        shares = get_param_importances(self._study, evaluator=FanovaImportanceEvaluator(seed=0))
-        return {name: float(share) for name, share in shares.items()}
+        return get_param_importances(self._study, evaluator=FanovaImportanceEvaluator(seed=0))
 
     def try_next(self, run: RunTrial) -> Any:
         """Chooses settings for the next trial, runs it, and returns it when it has ended.
@@ -183,7 +182,7 @@ def _open_study(folder: Path, facts: Values):
     path = folder / STUDY_FILE
     refuse_link(path, ConfigError, "choose another --output")
     # Hidden files are ignored, since the folder's lock is one.
-    has_files = folder.exists() and any(not file.name.startswith(".") for file in folder.iterdir())
+    has_files = any(not file.name.startswith(".") for file in folder.iterdir())
     if has_files and not path.exists():
         raise ConfigError(
             f"--output {folder} is not empty and holds no sweep; choose another folder"
@@ -201,16 +200,14 @@ def _open_study(folder: Path, facts: Values):
         ) from error
 
     known = study.user_attrs
-
     for name, value in facts.items():
-        if known.get(name, value) != value:
+        if name not in known:
+            study.set_user_attr(name, value)
+        elif known[name] != value:
             raise ConfigError(
                 f"--output {folder} holds a sweep of other settings: {name} was {known[name]} and is {value}; "
                 "choose another folder, or give the same"
             )
-
-    for name in facts.keys() - known.keys():
-        study.set_user_attr(name, facts[name])
 
     return study
 
@@ -253,12 +250,6 @@ def as_overrides(settings: Values) -> list[str]:
     return [override(name, value) for name, value in settings.items()]
 
 
-def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Values) -> str:
-    """Returns the command that trains with these settings again, in a run folder of its own."""
-    # Secrets are hidden, since the command is printed and saved; the user has to fill them in.
-    return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
-
-
 def results_table(results: Results) -> list[list[str]]:
     """Returns the table of trials as rows of cells: the header, then the trials from the best on."""
     names = list(results["space"])
@@ -268,8 +259,8 @@ def results_table(results: Results) -> list[list[str]]:
         value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
-        settings = [in_short(trial["settings"].get(name)) for name in names]
-        numbers = (trial["number"], value, _epochs(trial), f"{trial['seconds'] or 0:.0f}")
+        settings = [in_short(trial["settings"][name]) for name in names]
+        numbers = (trial["number"], value, _epochs(trial), f"{trial['seconds']:.0f}")
         rows.append([*map(str, numbers), *settings])
 
     return rows
@@ -315,7 +306,7 @@ def write_results(results: Results, folder: Path) -> None:
     rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
 
     for trial in results["trials"]:
-        settings = [trial["settings"].get(name) for name in names]
+        settings = [trial["settings"][name] for name in names]
         numbers = [trial["value"], _epochs(trial), trial["seconds"]]
         rows.append([trial["number"], trial["state"], *numbers, *settings, trial["error"]])
 
@@ -343,11 +334,7 @@ def write_picture(results: Results, path: Path) -> None:
 def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:
     """Draws the values of finished and pruned trials over the position that each trial has."""
     for state, color in _COLORS.items():
-        trials = [
-            trial
-            for trial in results["trials"]
-            if trial["state"] == state and trial["value"] is not None
-        ]
+        trials = [trial for trial in results["trials"] if trial["state"] == state]
         axes.plot(
             [position(trial) for trial in trials],
             [trial["value"] for trial in trials],

@@ -34,7 +34,6 @@ from hvtrain.search.study import (
     best_of,
     in_short,
     result_lines,
-    train_command,
     trial_record,
     write_picture,
     write_results,
@@ -51,7 +50,8 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 def main() -> int:
     """Checks everything, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
-    # Copied first, since composing may change sys.argv, and the sweep's record has the command as given.
+    # Copied first, since composing may change sys.argv, and the sweep's
+    # record has the command as given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
@@ -89,7 +89,7 @@ def main() -> int:
     with RunLock() as lock:
         _take(lock, folder)
         study = Study(folder, space, facts, options.seed, prune_after)
-        return Trials(study, goal, launcher, tuple(overrides), folder, num_trials, results).run()
+        return Trials(study, goal, launcher, overrides, folder, num_trials, results).run()
 
 
 def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
@@ -198,8 +198,8 @@ class Trials:
 
     study: Study
     goal: Goal
-    launcher: tuple[str, ...]
-    overrides: tuple[str, ...]
+    launcher: Sequence[str]
+    overrides: Sequence[str]
     folder: Path
     num_trials: int
     results: dict[str, Any]
@@ -226,7 +226,8 @@ class Trials:
         except KeyboardInterrupt:
             exit_code = INTERRUPTED
 
-        # The data files are written after each trial. Drawing takes a while, so it is done once at the end.
+        # The data files are written after each trial. Drawing takes a while,
+        # so it is done once at the end.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_picture(self.results, self.folder / "sweep.png")
@@ -272,15 +273,17 @@ class Trials:
             )
             return is_hopeless(epoch, value)
 
-        command = self._command(number, settings)
-        return train_trial(command, self._run_folder(number), self.goal, judge)
-
-    def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
+        folder = self._run_folder(number)
         # The user waits for the whole sweep, so single trials send no notices.
-        own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
+        own = [override("run.dir", str(folder)), "notify=[]"]
         # Started through the launcher, which ends all ranks of a pruned trial.
-        launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
-        return [*launch, *self.overrides, *as_overrides(settings), *own]
+        launch = [sys.executable, "-m", "hvtrain", "launch"]
+        command = [*launch, *self._launch_arguments(settings), *own]
+        return train_trial(command, folder, self.goal, judge)
+
+    def _launch_arguments(self, settings: dict[str, Any]) -> list[str]:
+        """Returns the arguments with which `hvtrain launch` trains with these settings."""
+        return [*self.launcher, "--", *self.overrides, *as_overrides(settings)]
 
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"
@@ -289,9 +292,9 @@ class Trials:
         """Describes the best value so far, and the estimated time left."""
         best = self.results["best"]
         trials = self.results["trials"]
-        seconds = [trial["seconds"] for trial in trials if trial["seconds"]]
         left = "left: not known yet"
-        if seconds:
+        if trials:
+            seconds = [trial["seconds"] for trial in trials]
             left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
 
         if best is None:
@@ -306,7 +309,10 @@ class Trials:
         ]
         best = best_of(trials, self.goal.direction)
         if best:
-            best = {**best, "line": train_command(self.launcher, self.overrides, best["settings"])}
+            # The command that trains with these settings again. Secrets are hidden, since it is
+            # printed and saved; the user has to fill them in.
+            line = command_line("launch", self._launch_arguments(best["settings"]))
+            best = {**best, "line": line}
         self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
         write_results(self.results, self.folder)
 
@@ -345,7 +351,8 @@ def train_trial(
             # An error here ends the run and the sweep: each trial would fail in the same way.
             goal.check(starts)
 
-            # All new epochs are reported, even after a hopeless one, since later trials are judged by them.
+            # All new epochs are reported, even after a hopeless one, since
+            # later trials are judged by them.
             verdicts = [
                 is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest
             ]

@@ -67,8 +67,8 @@ def joint_loss(
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        # The value is own sum / own denominator, and the share own denominator / mean denominator. The mean
-        # of their products over the ranks is joint sum / joint denominator.
+        # The value is own sum / own denominator, and the share own denominator / mean denominator.
+        # The mean of their products over the ranks is joint sum / joint denominator.
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 

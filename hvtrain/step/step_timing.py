@@ -14,6 +14,8 @@ import tensorflow as tf
 
 # From this many steps between two pauses on, the wait after a pause is a small part of the total.
 FEW_STEPS = 20
+# Factor by which steps must have become slower; a smaller change may be noise.
+LEAST_SLOWDOWN = 1.5
 
 
 class StepTimes(NamedTuple):
@@ -24,7 +26,8 @@ class StepTimes(NamedTuple):
     data: float
     # Forward, backward and update.
     compute: float
-    # From this rank's gradients being ready to all being reduced, including the wait for slower ranks.
+    # From this rank's gradients being ready to all being reduced,
+    # including the wait for slower ranks.
     communication: float
 
     def __sub__(self, other: "StepTimes") -> "StepTimes":
@@ -61,11 +64,12 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
-        # To be set to False if TensorFlow's operations must be deterministic, which reading a clock is not.
+        # To be set to False if TensorFlow's operations must be
+        # deterministic, which reading a clock is not.
         self.timed = True
-        # True without a GPU. Marked values are then passed on only after the clock was read, since a
-        # single thread might otherwise use them first. With a GPU each step would wait for the host, only
-        # to make the times a few microseconds more exact.
+        # True without a GPU. Marked values are then passed on only after the clock was read, since
+        # a single thread might otherwise use them first. With a GPU each step would wait for the
+        # host, only to make the times a few microseconds more exact.
         self.host_only = not tf.config.list_logical_devices("GPU")
 
         # Counts of marks, and of examples.
@@ -101,7 +105,8 @@ class StepMarks:
 
     def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
         """Returns the time in seconds, read once `after` (values, operations) is computed; 0 if not timed."""
-        # Grouped on the values' own device, so that one signal goes to the CPU, not one for each value.
+        # Grouped on the values' own device, so that one signal goes to
+        # the CPU, not one for each value.
         dependencies = [tf.group(*after)] if after else []
         with tf.control_dependencies(dependencies), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
@@ -257,3 +262,43 @@ class Split:
                 ending += f"; {self.caution}"
         terms = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
         return f"a step: {1000 * sum(parts.values()):.2f} ms = {terms}{ending}"
+
+
+def seconds_per_step(times: Sequence[StepTimes]) -> float:
+    return max(rank.whole for rank in times)
+
+
+def slower_in_words(
+    before: Sequence[StepTimes], now: Sequence[StepTimes], devices: Sequence[str]
+) -> str:
+    """Says what has made steps slower; empty unless they take LEAST_SLOWDOWN times as long.
+
+    Args:
+        before: Each rank's mean times of a step in an earlier epoch.
+        now: The same in this epoch.
+        devices: Each rank's host and device.
+
+    >>> before = [StepTimes(1, 0.001, 0.010, 0.002), StepTimes(1, 0.001, 0.009, 0.003)]
+    >>> now = [StepTimes(1, 0.001, 0.010, 0.023), StepTimes(1, 0.001, 0.031, 0.002)]
+    >>> slower_in_words(before, now, ["s1 CPU", "s2 CPU"])
+    'a step takes 34.0 ms instead of 13.0; rank 1 (s2 CPU) computes for 31.0 ms instead of 9.0'
+    >>> now = [StepTimes(1, 0.001, 0.010, 0.030), StepTimes(1, 0.001, 0.009, 0.031)]
+    >>> slower_in_words(before, now, ["s1 CPU", "s2 CPU"])
+    'a step takes 41.0 ms instead of 13.0; the network takes 30.0 ms instead of 2.0'
+    """
+    steps = [seconds_per_step(times) for times in (before, now)]
+    if steps[1] < LEAST_SLOWDOWN * steps[0]:
+        return ""
+    # The rank that waits least for the others waits only for the network.
+    waits = [min(rank.communication for rank in times) for times in (before, now)]
+    spans = {"the network takes": waits}
+    for rank, (old, new, device) in enumerate(zip(before, now, devices)):
+        spans[f"rank {rank} ({device}) waits for data for"] = [old.data, new.data]
+        spans[f"rank {rank} ({device}) computes for"] = [old.compute, new.compute]
+    cause = max(spans, key=lambda name: spans[name][1] - spans[name][0])
+
+    changes = {"a step takes": steps, cause: spans[cause]}
+    return "; ".join(
+        f"{name} {1000 * new:.1f} ms instead of {1000 * old:.1f}"
+        for name, (old, new) in changes.items()
+    )

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HVTRAIN_CACHE"
 SIZE_VARIABLE = "HVTRAIN_CACHE_GIB"
-DEFAULT_GIB = 50.0
+DEFAULT_GIB = "50"
+# Name of the object that lists the files of a run's last complete state in the store.
 RUN_MANIFEST = "hvtrain-run.json"
-"""Name of the object that lists the files of a run's last complete state in the store."""
 FETCHED_AT_ONCE = 16
 SECONDS_BETWEEN_LINES = 15.0
 UNFINISHED = ".part"
@@ -64,35 +64,39 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     head, *tail = _PATTERN.split(address, maxsplit=1)
     remote = locate(head)
     # "**/" also matches no folder at all.
-    patterns = {tail[0], tail[0].replace("**/", "")} if tail else {"*"}
+    patterns = {tail[0], tail[0].replace("**/", "")} if tail else {"**"}
     objects = [
         item
         for item in complete_objects(remote)
-        if any(fnmatchcase(item.name, pattern) for pattern in patterns)
+        for pattern in patterns
+        if fnmatchcase(item.name, pattern)
+        # With as many slashes, no "*" matches a slash.
+        and ("**" in pattern or pattern.count("/") == item.name.count("/"))
     ]
     if not objects:
         raise DataError(f"{address} is not there; check the bucket and the path")
-    left = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
-    brought = sorted({*objects} - {*left})
+    far_objects = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
+    copied_objects = sorted({*objects} - {*far_objects})
     num_bytes = sum(item.num_bytes for item in objects)
     # Parts are kept only if the whole objects would fit, since every part may be read in the end.
     keeps_parts = num_bytes <= limit_bytes()
     if not keeps_parts:
-        num_bytes = sum(item.num_bytes for item in brought)
+        num_bytes = sum(item.num_bytes for item in copied_objects)
     if num_bytes > limit_bytes():
         raise DataError(
-            f"{address} has {human_bytes(num_bytes)}, and the cache in {cache_folder()} may have "
+            f"{address} has {human_bytes(num_bytes)}, and the cache in {cache_folder()} may hold "
             f"{human_bytes(limit_bytes())}; set {SIZE_VARIABLE}, or write shards for dataset=webdataset, which is read "
             "in parts"
         )
 
     def fill(folder: Path) -> None:
-        _make_parents(left, folder)
-        for item in left:
+        for parent in {(folder / item.name).parent for item in far_objects}:
+            parent.mkdir(parents=True, exist_ok=True)
+        for item in far_objects:
             with (folder / item.name).open("wb") as file:
                 file.truncate(item.num_bytes)
-        if brought:
-            download(remote, brought, folder)
+        if copied_objects:
+            download(remote, copied_objects, folder)
             # If objects were replaced during the download, the copy may mix two states.
             if not {*objects} <= {*remote.objects()}:
                 raise DataError(
@@ -100,7 +104,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
                 )
 
     folder = _entry(remote, objects, f"{far} {keeps_parts}", num_bytes, fill)
-    for item in left:
+    for item in far_objects:
         path = folder / item.name
         _far[str(path)] = FarFile(remote.child(item.name), item, path if keeps_parts else None)
     return Path(folder, *tail)
@@ -121,7 +125,8 @@ def complete_objects(remote: Remote) -> list[Object]:
     objects = remote.objects()
     if RUN_MANIFEST not in [item.name for item in objects]:
         return objects
-    # Small files may be newer than the manifest, but each is complete; files of a checkpoint never change.
+    # Small files may be newer than the manifest, but each is complete;
+    # files of a checkpoint never change.
     names = remote.child(RUN_MANIFEST).read_json().get("files", {})
     return [item for item in objects if item.name in names]
 
@@ -132,7 +137,7 @@ def forget_copies() -> None:
 
 
 def user_cache() -> Path | None:
-    """Returns hvtrain's folder in the user's cache; None if the user has no home directory, as in some containers."""
+    """Returns hvtrain's folder in the user's cache; None without a home directory, as in some containers."""
     with suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hvtrain"
     return None
@@ -145,13 +150,15 @@ def cache_folder() -> Path:
         return Path(folder).absolute()
     caches = user_cache()
     if caches is None:
-        raise ConfigError(f"this user has no home for a cache; set {FOLDER_VARIABLE} to a folder")
+        raise ConfigError(
+            f"this user has no home directory for the cache; set {FOLDER_VARIABLE} to a folder"
+        )
     return caches / "objects"
 
 
 def limit_bytes() -> float:
     """Returns the maximum size of the cache. Raises ConfigError if HVTRAIN_CACHE_GIB is not a number above 0."""
-    text = os.environ.get(SIZE_VARIABLE) or str(DEFAULT_GIB)
+    text = os.environ.get(SIZE_VARIABLE) or DEFAULT_GIB
     gib = 0.0
     with suppress(ValueError):
         gib = float(text)
@@ -196,7 +203,8 @@ def _entry(
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_suffix(".lock").open("a+")
         while True:
-            # All processes that use the entry share this lock, which keeps others from removing the entry.
+            # All processes that use the entry share this lock, which keeps
+            # others from removing the entry.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if folder.is_dir():
                 break
@@ -207,7 +215,7 @@ def _entry(
                 human_bytes(num_bytes),
                 folder,
             )
-            # NFS cannot upgrade a lock that others share.
+            # Released first, since NFS cannot upgrade a lock that others share.
             fcntl.flock(lock, fcntl.LOCK_UN)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.is_dir():
@@ -255,22 +263,18 @@ def _make_room(own_lock: Path, num_bytes: int) -> None:
     used_bytes = sum(sizes.values())
     if used_bytes + num_bytes > limit_bytes():
         raise DataError(
-            f"{human_bytes(num_bytes)} have no room in the cache {cache_folder()}: others are using "
-            f"{human_bytes(used_bytes)} of {human_bytes(limit_bytes())}; wait for their end, or set {SIZE_VARIABLE}"
+            f"{human_bytes(num_bytes)} do not fit in the cache {cache_folder()}: {human_bytes(used_bytes)} of "
+            f"{human_bytes(limit_bytes())} are in use; wait until other runs end, or set {SIZE_VARIABLE}"
         )
-
-
-def _make_parents(objects: Sequence[Object], folder: Path) -> None:
-    for parent in {(folder / item.name).parent for item in objects}:
-        parent.mkdir(parents=True, exist_ok=True)
 
 
 def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
     """Downloads the objects into the folder, several at a time, and logs the progress. Raises DataError."""
-    _make_parents(objects, folder)
 
     def bring(item: Object) -> None:
-        remote.child(item.name).download(folder / item.name, item.num_bytes)
+        target = folder / item.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remote.child(item.name).download(target, item.num_bytes)
 
     began = last_line = time.monotonic()
     num_bytes = 0
@@ -280,10 +284,10 @@ def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
             num_bytes += item.num_bytes
             if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
-                log.info("storage        %s so far", human_bytes(num_bytes))
+                log.info("storage        %s downloaded so far", human_bytes(num_bytes))
     finally:
         # After a failure, the downloads that have not begun are pointless.
         pool.shutdown(cancel_futures=True)
     log.info(
-        "storage        %s is here after %s", remote.address, duration(time.monotonic() - began)
+        "storage        %s downloaded in %s", remote.address, duration(time.monotonic() - began)
     )

@@ -10,11 +10,11 @@ from hvtrain.system.files import is_remote, remove
 
 
 class Output:
-    """The destination of a command's output.
+    """The destination of a command's output: a local path, or an address to which `send` uploads it.
 
     Args:
         text: A path, or an address.
-        replaces: Objects at the address may be replaced. For a local path the command itself decides.
+        replaces: True if objects at the address may be replaced. For a local path the command itself decides.
 
     Attributes:
         path: The local path to write to; files next to it, such as a description, are uploaded with it.
@@ -33,7 +33,8 @@ class Output:
         parent_path, _, name = remote.path.rpartition("/")
         if not parent_path:
             raise ConfigError(f"--output {text} names no object; add a name to it")
-        # Listed even with `replaces`, so that an unreadable address is refused before the work begins.
+        # Listed even with `replaces`, so that an unreadable address is
+        # refused before the work begins.
         if remote.objects() and not replaces:
             raise ConfigError(f"--output {text} exists already; choose another address")
         self._parent = Remote(remote.address.rpartition("/")[0], remote.filesystem, parent_path)
@@ -48,7 +49,8 @@ class Output:
         folder = self.path.parent
         files = [file for file in folder.rglob("*") if file.is_file()]
         try:
-            # Files next to the output, such as a description, go last: where they exist, the output is complete.
+            # Files next to the output, such as a description, go last: where they
+            # exist, the output is complete.
             for file in sorted(files, key=lambda file: file != self.path and file.parent == folder):
                 self._parent.child(file.relative_to(folder).as_posix()).upload(file)
         except StorageError as error:

@@ -1,6 +1,5 @@
 """Reads objects in parts, each part only once: parts are kept in a sparse file, which the host's ranks share."""
 
-import errno
 import io
 import os
 import threading
@@ -18,13 +17,13 @@ from typing import IO, Any
 from hvtrain.errors import StorageError
 from hvtrain.storage.remote import READ_AT_ONCE, Object, Remote
 
+# How long an object is assumed to be unchanged before it is checked again.
 SECONDS_UNCHECKED = 10.0
-"""How long an object is assumed to be unchanged before it is checked again."""
 READ_AHEAD_BYTES = 1 << 20
+# Size of a checksum, a CRC-32.
 SUM_BYTES = 4
-"""Size of a checksum, a CRC-32."""
+# Maximum number of parts read ahead and not yet taken.
 MOST_AHEAD = 1024
-"""Maximum number of parts read ahead and not yet taken."""
 
 
 @dataclass(eq=False)
@@ -44,27 +43,34 @@ class FarFile:
     _checked: float = 0.0
 
     def part(self, num_bytes: int, offset: int) -> bytes:
-        """Returns num_bytes from an offset, from this host's disk if the same part was read before.
+        """Returns num_bytes at an offset, from this host's disk if the same part was read before.
 
         Raises:
             StorageError: The store does not answer, or the object has changed.
         """
         if self.kept is None:
             return self.pread(num_bytes, offset)
-        # A second file has each part's checksum, at the part's offset rounded down. The checksum tells parts from
-        # holes, since the CRC-32 of zeros is not 0, and detects that a power cut has saved only one of the files.
-        slot = offset - offset % SUM_BYTES
+        # A second file has each part's checksum, at the part's offset rounded down. It tells
+        # parts from holes, since the CRC-32 of zeros is not 0, and shows if only one of the
+        # files was saved before a power cut.
         with suppress(OSError):
             file, sums = _kept_files(self.kept)
             data = os.pread(file.fileno(), num_bytes, offset)
+            slot = offset - offset % SUM_BYTES
             if os.pread(sums.fileno(), SUM_BYTES, slot) == _checksum(data):
                 return data
         data = self.pread(num_bytes, offset)
+        self.keep(data, offset)
+        return data
+
+    def keep(self, data: bytes, offset: int) -> None:
+        """Keeps a part on this host's disk, where `part` finds it."""
+        if self.kept is None:
+            return
         with suppress(OSError):
             file, sums = _kept_files(self.kept)
             os.pwrite(file.fileno(), data, offset)
-            os.pwrite(sums.fileno(), _checksum(data), slot)
-        return data
+            os.pwrite(sums.fileno(), _checksum(data), offset - offset % SUM_BYTES)
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
         """Reads num_bytes at an offset from the store without keeping them. Raises StorageError."""
@@ -75,14 +81,15 @@ class FarFile:
                 handle = self._open()
             data = handle.read_at(num_bytes, offset)
             if len(data) < num_bytes:
-                # The object may have been replaced: open it again.
+                # The object may have been replaced, so the next attempt opens it again.
                 self._handle = None
-                raise OSError(errno.EIO, f"{len(data):,} of {num_bytes:,} bytes arrived")
+                raise OSError("only a part of the object arrived")
             return data
 
         return self.remote.attempt(read, StorageError)
 
     def _open(self) -> Any:
+        """Opens the object, and checks that it has not changed."""
         filesystem, path = self.remote.filesystem, self.remote.path
         handle = filesystem.open_input_file(path)
         # S3 reports the modification time with the size; other stores need a second request.
@@ -91,7 +98,8 @@ class FarFile:
             seconds = datetime.fromisoformat(changed).timestamp()
         else:
             seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
-        # In whole seconds, since some stores list times with more digits than they report for one object.
+        # In whole seconds, since some stores list times with more digits
+        # than they report for one object.
         if (handle.size(), int(seconds)) != (self.state.num_bytes, self.state.changed_ns // 10**9):
             raise StorageError(
                 f"{self.remote.address} has changed since this run opened it; start again when nothing writes there"
@@ -123,8 +131,9 @@ def _kept_files(path: Path) -> tuple[IO[bytes], IO[bytes]]:
 
     They are closed once they have left this function's cache and no thread uses them.
     """
-    sums = os.open(path.with_name(f".{path.name}.sums"), os.O_RDWR | os.O_CREAT, 0o666)
-    return path.open("r+b", buffering=0), os.fdopen(sums, "r+b", buffering=0)
+    sums = path.with_name(f".{path.name}.sums")
+    sums.touch()
+    return path.open("r+b", buffering=0), sums.open("r+b", buffering=0)
 
 
 def _checksum(data: bytes) -> bytes:

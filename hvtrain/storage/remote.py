@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Pauses after failed attempts; they grow, so that an overloaded store can recover.
 SECONDS_BEFORE_RETRIES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses after failed attempts; they grow, so that an overloaded store can recover."""
 PIECE_BYTES = 4 << 20
+# Concurrent requests of one process for parts of objects; many, since
+# each mostly waits for the store.
 READ_AT_ONCE = 48
-"""Concurrent requests of one process for parts of objects; many, since each mostly waits for the store."""
-
+# How long Google's client retries by itself, before each of the pauses above.
 GOOGLE_RETRY_SECONDS = 5
-"""How long Google's client retries by itself, before each of the pauses above."""
 
 # Errors that no retry can fix, by the names that stores give them.
 _MISSING = re.compile(r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|\b404\b|Container.?NotFound")
@@ -111,7 +111,7 @@ class Remote:
             if info.type is fs.FileType.File:
                 return [info]
             if info.type is fs.FileType.NotFound:
-                # Also the root of a bucket that does not exist.
+                # Nothing is at this address, or its bucket does not exist.
                 return []
             return self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True))
 
@@ -120,9 +120,10 @@ class Remote:
             info.path[len(self.path) + 1 :]: info for info in infos if info.type is fs.FileType.File
         }
         for name in names:
-            if {"..", ""} & {*name.split("/")} and name:
+            # The name "" is the address itself.
+            if name and not {"..", ""}.isdisjoint(name.split("/")):
                 raise DataError(
-                    f"{self.address} has an object {name!r}, which is no path in a folder; remove it"
+                    f"{self.address} has an object {name!r}, which is not a path inside a folder; remove it"
                 )
         return [Object(name, info.size, info.mtime_ns or 0) for name, info in sorted(names.items())]
 
@@ -134,7 +135,7 @@ class Remote:
                 shutil.copyfileobj(source, file, PIECE_BYTES)
                 size = file.tell()
             if size != num_bytes:
-                raise OSError(errno.EIO, f"{size:,} of {num_bytes:,} bytes arrived")
+                raise OSError("only a part of the object arrived")
 
         self.attempt(copy)
 
@@ -147,7 +148,8 @@ class Remote:
                 try:
                     shutil.copyfileobj(file, target, PIECE_BYTES)
                 except BaseException:
-                    # Only closing ends an upload, but it publishes what was sent, which is then deleted.
+                    # Only closing ends an upload. It publishes what was sent so
+                    # far, so the object is deleted.
                     with suppress(Exception):
                         target.close()
                     with suppress(Exception):
@@ -156,6 +158,16 @@ class Remote:
                 target.close()
 
         self.attempt(copy, StorageError, "written")
+
+    def delete(self) -> None:
+        """Deletes the object, unless it is gone. Raises StorageError."""
+
+        def delete():
+            # An attempt whose answer was lost may have deleted it.
+            with suppress(FileNotFoundError):
+                self.filesystem.delete_file(self.path)
+
+        self.attempt(delete, StorageError, "written")
 
     def attempt(
         self, action: Callable[[], T], kind: type[UserError] = DataError, verb: str = "read"
@@ -166,24 +178,26 @@ class Remote:
             kind: The last attempt failed, or no retry can help.
             OSError: This host's disk is full or read-only.
         """
-        for pause in (*SECONDS_BEFORE_RETRIES, None):
+        pauses = iter(SECONDS_BEFORE_RETRIES)
+        while True:
             try:
                 return action()
             except OSError as error:
-                if getattr(error, "errno", None) in _OWN_DISK:
+                if error.errno in _OWN_DISK:
                     raise
                 problem = _final_problem(error)
                 if problem:
                     raise kind(f"{self.address} {problem}") from None
+                pause = next(pauses, None)
                 if pause is None:
                     raise kind(
                         f"{self.address} was not {verb} in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
                         f"({_reason(error)}); check the network and the store"
                     ) from None
-                log.debug("%s: %s; tried again in %s s", self.address, _reason(error), pause)
-                # Jitter, so that ranks that failed together retry apart; by SystemRandom, since the run seeds `random`.
+                log.debug("%s: %s; retried in about %s s", self.address, _reason(error), pause)
+                # Jitter, so that ranks that failed together retry apart; by
+                # SystemRandom, since the run seeds `random`.
                 time.sleep(pause * random.SystemRandom().uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
 
 
 def locate(address: str) -> Remote:
@@ -192,8 +206,8 @@ def locate(address: str) -> Remote:
     assert match, address
     if WITH_PASSWORD.search(address):
         raise ConfigError(
-            f"{without_passwords(address)} has a password in it, which records would keep; leave it out, and set the "
-            "variables or files of the store, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{without_passwords(address)} has a password in it, which records would keep; leave it out, and use the "
+            "store's own variables or files, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     scheme, rest = match.groups()
     authority, _, path = rest.partition("/")
@@ -261,14 +275,13 @@ def _azure(authority: str) -> tuple[Any, str]:
         )
     key = os.environ.get("AZURE_STORAGE_KEY")
     token = os.environ.get("AZURE_STORAGE_SAS_TOKEN")
-    options: dict[str, Any] = {"account_key": key, "sas_token": token}
+    options: dict[str, Any] = {"account_name": account, "account_key": key, "sas_token": token}
     endpoint = os.environ.get("AZURE_STORAGE_SERVICE_ENDPOINT")
     if endpoint:
         scheme, _, authority = endpoint.rstrip("/").partition("://")
         for service in ("blob", "dfs"):
             options[f"{service}_storage_scheme"] = scheme
             options[f"{service}_storage_authority"] = authority
-    options["account_name"] = account
     if not (key or token):
         _check_azure_login(options, container)
     return fs.AzureFileSystem(**options), container
@@ -283,7 +296,6 @@ def _check_azure_login(options: dict[str, Any], container: str) -> None:
         input=json.dumps([options, container]),
         text=True,
         capture_output=True,
-        check=False,
     )
     if done.returncode < 0:
         raise ConfigError(
@@ -294,7 +306,8 @@ def _check_azure_login(options: dict[str, Any], container: str) -> None:
 
 def _final_problem(error: Exception) -> str:
     """Returns the problem, with advice, if no retry can help; otherwise ""."""
-    # Object names, which are quoted, do not count: signatures/404.jpg is not a problem.
+    # Object names, which are quoted, do not count: an object
+    # signatures/404.jpg says nothing about the error.
     text = re.sub(r"'[^']*'", "", str(error))
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
         return "is not there; check the bucket and the path"

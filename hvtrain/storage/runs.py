@@ -12,7 +12,6 @@ import secrets
 import socket
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, writ
 
 log = logging.getLogger(__name__)
 
+# The object that names the run, and the start of it that may write.
 OWNER = "hvtrain-owner.json"
-"""The object that names the run, and the start of it that may write."""
+# File in the local working folder: the run that its files belong to, and the run's address.
 IDENTITY_FILE = ".object-store-run"
-"""File in the local working folder: the run that its files belong to, and the run's address."""
 # Not uploaded, since they concern this host only: logs, and names that begin with a dot.
 _NOT_UPLOADED = re.compile(r"(logs|launch)(/|$)|(.*/)?\.")
 
@@ -74,7 +73,8 @@ class _ObjectStore(RunStore):
         self.address = remote.address
         self._remote = remote
         self._start = secrets.token_hex(8)
-        # The run's objects in the store by name, with size and mtime of the uploaded file; None if unknown.
+        # The run's objects in the store by name, with size and mtime of the
+        # uploaded file; None if unknown.
         self._sent: dict[str, tuple[int, int] | None] = {}
 
     def begin(self) -> None:
@@ -85,7 +85,8 @@ class _ObjectStore(RunStore):
                 f"run.dir={self.address} is not a run, and holds {names[0]}; choose another address"
             )
         listed = complete_objects(self._remote) if RUN_MANIFEST in names else []
-        # send() may delete only these: others, such as another run below this address, do not belong to this run.
+        # Only these may be deleted by send(): others, such as a run below this
+        # address, do not belong to this run.
         own = [
             *(item.name for item in listed),
             *(name for name in names if name.startswith("checkpoints/")),
@@ -94,13 +95,12 @@ class _ObjectStore(RunStore):
         self._sent = {name: self._sent.get(name) for name in own}
         identity = self.folder / IDENTITY_FILE
         # The local files may belong to a run that was deleted from the store.
-        if (
-            not owner
-            or not is_own_file(identity)
-            or identity.read_text().split()[0] != owner.get("run")
-        ):
+        local_run = ""
+        if is_own_file(identity):
+            local_run = identity.read_text().partition(" ")[0]
+        if local_run != owner.get("run"):
             for path in self.folder.iterdir():
-                # These are the lock file, or the claim in its place; this process holds it.
+                # This process holds the lock, which is a file or, in its place, a claim.
                 if not path.name.startswith(".lock"):
                     remove(path)
         run = owner.get("run") or secrets.token_hex(8)
@@ -162,16 +162,16 @@ class _ObjectStore(RunStore):
                 stat = path.stat()
                 states[name] = stat.st_size, stat.st_mtime_ns
         for name, state in states.items():
-            if self._sent.get(name) != state:
-                self._remote.child(name).upload(self.folder / name)
+            path = self.folder / name
+            # A callback, for example, may have removed it meanwhile.
+            if self._sent.get(name) != state and path.exists():
+                self._remote.child(name).upload(path)
                 self._sent[name] = state
         self._write(
             RUN_MANIFEST, {"files": {name: num_bytes for name, (num_bytes, _) in states.items()}}
         )
         for name in self._sent.keys() - states.keys() - {OWNER, RUN_MANIFEST}:
-            remote = self._remote.child(name)
-            delete = partial(remote.filesystem.delete_file, remote.path)
-            remote.attempt(delete, StorageError, "written")
+            self._remote.child(name).delete()
             del self._sent[name]
 
     def _write(self, name: str, content: dict[str, Any]) -> None:

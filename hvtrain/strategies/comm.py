@@ -63,8 +63,8 @@ class Comm:
             with self.watchdog.phase(CHECKPOINT):
                 outcome = _attempt(action)
 
-        # The error is sent as a value: if the root raised before the broadcast, the others would wait
-        # in it.
+        # The error is sent as a value: if the root raised before the
+        # broadcast, the others would wait in it.
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is None:
             return value

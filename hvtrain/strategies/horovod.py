@@ -30,7 +30,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 MIB = 1 << 20
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
-# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
+# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed:
+# ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
@@ -125,8 +126,8 @@ class HorovodStrategy(Strategy):
         self.timeline = HorovodTimeline()
 
     def start(self) -> Topology:
-        # 0: Horovod does not end stalled ranks itself. The watchdog does, and names the rank that the
-        # others wait for.
+        # 0: Horovod does not end stalled ranks itself. The watchdog does, and names the
+        # rank that the others wait for.
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
@@ -185,7 +186,8 @@ class HorovodStrategy(Strategy):
         return hvd.DistributedLoss(loss)
 
     def prepare(self, model: keras.Model) -> None:
-        # Keras's own step passes its loss through the optimizer's scale_loss; a user's step may not.
+        # Keras's own step passes its loss through the optimizer's
+        # scale_loss; a user's step may not.
         if type(model).train_step is keras.Model.train_step:
             divide_losses(model.optimizer)
 

@@ -37,7 +37,8 @@ class LocalSGDStrategy(HorovodStrategy):
     """
 
     name = "local_sgd"
-    # Rounding weights would undo small updates. DiLoCo sends changes of weights, which can be rounded.
+    # Rounding weights would undo small updates. DiLoCo sends changes of
+    # weights, which can be rounded.
     compresses = False
     can_restart = False
 
@@ -57,7 +58,8 @@ class LocalSGDStrategy(HorovodStrategy):
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
-        # The process set of this host's ranks; None without within_hosts, or if there is only one rank.
+        # The process set of this host's ranks; None without
+        # within_hosts, or if there is only one rank.
         self.host_set: Any = None
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
@@ -112,7 +114,8 @@ class LocalSGDStrategy(HorovodStrategy):
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        # Each rank's loss is its own mean: a mean over the joint batch would take a message in each step.
+        # Each rank's loss is its own mean: a mean over the joint batch
+        # would take a message in each step.
         return Strategy.distribute_loss(self, loss)
 
     def prepare(self, model: keras.Model) -> None:

@@ -165,14 +165,14 @@ def make_steps(
     )
 
     def step(iterator, previous):
-        # Marks the end of the previous step. A mark within that step would make the host wait for the GPU,
-        # and the GPU would run out of work.
+        # Marks the end of the previous step. A mark within that step would make the host wait for
+        # the GPU, and the GPU would run out of work.
         began = marks.ended(previous)
         with tf.control_dependencies([began] if marks.host_only else []):
             data = iterator.get_next()
         result = traced_step(marks.arrived(data, began))
-        # Any result's operation is the call of the whole step, so weights are updated, too, before the
-        # results are passed on.
+        # Any result's operation is the call of the whole step, so weights are updated, too,
+        # before the results are passed on.
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
@@ -195,9 +195,9 @@ def make_steps(
         traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
-    # With GPUs each step is a call of its own. A loop in the graph starts an iteration only after
-    # everything in the last one is done, and so waits for the GPU; a call returns while the GPU is still
-    # updating weights.
+    # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
+    # after everything in the last one is done, and so waits for the GPU; a call returns while
+    # the GPU is still updating weights.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)

@@ -57,7 +57,8 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
-        # In ms. Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
+        # In ms. Gradients do not pass through Horovod, so its threads need not
+        # look for messages every 0.1 ms.
         os.environ.setdefault(CYCLE_TIME, "20")
         return super().start()
 

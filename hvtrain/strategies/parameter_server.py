@@ -39,10 +39,11 @@ class ParameterServerStrategy(Strategy):
     takes_short_batches = False
     can_restart = False
     cluster: Cluster  # Set by start.
-    # Number of examples in each part of a step's batch; a synchronous step has a part for each worker. Set by
-    # check_plan.
+    # Number of examples in each part of a step's batch; a synchronous step has a part for
+    # each worker. Set by check_plan.
     part_sizes: list[int]
-    # Batch size / part size. A part's sum times this, averaged over parts, is the batch's sum. Set while tracing.
+    # Batch size / part size. A part's sum times this, averaged over parts, is the
+    # batch's sum. Set while tracing.
     batch_over_part: float
     # Set by make_steps.
     steps_by_worker: list[int]
@@ -72,7 +73,8 @@ class ParameterServerStrategy(Strategy):
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
-        # Set because TensorFlow lists the workers' GPUs here too, though this process waits for none of them.
+        # Set because TensorFlow lists the workers' GPUs here too, though this
+        # process waits for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -334,7 +336,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             values = rows.read_value()
             factors = tf.cast(weights, values.dtype)
             factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
-            # A late worker may be writing its row. That must not count, even if it is not finite (0 x NaN is NaN).
+            # A late worker may be writing its row. That must not count, even if it
+            # is not finite (0 x NaN is NaN).
             zero = tf.zeros([], values.dtype)
             return tf.reduce_sum(tf.where(factors > 0, values * factors, zero), axis=0)
 
@@ -352,7 +355,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         arrived: set[int] = set()
 
         def begin(worker):
-            # The number differs between steps and between workers, so that each draws its own dropout.
+            # The number differs between steps and between workers, so
+            # that each draws its own dropout.
             self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
 
         for worker in self.workers.free:
@@ -370,7 +374,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                         self.num_dropped += 1
                         begin(worker)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
-            # So that operations without a device of their own run on a server, not on the coordinator.
+            # So that operations without a device of their own run on a
+            # server, not on the coordinator.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
 

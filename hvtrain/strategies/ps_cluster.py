@@ -31,7 +31,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Stands for watchdog.abort_seconds=0: a run may stay without progress, but a lost process still ends it.
+# Stands for watchdog.abort_seconds=0: a run may stay without progress,
+# but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -201,12 +202,14 @@ def serve(cluster: Cluster) -> None:
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
-    # Signals do not end this process: the coordinator saves and stops, and this process ends after it.
+    # Signals do not end this process: the coordinator saves and stops,
+    # and this process ends after it.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):
-        # In this phase a process never counts as the one that others wait for. This one only serves.
+        # In this phase a process never counts as the one that others
+        # wait for. This one only serves.
         reason = watchdog.wait()
 
     if reason is None:

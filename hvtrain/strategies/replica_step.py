@@ -86,7 +86,8 @@ class ReplicaReducer(Reducer):
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
 
-        # The flag comes first, in the type of the first gradient, so that it needs no message of its own.
+        # The flag comes first, in the type of the first gradient, so that
+        # it needs no message of its own.
         flags = [self.flag.own(sent[0].dtype)] if self.flag else []
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
@@ -218,7 +219,8 @@ class ReplicaStrategy(Strategy):
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
         self.exclude({"train.jit_compile": model.jit_compile})
-        # Keras took the strategy from the scope, and would run evaluate and predict in all replicas.
+        # Keras took the strategy from the scope, and would run
+        # evaluate and predict in all replicas.
         model._distribute_strategy = None
 
 

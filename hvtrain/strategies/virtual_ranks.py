@@ -17,7 +17,8 @@ from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import replaced
 
-# Distance between the seeds of two parts: 2**32 over the golden ratio, as in Knuth's multiplicative hashing.
+# Distance between the seeds of two parts: 2**32 over the golden ratio, as in
+# Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
 # The most random draws of a layer in one step; with more, those of two steps would overlap.
 MAX_DRAWS = 1 << 12

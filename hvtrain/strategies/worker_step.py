@@ -57,7 +57,8 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
-    # The scope catches what the step assigns, and `take` gets the gradients in place of the optimizer.
+    # The scope catches what the step assigns, and `take` gets the
+    # gradients in place of the optimizer.
     with (
         replaced(model.optimizer, "apply", take),
         keras.StatelessScope(state_mapping=start) as scope,
@@ -250,7 +251,8 @@ class ServerState:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
 
-            # Keras finds a variable's slots by a key made from its value, which is a different object now.
+            # Keras finds a variable's slots by a key made from its value,
+            # which is a different object now.
             indices = {
                 optimizer._var_key(variable): index
                 for index, variable in enumerate(optimizer._trainable_variables)
@@ -260,8 +262,8 @@ class ServerState:
                 replaced(optimizer, "update_step", on_its_server(optimizer.update_step))
             )
 
-            # Keras would read the counter and write it back, and lose increments by other workers in
-            # between.
+            # Keras would read the counter and write it back, and lose
+            # increments by other workers in between.
             counter = optimizer._iterations
             stack.enter_context(
                 replaced(counter, "assign_add", lambda by: counter.value.assign_add(by))

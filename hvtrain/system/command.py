@@ -54,9 +54,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:num_words])} --help")
 
     def add_hosts(self, group: Any = None) -> Any:
-        """Adds -H and --hostfile, in a group of arguments if one is given, and returns the group of the two.
+        """Adds -H and --hostfile, of which only one may be given, to the parser or to one of its groups.
 
-        `hosts` of the result holds the given one, as words for hvtrain launch.
+        The parsed `hosts` is that option with its value, as arguments of hvtrain launch. Returns the
+        group of the two options, to which others may be added.
         """
         hosts = (group or self).add_mutually_exclusive_group()
         hosts.add_argument(
@@ -140,9 +141,9 @@ def add_number(
     Args:
         options: a parser, or an argument group of one.
         name: the option, with its dashes.
-        kind: at_least(low), not_negative or positive.
-        about: its help text.
-        default: its default.
+        kind: parses the number: at_least(low), not_negative or positive.
+        about: the help text.
+        default: the number if the option is not given.
         metavar: the placeholder for the number in the help.
     """
     if default is not None:
@@ -201,7 +202,7 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
 
 def enter(work: Callable[[], int]) -> None:
     """Runs a command, and exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
-    # From the launcher's variables, since Horovod may not have started yet.
+    # Known from the launcher's variables, since Horovod may not have started yet.
     rank = console.launched_rank()
     try:
         _check_arguments()
@@ -209,9 +210,10 @@ def enter(work: Callable[[], int]) -> None:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            console.say_error(error.code, rank, wait_seconds=0.0)
+            console.say_error(error.code, rank)
     except BaseException as error:
-        # This rank has nothing left to save: from now on a signal only ends its wait for other ranks' reports.
+        # This rank has nothing left to save: from now on a signal only ends its
+        # wait for other ranks' reports.
         console.take_signals(console.note_signal)
         code = _report(error, rank)
     sys.stdout.flush()
@@ -220,10 +222,11 @@ def enter(work: Callable[[], int]) -> None:
         end_within(SECONDS_TO_EXIT, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
-    # Registered last, so called first when Python exits. The timer starts only then, since the caller's
-    # process may continue.
+    # Registered last, so called first when Python exits. The timer starts only then, since the
+    # caller's process may continue.
     atexit.register(end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
-    # Python drops its signal handlers at exit, and a signal would then turn success into a failing exit code.
+    # Python drops its signal handlers at exit, and a signal would then turn
+    # success into a failing exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
 
 
@@ -234,7 +237,7 @@ def _check_arguments() -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{os.fsencode(argument)!r} is not UTF-8; rename what it names"
+                f"{os.fsencode(argument)!r} is not UTF-8; rename the file that it names"
             ) from None
 
 
@@ -265,7 +268,10 @@ def end_within(seconds: float, code: int) -> None:
 def _report(error: BaseException, rank: int) -> int:
     """Reports the error to the user and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        console.say_error("interrupted; nothing new was saved", rank, is_repeated=True)
+        # Rank 0 reports first, since its output is what users see.
+        wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if rank else 0.0
+        text = "interrupted; nothing new was saved"
+        console.say_error(text, rank, wait_seconds, is_repeated=True)
         return INTERRUPTED
     if not isinstance(error, UserError):
         if (
@@ -278,7 +284,7 @@ def _report(error: BaseException, rank: int) -> int:
             return 1
         traceback.print_exc()
         text = f"rank {rank} on {socket.gethostname()} failed: {cause_of(error)}; see its traceback above"
-        console.say_error(text, rank, wait_seconds=0.0)
+        console.say_error(text, rank)
         return 1
 
     # Hydra may have rejected the command line before the config was composed.

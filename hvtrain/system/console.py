@@ -17,19 +17,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# Holds the command line of a process that was started by hand. A signal to such a process reaches no other,
-# since no launcher passes it on.
+# Holds the command line of a process that was started by hand. A signal to such a process reaches
+# no other, since no launcher passes it on.
 BY_HAND = "HVTRAIN_BY_HAND"
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
 UNSAVED = "before training began, so nothing was saved"
-# Every process of a launch that hvtrain watches has this variable (launch/on_host.py calls it MARK).
+# Every process of a launch that hvtrain watches has this variable
+# (launch/on_host.py calls it MARK).
 _WATCHED = "HVTRAIN_LAUNCH"
 
 
@@ -65,7 +66,8 @@ class SignalFlag:
         return self._is_set
 
 
-# After a failure of this rank, a signal means that the launcher saw another rank end, which has reported by then.
+# After a failure of this rank, a signal means that the launcher saw another rank
+# end, which has reported by then.
 signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
@@ -106,7 +108,8 @@ def quiet_import(verbose: bool) -> Iterator[None]:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
-    # Signal handlers write to _error_output, which stays the real stderr while descriptor 2 is redirected.
+    # Signal handlers write to _error_output, which stays the real stderr
+    # while descriptor 2 is redirected.
     global _error_output
     left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
@@ -135,7 +138,6 @@ def start_log(is_chief: bool) -> None:
     """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
     logging.captureWarnings(True)
     handler = _ToStdout()
-    handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
     for logger in _LOGGERS:
         logger.setLevel(logging.INFO)
@@ -163,13 +165,9 @@ def log_to_file(folder: Path, rank: int) -> None:
 class _ToStdout(logging.StreamHandler):
     """Writes to the current sys.stdout, which a live display replaces so that text appears above it."""
 
-    @property
-    def stream(self) -> TextIO:
-        return sys.stdout
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        """Ignores the stream that the base class sets."""
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
 
 
 class _LogFile(logging.FileHandler):
@@ -256,14 +254,15 @@ def read_verdict(line: str) -> Verdict | None:
 
 
 def end_before_training(number: int, *_: object) -> None:
-    """Handles a signal that comes before there is anything to save: ends the process, with a message on rank 0."""
+    """Handles a signal that arrives before there is anything to save: ends the process, with a message on rank 0."""
     rank = launched_rank()
     text = f"{signal.Signals(number).name} arrived {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
     if rank == 0:
         lines += f"hvtrain: {text}\n"
     os.write(_error_output, lines.encode())
-    # The signal may have interrupted Python anywhere, such as in an import, so nothing is cleaned up.
+    # The signal may have interrupted Python anywhere, such as in an
+    # import, so nothing is cleaned up.
     os._exit(RESTART_HELPS)
 
 
@@ -284,33 +283,29 @@ def say_stopping() -> None:
 def say_error(
     message: str,
     rank: int,
-    wait_seconds: float | None = None,
+    wait_seconds: float = 0.0,
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
     """Writes one line to stderr and to this rank's log file, and a verdict for the launcher, if there is one.
 
     Args:
-        wait_seconds: How long to wait for the rank whose message comes first; by default 0 on rank 0,
-            else SECONDS_FOR_ANOTHER_RANK. A signal ends the wait.
-        is_repeated: Another rank reports the same unless it was lost, so stderr gets nothing if a
-            signal ended the wait.
+        wait_seconds: How long to wait for the rank that reports first. A signal ends the wait.
+        is_repeated: True if another rank reports the same, unless it was lost. If a signal ended the
+            wait, that rank has reported, and nothing is written to stderr.
         culprit: The rank at fault; None if unknown.
     """
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in log.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
-    # Rank 0 reports first, since its output is what users see.
-    if wait_seconds is None:
-        wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
     if wait_seconds and signal_arrived.wait(wait_seconds) and is_repeated:
         return
 
     if culprit == THIS_RANK:
         culprit = rank
-    # The message may already name the rank at fault. Cut, since mpirun passes on in one piece only lines of up to
-    # this length.
+    # The verdict's own field has the rank, so the message need not repeat it. Cut,
+    # since mpirun splits longer lines.
     cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
     prefix = "hvtrain: "
     if rank and not message.startswith(f"rank {rank} "):
@@ -320,7 +315,8 @@ def say_error(
     # The launcher shows the line of the rank at fault.
     if verdict and is_repeated and culprit not in (rank, None):
         line = ""
-    # A single write: launchers make Python's output unbuffered and put their mark before each piece.
+    # A single write: launchers make Python's output unbuffered and
+    # put their mark before each piece.
     sys.stderr.write(f"{verdict}{line}")
     sys.stderr.flush()
 

@@ -17,7 +17,8 @@ from hvtrain.errors import ConfigError, StorageError, UserError
 
 Json = TypeVar("Json", list[Any], dict[str, Any])
 
-# Prefix of files that are incomplete or about to be deleted, used to find leftovers of a killed process.
+# Prefix of files that are incomplete or about to be deleted, used to find
+# leftovers of a killed process.
 TEMPORARY = ".tmp-"
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -84,16 +85,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends text to an existing file.
-
-    Raises StorageError, possibly after part of the text has been written.
-    """
+    """Appends text to an existing file, or raises StorageError and leaves the file as it was."""
     data = text.encode()
+    size = 0
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "ab") as file:
+            size = file.tell()
             file.write(data)
         flush(path)
     except OSError as error:
+        if size:
+            # Part of a line may have been written, which the next text would continue.
+            with suppress(OSError):
+                os.truncate(path, size)
         raise StorageError(_why_not_written(str(path), path.parent, error, len(data))) from error
 
 
@@ -113,7 +117,8 @@ def remove(path: Path) -> None:
 
 def new_folder(default: Path) -> Path:
     """Creates a folder of this name, or with -2, -3, ... after it if the name is taken. Raises OSError."""
-    # Made first: in the loop, a parent that is a dangling link would look like a name that is taken.
+    # Made first: in the loop, a parent that is a dangling link would
+    # look like a name that is taken.
     default.parent.mkdir(parents=True, exist_ok=True)
     folder = default
     number = 1
@@ -209,6 +214,6 @@ def local_folder(text: str, setting: str) -> Path:
     """Returns the absolute path of a folder. Raises ConfigError for an address."""
     if is_remote(text):
         raise ConfigError(
-            f"{setting}={text} is an address, and a folder of this host is needed here; give its path"
+            f"{setting}={text} is an address, but this needs a folder on this host; give its path"
         )
     return Path(text).absolute()

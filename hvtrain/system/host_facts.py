@@ -43,7 +43,8 @@ _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllRe
 
 # Time limit for git, so that a hanging disk does not block the run.
 GIT_SECONDS = 5.0
-# Limits on the changed files and on the characters of their diff, which keep a run's record readable.
+# Limits on the changed files and on the characters of their diff,
+# which keep a run's record readable.
 MAX_FILES = 50
 MAX_DIFF = 20_000
 
@@ -78,7 +79,10 @@ def versions() -> dict[str, str | None]:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit on open files to MOST_FILES, or as far as allowed: 1,024 are few for 1,000 ranks."""
+    """Raises this process's limit on open files to MOST_FILES, or as far as allowed.
+
+    The usual limit of 1,024 is too low for 1,000 ranks.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_FILES
     if hard != resource.RLIM_INFINITY:
@@ -137,12 +141,12 @@ def code_facts() -> dict[str, Any]:
     configs = folder / "conf"
     if not configs.is_dir():
         configs = folder.parent / "conf"
-    of_configs = {
+    config_files = {
         f"conf/{path.relative_to(configs)}": _checksum(path)
         for path in sorted(configs.rglob("*.yaml"))
         if path.is_file()
     }
-    return {"folder": str(folder), "files": code_files("hvtrain") | of_configs}
+    return {"folder": str(folder), "files": code_files("hvtrain") | config_files}
 
 
 def _checksum(path: Path) -> str:
@@ -171,14 +175,16 @@ def all_interfaces() -> list[dict[str, str]]:
     An interface may have several.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        room = array.array("B", bytes(_MAX_BYTES))
-        asked = struct.pack("iL", _MAX_BYTES, room.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, asked))[0]
+        # The kernel fills the buffer with a struct ifreq for each
+        # address, and returns the bytes used.
+        buffer = array.array("B", bytes(_MAX_BYTES))
+        ifconf = struct.pack("iL", _MAX_BYTES, buffer.buffer_info()[0])
+        num_bytes = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, ifconf))[0]
         interfaces = []
-        for start in range(0, used, _IFREQ_BYTES):
-            request = room[start : start + _IFREQ_BYTES].tobytes()
-            # The request holds both name and address, so the answer is the mask of this address, not of another one
-            # of the interface.
+        for start in range(0, num_bytes, _IFREQ_BYTES):
+            request = buffer[start : start + _IFREQ_BYTES].tobytes()
+            # The request holds both name and address, so the answer is the mask of this address,
+            # not of another one of the interface.
             mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))

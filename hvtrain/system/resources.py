@@ -23,7 +23,8 @@ _CPUS = Path("/sys/devices/system/cpu")
 _mine: set[int] | None = None
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Names of the memory limit, the memory in use, and the part of that which is cached files, by cgroup version.
+# Names of the memory limit, the memory in use, and the part of that which is
+# cached files, by cgroup version.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -37,16 +38,16 @@ def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
     """
     global _mine
     try:
-        everything = os.sched_getaffinity(1)
+        all_cpus = os.sched_getaffinity(1)
     except PermissionError:
         return None
     # If CPUs were chosen for this process, it has fewer than process 1.
-    if os.sched_getaffinity(0) not in (everything, _mine):
+    if os.sched_getaffinity(0) not in (all_cpus, _mine):
         return None
-    _mine = share_of_cores(sorted_by_core(everything), local_rank, local_size)
+    _mine = share_of_cores(sorted_by_core(all_cpus), local_rank, local_size)
     for thread in thread_ids():
         with suppress(ProcessLookupError):  # The thread has ended in the meantime.
-            os.sched_setaffinity(thread, _mine or everything)
+            os.sched_setaffinity(thread, _mine or all_cpus)
     return _mine
 
 
@@ -131,8 +132,8 @@ def _free_in_groups(cgroups: Path) -> Iterator[int]:
 def physical_gpus() -> list[Any]:
     """Lists the GPUs that TensorFlow can use, as tf.config.PhysicalDevice.
 
-    If TensorFlow cannot load one of CUDA's libraries, it silently trains on CPUs, at a hundredth of the
-    speed. So that is an error.
+    It is an error if there are GPUs and it can use none: TensorFlow would silently train on CPUs, at a
+    hundredth of the speed.
 
     Raises:
         RankError: TensorFlow is built for GPUs, the driver shows some, and TensorFlow uses none.
@@ -174,7 +175,7 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
         return
     raise RankError(
         f"{host} has {num_shown} GPU(s), and TensorFlow {version} can use none of them: it cannot load one of CUDA's "
-        "libraries (TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_MAX_VLOG_LEVEL=1 names it); install tensorflow[and-cuda] anew, or "
+        "libraries (TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_MAX_VLOG_LEVEL=1 names it); reinstall tensorflow[and-cuda], or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
     )
 
@@ -193,9 +194,9 @@ def _driver():
 
 def _num_shown() -> int:
     """Returns the number of GPUs that the driver shows this process; 0 without a driver, or if the call fails."""
-    get_count = getattr(_driver(), "cuDeviceGetCount", None)
+    cuda = _driver()
     count = ctypes.c_int()
-    if get_count is None or get_count(ctypes.byref(count)):
+    if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
 
@@ -223,6 +224,8 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
 
 PEAK_TFLOPS = {
     "H100 PCIe": (378, 756),
+    "H100 NVL": (418, 835),
+    "H200 NVL": (418, 835),
     "H100": (495, 989),
     "H200": (495, 989),
     "A100": (156, 312),
@@ -232,7 +235,10 @@ PEAK_TFLOPS = {
     "L4": (60, 121),
     "T4": (8.1, 65),
 }
-"""Dense peak TFLOPS by words in the GPU's name: in float32 (TF32 where available) and in half precision."""
+"""Dense peak TFLOPS by words in the GPU's name: in float32 (TF32 where available) and in half precision.
+
+More specific names come first.
+"""
 
 
 def peak_flops(precision: str) -> float | None:
@@ -246,7 +252,8 @@ def peak_flops(precision: str) -> float | None:
     for gpu in tf.config.get_visible_devices("GPU")[:1]:
         device = tf.config.experimental.get_device_details(gpu).get("device_name", "")
         for name, peaks in PEAK_TFLOPS.items():
-            if re.search(rf"\b{name}\b", device):
+            # A MIG slice has an unknown part of its GPU's peak.
+            if re.search(rf"\b{name}\b(?!.* MIG\b)", device):
                 return 1e12 * peaks[precision.startswith("mixed_")]
     return None
 

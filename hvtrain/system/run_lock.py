@@ -21,7 +21,8 @@ LOCK_FILE = ".lock"
 CLAIM_FILE = ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks, where a file that only one process can create replaces the lock.
+# Errors of file systems without locks, where a file that only one
+# process can create replaces the lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -76,7 +77,8 @@ class RunLock(AbstractContextManager["RunLock"]):
 
     def release(self) -> None:
         if self._claim:
-            self._claim.unlink(missing_ok=True)
+            for path in self._claim.parent.glob(f"{CLAIM_FILE}*"):
+                path.unlink(missing_ok=True)
         if self._file:
             self._file.close()
         self._file = self._claim = None
@@ -92,7 +94,7 @@ class RunLock(AbstractContextManager["RunLock"]):
             if not _create(claim):
                 return False
             log.warning(
-                f"{claim.parent} has no locks; {claim} keeps other runs out, and stays behind after kill -9"
+                f"{claim.parent} is on a disk without locks; {claim} keeps other runs out, and remains after kill -9"
             )
             self._claim = claim
         return True
@@ -123,7 +125,7 @@ def _started(process: int) -> str | None:
 def _create(claim: Path) -> bool:
     """Creates the claim file, which names this process and its host. Returns False if another process holds it.
 
-    A claim of a process of this host that has ended does not count.
+    If that process ran on this host and has ended, its claim is replaced.
     """
     try:
         with claim.open("x", encoding="utf-8") as file:
@@ -131,11 +133,12 @@ def _create(claim: Path) -> bool:
         return True
     except FileExistsError:
         with suppress(OSError, ValueError):
-            process, host, *started = claim.read_text("utf-8")[:300].split()
-            now = _started(int(process))
+            process, host, started = claim.read_text("utf-8")[:300].split()
             # A later process may have the same number, especially in a restarted container.
-            is_another = bool(started) and [now] != started
-            if host == socket.gethostname() and (now is None or is_another):
+            if host == socket.gethostname() and _started(int(process)) != started:
+                # Only one process gets past this. Another one that has read the same
+                # claim would remove the new one.
+                claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)
                 claim.unlink()
                 return _create(claim)
         return False

@@ -26,8 +26,8 @@ _SURE = re.compile(
     r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
     re.IGNORECASE,
 )
-# With other names that SECRET matches, such as dataset.target_key or model.mask_token, values of this form
-# are shown: plain words, symbols and small numbers are seldom secrets.
+# With other names that SECRET matches, such as dataset.target_key or model.mask_token, values of
+# this form are shown: plain words, symbols and small numbers are seldom secrets.
 _PLAIN = re.compile(
     r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
 )
@@ -41,7 +41,9 @@ _IN_A_TEXT = re.compile(
     re.IGNORECASE,
 )
 # NAME: VALUE inside a group on a command line, such as +dataset.storage={key:...,url:...}.
-_IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
+_IN_A_GROUP = re.compile(
+    r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[\[{][^\[\]{}]*[\]}]|[^,{}\[\]]+)"
+)
 HIDDEN = "***"
 
 
@@ -100,7 +102,7 @@ def shown_address(address: str) -> str:
     ('slack://***', '***')
     """
     scheme = _SCHEME.match(address)
-    return f"{scheme[0]}://***" if scheme else "***"
+    return f"{scheme[0]}://{HIDDEN}" if scheme else HIDDEN
 
 
 def without_passwords(text: str) -> str:
@@ -132,7 +134,7 @@ def redacted(value: Any, name: str = "") -> Any:
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    # Such values are no secrets, and records should show that the setting is empty or a switch.
+    # These values are never secrets, and records should show that the setting is empty or a switch.
     if value is None or isinstance(value, bool) or value == "":
         return value
     if is_sure:
@@ -149,8 +151,10 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
     >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
     ['model=cnn', 'dataset.api_key=***', '-cd']
-    >>> without_secrets(["+dataset.storage={key: hunter2, bucket: images}"])
-    ['+dataset.storage={key: ***, bucket: images}']
+    >>> without_secrets(["+dataset.storage={key: hunter2, bucket: images, api_keys: [hunter2, swordfish]}"])
+    ['+dataset.storage={key: ***, bucket: images, api_keys: ***}']
+    >>> without_secrets(["+dataset.storage={read: {key: hunter2, depth: 2}, secrets: {first: hunter2}}"])
+    ['+dataset.storage={read: {key: ***, depth: 2}, secrets: ***}']
     """
     shown = []
     for argument in take_addresses(arguments)[0]:
@@ -174,6 +178,9 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
 def _without_secrets_in_groups(value: str) -> str:
     if "{" not in value:
         return value
-    return _IN_A_GROUP.sub(
-        lambda match: f"{match[1]}{match[2]}{redacted(match[3], match[1])}", value
-    )
+
+    def shown(match: re.Match[str]) -> str:
+        name, colon, item = match.groups()
+        return f"{name}{colon}{_without_secrets_in_groups(redacted(item, name))}"  # Groups may be nested.
+
+    return _IN_A_GROUP.sub(shown, value)

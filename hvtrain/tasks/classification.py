@@ -1,7 +1,7 @@
 """Tasks with classes: one of several, yes or no, or any number of labels; and their figures for the report."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -25,8 +25,8 @@ from hvtrain.tasks.examples import (
 )
 from hvtrain.tasks.task import ClassTask, Losses, Metrics, Task
 
+# With more classes than this, the report lists the most frequent confusions instead of a matrix.
 MAX_MATRIX_CLASSES = 20
-"""With more classes than this, the report lists the most frequent confusions instead of a matrix."""
 NUM_WORST = 12
 
 
@@ -80,7 +80,7 @@ class Classification(ClassTask):
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Returns each example's class, the class's name and probability, and the probabilities of all classes."""
-        names = class_names(source, outputs.shape[-1])
+        names = output_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.softmax(outputs))
 
@@ -152,16 +152,11 @@ class Multilabel(Task):
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Returns 0 or 1 for each label, and the probability of 1."""
-        names = source.facts().get("label_names") or ()
-        num_labels = outputs.shape[-1]
-        # Only some data sets name their labels, and of two columns with the same name one would be lost.
-        if not len(names) == len(set(names)) == num_labels:
-            names = [f"label.{index}" for index in range(num_labels)]
-
+        names = output_names(source, outputs.shape[-1], "label_names", "label.")
         decoded = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
         return {
-            **{str(name): column for name, column in zip(names, decoded.T)},
+            **dict(zip(names, decoded.T)),
             **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
         }
 
@@ -222,12 +217,23 @@ class Binary(Multilabel):
         return _class_figures(reviewed, targets, logits, source)
 
 
-def class_names(source: Source, number: int) -> list[str]:
-    """Returns the names of the classes, or their indices if the source does not have `number` distinct names."""
-    names = source.facts().get("class_names") or ()
-    # A model may have another number of outputs, and of two columns with the same name one would be lost.
+def output_names(
+    source: Source, number: int, fact: str = "class_names", prefix: str = ""
+) -> list[str]:
+    """Returns the names of the model's outputs, which are those of the classes or labels.
+
+    Args:
+        source: The data set.
+        number: The number of outputs.
+        fact: The data set's fact with the names.
+        prefix: If the fact does not hold `number` distinct names, the outputs' indices are their names,
+            after this prefix.
+    """
+    names = source.facts().get(fact) or ()
+    # A model may have another number of outputs, and of two columns with
+    # the same name one would be lost.
     if not len(names) == len(set(names)) == number:
-        names = range(number)
+        names = [f"{prefix}{index}" for index in range(number)]
     return list(map(str, names))
 
 
@@ -252,9 +258,9 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
             "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes (MixUp, CutMix, label_smoothing)"
         )
 
-    def call(self: Any, y_true: Any, y_pred: Any) -> Any:
-        # Only in training, so that losses in validation and test are comparable with those of other runs and
-        # of saved models.
+    def call(self, y_true, y_pred):
+        # Only in training, so that losses in validation and test are comparable with those of
+        # other runs and of saved models.
         smoothing = label_smoothing if is_taking_gradients() else 0.0
         if len(y_true.shape) < len(y_pred.shape):
             if not smoothing:
@@ -276,7 +282,7 @@ def _class_figures(
 
     The worst errors are those with the lowest probability of the true class.
     """
-    names = class_names(source, logits.shape[-1])
+    names = output_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
     figures = [_confusions(reviewed, targets, predicted, names)]
 
@@ -313,13 +319,13 @@ def _class_figures(
 
 
 def _confusions(
-    reviewed: ReviewedExamples, targets: np.ndarray, predicted: np.ndarray, names: Sequence[str]
+    reviewed: ReviewedExamples, targets: np.ndarray, predicted: np.ndarray, names: list[str]
 ) -> Figure:
     accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
     if len(names) <= MAX_MATRIX_CLASSES:
         counts = tf.math.confusion_matrix(targets, predicted, len(names))
         note = f"{accuracy}. Rows: true class, columns: predicted."
-        return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
+        return Matrix("Confusion matrix", note, names, counts.numpy().tolist())
 
     # Lists only errors, since correct predictions would fill the list.
     is_wrong = targets != predicted

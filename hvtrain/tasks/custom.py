@@ -49,7 +49,8 @@ class Custom(Task):
         if loss_weights is None:
             return
 
-        # Weights need several losses: with a single one, a weight would only scale the learning rate.
+        # Weights need several losses: with a single one, a weight
+        # would only scale the learning rate.
         outputs = list(self.loss) if isinstance(self.loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(

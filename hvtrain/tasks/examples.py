@@ -23,14 +23,14 @@ from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
+# Number of examples on which each metric is tried before a run.
 NUM_CHECKED = 32
-"""Number of examples on which each metric is tried before a run."""
+# The longest side of an image in the report.
 MAX_SIDE_PIXELS = 192
-"""The longest side of an image in the report."""
+# The row of a batch's first wrong target and what is wrong with it; None if all targets are right.
 Fault = tuple[int, str] | None
-"""The row of a batch's first wrong target and what is wrong with it; None if all targets are right."""
+# Predictions by column name, each with a number or a row per example.
 Columns = dict[str, np.ndarray]
-"""Predictions by column name, each with a number or a row per example."""
 
 
 def spec_in_words(spec: Any) -> str:
@@ -46,7 +46,7 @@ def draw(*specs: Any) -> tuple[Any, ...]:
     # The same seed on all ranks, so that all of them accept or refuse a metric.
     rng = np.random.default_rng(0)
 
-    def draw_part(spec: Any) -> np.ndarray:
+    def draw_part(spec):
         size = [NUM_CHECKED, *(side or 4 for side in spec.shape)]
         if spec.dtype.is_integer or spec.dtype.is_bool:
             return rng.integers(2, size=size).astype(spec.dtype.name)
@@ -82,7 +82,7 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
     """
     is_wrong = ((targets < 0) | (targets >= number)) & (targets != ignored)
 
-    def problem(row: int) -> str:
+    def problem(row):
         return f"has the target {targets[row][is_wrong[row]][0]}, outside 0 ... {number - 1}"
 
     return first_fault(is_wrong, problem)
@@ -114,9 +114,10 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
     examples = (
         f"targets of shape {targets.shape} and outputs of {outputs.shape}, as {task} has them"
     )
-    checked = fresh(metric, "checked")
     try:
-        # Some metrics, such as F1Score, create their variables here. Keras passes sample_weight to all.
+        checked = fresh(metric, "checked")
+        # Some metrics, such as F1Score, create their variables here.
+        # Keras passes sample_weight to all.
         checked.update_state(targets, outputs, sample_weight=None)
         states = [_state(checked, targets[part], outputs[part]) for part in parts]
         result = checked.result()
@@ -131,8 +132,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
     for initial, first, rest, whole in zip(*states):
-        # Both parts' states include the initial state, so it is subtracted once. The tolerance is for float32
-        # sums in a different order.
+        # Both parts' states include the initial state, so it is subtracted once. The tolerance is
+        # for float32 sums in a different order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
@@ -141,7 +142,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             )
 
 
-# These metrics compare outputs with many thresholds between 0 and 1, and have no argument for logits.
+# These metrics compare outputs with many thresholds between 0 and 1,
+# and have no argument for logits.
 _OF_PROBABILITIES = (
     PrecisionAtRecall,
     RecallAtPrecision,
@@ -173,7 +175,8 @@ def of_logits(metric: Metric, setting: str) -> Metric:
         )
     config = metric.get_config()
     if "from_logits" in config:
-        # Thresholds stay as they are: such a metric first turns logits into probabilities, as AUC does.
+        # Thresholds stay as they are: such a metric first turns logits
+        # into probabilities, as AUC does.
         return type(metric).from_config({**config, "from_logits": True})
 
     # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
@@ -216,7 +219,7 @@ class ReviewedExamples(NamedTuple):
     """The first examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
-    examples.
+    examples. `number` is how many these are, and `total` how many the whole split has.
     """
 
     inputs: Any
@@ -225,7 +228,6 @@ class ReviewedExamples(NamedTuple):
     number: int
     split: str
     total: int
-    """Examples in the whole split."""
 
     @property
     def description(self) -> str:

@@ -17,12 +17,11 @@ from hvtrain.tasks.task import ClassTask, Losses
 
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
 MAX_CROSS_ENTROPY = 50.0
+# In samples, the number of tokens that the model gets to continue, and the number that it writes.
 PROMPT_TOKENS = 16
-"""In samples, the number of tokens that the model gets to continue."""
 WRITTEN_TOKENS = 32
-"""In samples, the number of tokens that the model writes."""
+# The number of tokens that the report shows of a text with hidden tokens.
 SHOWN_TOKENS = 64
-"""The number of tokens that the report shows of a text with hidden tokens."""
 
 
 class Language(ClassTask):
@@ -60,9 +59,10 @@ class Language(ClassTask):
             return
         compute_metrics = model.compute_metrics
 
-        # Keras's metrics first take the mean over an example's positions, so a token would count less in a
-        # batch that is padded to a greater length. Here each position is an example of its own.
-        def count_tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        # Keras's metrics first take the mean over an example's positions, so a token
+        # would count less in a batch that is padded to a greater length. Here each
+        # position is an example of its own.
+        def count_tokens(x, y, y_pred, sample_weight=None):
             logits = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
             return compute_metrics(x, tf.reshape(y, [-1]), logits, tf.reshape(sample_weight, [-1]))
 
@@ -114,14 +114,15 @@ class Language(ClassTask):
         if not is_text or source.text_of(inputs[0]) is None:
             return []
 
-        def text(tokens: Any) -> str:
+        def text(tokens):
             # Keeps single line breaks, but drops the white space around them.
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
         # The targets show whether the model has learned to predict next or hidden tokens.
         is_causal = _is_causal(inputs, targets)
         if is_causal:
-            # A graph that all calls share, since calling the model eagerly for each token would be slow.
+            # A graph that all calls share, since calling the model
+            # eagerly for each token would be slow.
             model_graph: Any = tf.function(
                 lambda row, training: model(row, training=training), reduce_retracing=True
             )
@@ -173,14 +174,15 @@ def continuation(
     tokens = list(prompt)
     for _ in range(number):
         context = tokens[-length:]
-        # The row always has the full length, so that a graph is traced only once. Padding comes after the
-        # context, where it cannot change the logits at the context's last position.
+        # The row always has the full length, so that a graph is traced only once. Padding comes
+        # after the context, where it cannot change the logits at the context's last position.
         row = np.zeros((1, length), np.int32)
         row[0, : len(context)] = context
         outputs = keras.ops.convert_to_numpy(model(row, training=False))
         logits = outputs[0, len(context) - 1].astype(np.float64)
 
-        # The Gumbel-max trick: the index of the largest sum is a sample from softmax(logits / temperature).
+        # The Gumbel-max trick: the index of the largest sum is a sample from
+        # softmax(logits / temperature).
         noise = rng.gumbel(size=len(logits))
         token = int(np.argmax(logits + temperature * noise))
 

@@ -49,6 +49,9 @@ class InBatchSoftmax(keras.losses.Loss):
             )
         self.temperature = temperature
 
+    def get_config(self) -> dict[str, Any]:
+        return {"temperature": self.temperature}
+
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Returns losses [batch], given items [batch] and vectors [batch, 2, width]."""
         # Keras has converted the items to floats; see MAX_ITEMS.
@@ -140,11 +143,11 @@ class Retrieval(Task):
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
         query = model.input["query"]
         blank = np.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
-        # Variables rather than constants: TensorFlow would evaluate lookups of constants while optimizing the
-        # graph, and lookups in a sharded table are collectives.
+        # Variables rather than constants: TensorFlow would evaluate lookups of constants while
+        # optimizing the graph, and lookups in a sharded table are collectives.
         inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
 
-        def item_vectors() -> Tensor:
+        def item_vectors():
             rows = {name: tf.convert_to_tensor(part) for name, part in inputs.items()}
             return model(rows, training=False)[:, 1]
 

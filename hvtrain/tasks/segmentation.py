@@ -11,13 +11,13 @@ from PIL import ImageColor
 from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.classification import class_names
+from hvtrain.tasks.classification import output_names
 from hvtrain.tasks.examples import Columns, ReviewedExamples, as_bytes, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
-# Colors of the classes from 1 on. Class 0, often the background, is not painted; if there are more classes
-# than colors, these repeat.
+# Colors of the classes from 1 on. Class 0, often the background, is not painted; if there are more
+# classes than colors, these repeat.
 COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d")
 
 
@@ -85,12 +85,13 @@ class Segmentation(ClassTask):
         """Returns a table of each class's overlap and, if the inputs are images, some of them with their masks."""
         targets = reviewed.targets
         predicted = self.decode(reviewed.outputs)
-        names = class_names(source, reviewed.outputs.shape[-1])
+        names = output_names(source, reviewed.outputs.shape[-1])
 
         # Pixels that count; all of them, if ignored_label is None.
         counts = targets != self.ignored_label
-        # For each example and class, the pixels in both masks, and those in at least one of them. Computed
-        # for one class at a time, since all at once would need a copy of the masks for each class.
+        # For each example and class, the pixels in both masks, and those in at least
+        # one of them. Computed for one class at a time, since all at once would need a
+        # copy of the masks for each class.
         intersection = np.zeros((len(targets), len(names)), np.int64)
         union = np.zeros_like(intersection)
         for label in range(len(names)):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -61,30 +61,30 @@ class Task(ABC):
                 return first_fault(targets < 0, lambda row: f"is {targets[row]}, below 0")
     """
 
-    name: ClassVar[str]
+    name: str
     """The name by which a user chooses the task, task=NAME."""
-    target: ClassVar[str]
+    target: str
     """A description of valid targets, for messages about invalid ones."""
     output: str
     """What the model's outputs mean, for model.json and messages."""
-    head: ClassVar[str] = "keras.layers.Dense({0})"
+    head = "keras.layers.Dense({0})"
     """The layer with which a model for this task ends, for messages; {0} is its number of outputs."""
-    best: str = "loss"
+    best = "loss"
     loss_weights: Mapping[str, float] | None = None
     """Factors of the losses, by output name."""
-    has_one_output: bool = False
+    has_one_output = False
     """True if the model has a single output with a name."""
-    label_smoothing: float = 0.0
+    label_smoothing = 0.0
     """Share of each target that training spreads over all classes."""
-    output_is_free: ClassVar[bool] = False
+    output_is_free = False
     """True if the model may have any outputs, and losses of its own."""
-    has_classes: ClassVar[bool] = False
+    has_classes = False
     """True if targets are indices of classes, which may have weights."""
-    num_reviewed: ClassVar[int] = 0
+    num_reviewed = 0
     """The largest number of examples that `review` takes; 0 for a task without figures."""
-    gives_logits: ClassVar[bool] = False
+    gives_logits = False
     """True if the outputs are logits, for which metrics have to be adapted."""
-    targets_are_masks: ClassVar[bool] = False
+    targets_are_masks = False
     """True if targets have a class for each pixel, so that they must be cropped or flipped with their image."""
 
     def __init__(
@@ -249,7 +249,7 @@ class Task(ABC):
     def complete(self, source: Source) -> None:
         """Builds metrics that were given as partials, with the source's facts, and adapts all to logits if needed."""
 
-        def completed(metric: Any, setting: str) -> Any:
+        def completed(metric, setting):
             if isinstance(metric, Mapping):
                 return {name: completed(item, f"{setting}.{name}") for name, item in metric.items()}
             if isinstance(metric, partial):
@@ -357,9 +357,9 @@ class ClassTask(Task):
     """A task whose targets are class indices or arrays of them; the model outputs a logit per class for each index."""
 
     gives_logits = True
-    rank: ClassVar[int] = 0
+    rank = 0
     """The number of axes of a target; 0 for one class per example."""
-    num_classes: ClassVar[str] = "num_classes"
+    num_classes = "num_classes"
     """The name of the data set's fact with the number of classes."""
     ignored_label: int | None = None
     """The label of targets that do not count, if any."""

@@ -1,6 +1,4 @@
-"""The interface of a tracker.
-
-Each service that shows runs has a module here, chosen by tracker=NAME.
+"""The interface of a tracker. Each service that shows runs has a module here, chosen by tracker=NAME.
 
 training/callbacks/tracking.py drives all trackers of a run.
 """
@@ -34,12 +32,13 @@ class Tracker(ABC):
     Any method may raise: the run continues without the tracker.
     """
 
+    # Modules that it imports, and their packages if those have other names:
+    # "wandb", "mlflow=mlflow-skinny".
     needs: tuple[str, ...] = ()
-    """Modules that it imports, and their packages if those have other names: "wandb", "mlflow=mlflow-skinny"."""
 
     def check(self, name: str) -> None:
-        """Raises ConfigError if a package is missing. name: of the choice, as in tracker=name."""
-        # All of them are named at once, so that one installation is enough.
+        """Raises ConfigError if a package is missing; `name` is the choice in tracker=name."""
+        # All are named at once, so that one installation is enough.
         missing = []
         for need in self.needs:
             module, _, package = need.partition("=")
@@ -48,17 +47,13 @@ class Tracker(ABC):
                 missing.append(package or module)
 
         if missing:
-            verb = "is" if len(missing) == 1 else "are"
             raise ConfigError(
-                f"tracker={name} needs {' and '.join(missing)}, which {verb} not installed; install: {INSTALL}"
+                f"tracker={name} needs packages that are not installed: {', '.join(missing)}; install: {INSTALL}"
             )
 
     @abstractmethod
     def start(self, run: TrackedRun, known: str | None) -> str:
-        """Begins a tracked run, or continues the known one if it still exists.
-
-        Returns its id.
-        """
+        """Begins a tracked run, or continues the one with the ID `known` if it still exists; returns its ID."""
 
     @abstractmethod
     def scalars(self, step: int, values: dict[str, float]) -> None:

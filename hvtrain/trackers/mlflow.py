@@ -12,7 +12,8 @@ from hvtrain.system.text import flatten
 from hvtrain.trackers import TrackedRun, Tracker, plain_name
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# Without these MLflow sends usage data to its makers, and waits many minutes for a server that is gone.
+# Without these MLflow sends usage data to its makers, and waits many
+# minutes for a server that is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -27,8 +28,8 @@ class MLflow(Tracker):
     """Logs metrics by step, settings as parameters, and files as artifacts.
 
     Args:
-        uri: where MLflow keeps runs; null: MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db in the working folder.
-        experiment: the name of the experiment, which is created if it does not exist.
+        uri: Where MLflow keeps runs; null: MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db in the working folder.
+        experiment: The name of the experiment, which is created if it does not exist.
     """
 
     needs: tuple[str, ...] = ("mlflow=mlflow-skinny",)
@@ -46,7 +47,7 @@ class MLflow(Tracker):
             os.environ.setdefault(name, value)
         import mlflow
 
-        # When an SQLite file is new, both log every migration of its schema.
+        # For a new SQLite file, both would log every migration of its schema.
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
 
@@ -85,7 +86,7 @@ class MLflow(Tracker):
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        # A deleted run is still found.
+        # MLflow still returns a deleted run.
         return bool(info.lifecycle_stage == "active")
 
     def _experiment_id(self) -> str:
@@ -96,14 +97,15 @@ class MLflow(Tracker):
         # None: a server decides where it keeps artifacts.
         artifacts = None
         if self.uri.startswith("sqlite:"):
-            # Absolute, or MLflow would look for them in the working folder of whoever opens the file later.
+            # Absolute, or MLflow would look for them in the working folder
+            # of whoever opens the file later.
             artifacts = Path("mlruns").absolute().as_uri()
         return str(self._client.create_experiment(self.experiment, artifact_location=artifacts))
 
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        # One name with a * in it would make MLflow refuse all of them.
+        # MLflow refuses all parameters if one name contains, for example, a *.
         values = {plain_name(name): value for name, value in flatten(settings).items()}
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
         for begin in range(0, len(params), MOST_PARAMS):

@@ -2,14 +2,14 @@
 
 Rank 0 prepares it, and a process that outlives rank 0 sends it with apprise.
 
-That process is `python -m hvtrain.trackers.notice PID`, with the process ID of rank 0. It
-reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name",
-"folder", "lost"}, then notices {"kind", "body", "is_last"}. It sends the newest notice ("lost" if there
-is none) when rank 0 ends, or at once if "is_last" is true. It answers twice on its standard output: with the indices of
-the addresses that apprise does not know, and then of those that did not accept the notice.
+That process is `python -m hvtrain.trackers.notice PID`, with the process ID of rank 0. It reads rank 0's messages,
+lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then notices {"kind", "body",
+"is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or at once if "is_last" is true. It
+answers twice on its standard output: with the indices of the addresses that apprise does not know, and then with the
+indices of those that did not accept the notice.
 
-No launcher knows of this process: it has a session of its own, no parent, and none of the environment
-variables by which launchers find what to kill. It ends at most SECONDS_TO_SEND after rank 0.
+No launcher knows of this process: it has a session of its own, no parent, and none of the environment variables by
+which launchers find the processes to kill. It ends at most SECONDS_TO_SEND after rank 0.
 """
 
 import json
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
 MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
-# Prefixes of the environment variables by which launchers find the processes of a launch, to end them.
+# Prefixes of the environment variables by which launchers find the
+# processes of a launch, to end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
 FINISHED, STOPPED, FAILED, LOST = "finished", "stopped", "failed", "lost"
@@ -78,7 +79,8 @@ class Notice:
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
+            # apprise may write secrets there, and launchers wait until it is closed.
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         self._sender = sender
@@ -97,8 +99,9 @@ class Notice:
             with suppress(ProcessLookupError):
                 os.killpg(sender.pid, signal.SIGKILL)
             log.warning("no notice will be sent: the process that sends it has not started")
-        sender.wait()  # Reaps the parent of the sender, which has ended after the fork.
-        # It has not started, or has ended because of an unknown address.
+        # Reaps the process started above, which ends after forking the sender.
+        sender.wait()
+        # None: the sender has not started. Indices: it has ended because of an unknown address.
         if unknown != []:
             self._sender = None
         if unknown:
@@ -115,7 +118,7 @@ class Notice:
         self._tell(STOPPED, text)
 
     def failed(self, error: BaseException) -> None:
-        """Sends the cause of a failure, unless a final notice was sent before."""
+        """Sends the cause of a failure, unless a final notice has been sent already."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
@@ -129,7 +132,7 @@ class Notice:
         self._tell(FAILED, text, is_last=False)
 
     def wait(self) -> None:
-        """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns of each address that did not accept it.
+        """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns about each address that did not accept it.
 
         The sender continues if this process is killed meanwhile.
         """
@@ -152,14 +155,11 @@ class Notice:
         sender = self._sender
         if sender and sender.stdin:
             with suppress(OSError):
-                # If the sender is gone, it has had its last message, or wait() will notice.
+                # If the sender is gone, either it has its last message already, or wait() notices.
                 os.write(sender.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
-        """Returns the sender's answer, the indices of some addresses.
-
-        None if no answer comes in time, or the sender is gone.
-        """
+        """Returns the sender's answer, indices of addresses; None if it is late, or the sender is gone."""
         if not (self._sender and self._sender.stdout):
             return None
         poll = select.poll()  # select takes no descriptor above 1023, which a rank may have.
@@ -197,7 +197,7 @@ def sender_main() -> None:
     if unknown:
         return
 
-    # What is sent if rank 0 says nothing more.
+    # Sent if rank 0 sends no notice itself.
     notice = {"kind": LOST, "body": begin["lost"]}
     for notice in messages:
         if notice.get("is_last"):
@@ -211,12 +211,10 @@ def sender_main() -> None:
 
 
 def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
-    """Yields messages until the pipe is closed or the process ends.
-
-    Both, because forked children of the process may keep the pipe open.
-    """
+    """Yields messages until the pipe is closed or the process ends, whose forked children may keep the pipe open."""
     end = []
-    # The process may be gone, and Linux before 5.3, or a Python built with older headers, lacks pidfd_open.
+    # The process may be gone, and Linux before 5.3, or a Python built with
+    # older headers, lacks pidfd_open.
     with suppress(OSError, AttributeError):
         end = [os.pidfd_open(process)]
 

@@ -1,5 +1,6 @@
 """tracker=tensorboard: event files in the run folder, for `tensorboard --logdir runs`."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hvtrain.trackers import TrackedRun, Tracker
 class TensorBoard(Tracker):
     """Logs scalars by step, and the settings as text.
 
-    Files are not copied: they are in the run folder already, beside the events.
+    Files are not copied: they are already in the run folder, beside the events.
     """
 
     needs = ("tensorboard",)
@@ -25,24 +26,23 @@ class TensorBoard(Tracker):
     def start(self, run: TrackedRun, known: str | None) -> str:
         self._writer = tf.summary.create_file_writer(str(self.folder))
         # Relative if possible, so that a run is still known after its folder was moved.
-        place = str(self.folder)
-        if self.folder.is_relative_to(run.folder):
-            place = str(self.folder.relative_to(run.folder))
+        folder = self.folder
+        if folder.is_relative_to(run.folder):
+            folder = folder.relative_to(run.folder)
         # A resumed run continues in its folder, where the settings are already.
-        if known != place:
-            text = yaml.safe_dump(run.settings, sort_keys=False)
+        if known != str(folder):
             # Markdown shows a block that is indented by four spaces verbatim.
-            block = "".join(f"    {line}\n" for line in text.splitlines())
+            block = textwrap.indent(yaml.safe_dump(run.settings, sort_keys=False), "    ")
             with self._writer.as_default():
                 tf.summary.text("settings", block, step=0)
             self._writer.flush()
-        return place
+        return str(folder)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        # tf.summary.scalar would write the same, but it runs several operations for each number, while
-        # the other ranks wait.
+        # tf.summary.scalar would write the same, but with several operations for each number, for
+        # which the other ranks would wait.
         summaries = [scalar_pb(name, value) for name, value in values.items()]
         summary = b"".join(each.SerializeToString() for each in summaries)
         with self._writer.as_default():

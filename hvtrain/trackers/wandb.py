@@ -16,7 +16,7 @@ MODES = get_args(Mode)
 class WeightsAndBiases(Tracker):
     """Logs numbers by step, settings as the run's config, and files.
 
-    Offline, a resumed run begins another folder with the same id.
+    Offline, a resumed run gets another folder, with the same ID.
     """
 
     needs = ("wandb",)
@@ -71,11 +71,11 @@ class WeightsAndBiases(Tracker):
         for path in files:
             link = Path(self._run.dir) / path.name
             link.unlink(missing_ok=True)
-            # wandb would make the same link, with a warning.
+            # Linked here, since wandb would make the same link but print a warning.
             link.symlink_to(path)
             self._run.save(str(link), base_path=self._run.dir, policy="now")
 
-        # Then the run's page says that the run can be resumed.
+        # The run's page then says that the run can be resumed.
         if state == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=int(state != "finished"))

@@ -33,11 +33,13 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-# The time of a setting is the median of ROUNDS rounds of up to STEPS steps, SECONDS_FOR_STEPS in all if possible.
+# The time of a setting is the median of ROUNDS rounds of up to STEPS steps,
+# SECONDS_FOR_STEPS in all if possible.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
-# A setting is chosen only if its time is below this share of the best so far; a smaller gain may be noise.
+# A setting is chosen only if its time is below this share of the best so
+# far; a smaller gain may be noise.
 WORTHWHILE = 0.97
 
 

@@ -32,16 +32,17 @@ _PACKAGES = (
     "sentencepiece",
 )
 
-# What may differ between ranks: the error and what to do. Settings first: if they name different packages, different
-# code is only a consequence.
+# What may differ between ranks: the error and what to do. Settings first: if they name different
+# packages, different code is only a consequence.
 _DIFFERENCES: dict[str, tuple[type[UserError], str]] = {
     "settings": (ConfigError, "start all ranks with the same command"),
     "programs": (RankError, "install the same versions and copy the same code to both hosts"),
 }
 
-# Settings that cannot change a single bit of the weights.
+# Settings that cannot change a single bit of the weights. checkpoint.every_* can: before a
+# checkpoint, moving statistics are averaged over the ranks.
 _NOT_IN_BITS = re.compile(
-    r"(run|checkpoint|guard|watchdog|profile|tracker|metrics)\."
+    r"(run|checkpoint(?!\.every_)|guard|watchdog|profile|tracker|metrics)\."
     r"|resume|verbose|tracebacks|notify|train\.(max_time|steps_per_execution)"
 )
 
@@ -54,7 +55,8 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
         RankError: Versions of packages, or code, differ.
     """
     own = {"settings": config.flat, "programs": software(config)}
-    # Digests suffice if all agree; without them, each of a thousand ranks would receive ten megabytes.
+    # Digests suffice if all agree; without them, each of a thousand
+    # ranks would receive ten megabytes.
     if len(set(comm.gather(digest_of(own)))) == 1:
         return
     ranks = comm.gather((own, comm.topology.host))

@@ -74,7 +74,8 @@ def begin_copies(run: Run) -> Copies:
     comm = run.strategy.comm
     rank = comm.topology.rank
     hosts = comm.gather(comm.topology.host)
-    # The receiver needs a disk of its own. On such hosts the first rank keeps a note of the newest checkpoint.
+    # The receiver needs a disk of its own. On such hosts the first rank keeps a
+    # note of the newest checkpoint.
     keeps_note = comm.gather(run.state.note_keeper.folder is not None)
     receiver = next(
         (other for other, host in enumerate(hosts) if keeps_note[other] and host != hosts[0]), 0
@@ -148,7 +149,8 @@ class Sender(Copies):
         # True once a message was cut short, after which the connection cannot be used any more.
         self._is_lost = False
         self._answers = connection.makefile("rb")
-        # The checksums of the receiver's checkpoints, by name. Equal checksums mean the same checkpoint.
+        # The checksums of the receiver's checkpoints, by name. Equal
+        # checksums mean the same checkpoint.
         self._present: dict[str, str] = json.loads(self._answers.readline())
 
     def send(self) -> None:
@@ -190,7 +192,8 @@ class Sender(Copies):
                     if self._socket.sendfile(file) != size:
                         raise OSError(f"{name} has changed")
         except OSError:
-            # If the connection stayed open, the receiver would read the next message as the rest of this one.
+            # If the connection stayed open, the receiver would read the next
+            # message as the rest of this one.
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._is_lost = True
@@ -211,7 +214,8 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
     """
     checkpoints = folder / "checkpoints"
     writer.sweep(checkpoints)
-    # However this thread ends, it closes the connection: otherwise rank 0 would wait for an answer forever.
+    # However this thread ends, it closes the connection: otherwise rank 0
+    # would wait for an answer forever.
     with suppress(OSError), connection, connection.makefile("rb") as stream:
         connection.sendall(encode(sums_of(checkpoints)))
         for line in stream:
@@ -223,7 +227,8 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
                 writer.prune(checkpoints, config, store.step_of(path))
             except UserError as error:
                 problem = str(error)
-                # Skip the rest of the message, since rank 0 reads the answer only after it has sent everything.
+                # Skip the rest of the message, since rank 0 reads the answer
+                # only after it has sent everything.
                 for _ in pieces:
                     pass
             connection.sendall(encode({"problem": problem}))
@@ -246,7 +251,8 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
                 raise StorageError(f"the copy of {name} was damaged on its way")
         for file_name in sizes:
             flush(temporary / file_name)
-        # Records before the checkpoint: a surplus row is dropped when the run resumes, a missing one is lost.
+        # Records before the checkpoint: a surplus row is dropped when the run
+        # resumes, a missing one is lost.
         for record, text in message["records"].items():
             (folder / record).parent.mkdir(exist_ok=True)
             write_atomic(folder / record, text.encode("latin-1"))

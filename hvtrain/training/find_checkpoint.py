@@ -106,7 +106,8 @@ def find_checkpoint(
             )
         if resume == "auto" and run_state.checkpoint is None:
             own_notes = [notes.read(folder)]
-            # With copies, the launcher's note may name a checkpoint whose copy was not complete yet.
+            # With copies, the launcher's note may name a checkpoint
+            # whose copy was not complete yet.
             if not copies or not search.candidates:
                 own_notes.append(notes.from_launcher(os.environ))
             all_notes = [
@@ -123,9 +124,9 @@ def find_checkpoint(
 
     run_state.note_keeper = NoteKeeper()
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
-        # On each host with its own disk the first rank keeps the note, except on rank 0's host, which has
-        # the checkpoints themselves. With resume=available the user has accepted that the newest
-        # checkpoint is absent, so even this run's own note is forgotten.
+        # On each host with its own disk the first rank keeps the note, except on rank 0's host,
+        # which has the checkpoints themselves. With resume=available the user has accepted that the
+        # newest checkpoint is absent, so even this run's own note is forgotten.
         notes.forget(folder, run_state.run_id if resume != "available" else None)
         if saved and saved.host not in ("", hosts[rank]):
             NoteKeeper(folder, saved.host, run_state.run_id).note(saved.step)

@@ -194,8 +194,8 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
 
     metrics = record.metrics
     last_weights = None
-    # Even if the last checkpoint is the best: callbacks such as EarlyStopping may have restored other
-    # weights after it.
+    # Even if the last checkpoint is the best: callbacks such as EarlyStopping may have
+    # restored other weights after it.
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()

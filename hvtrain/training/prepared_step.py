@@ -144,7 +144,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
         # Names take precedence over numbers: class names may be numbers in another order.
         if name in names:
             index = names.index(name)
-        elif name.isdigit():
+        elif name.isdecimal():
             index = int(name)
         if not 0 <= index < num_classes:
             known = f"0 ... {num_classes - 1}"
@@ -216,8 +216,8 @@ def weighted_mixture(
         second = tf.reshape(targets, [-1])
         parts = tf.stack([1 - second, second], axis=-1)
 
-    # A cross-entropy is linear in the targets p: with class weights w, sum(w p log q) is sum(w p) times
-    # that of the targets w p / sum(w p).
+    # A cross-entropy is linear in the targets p: with class weights w, sum(w p log q) is sum(w p)
+    # times that of the targets w p / sum(w p).
     heavy = parts * tf.constant(class_weights, tf.float32)
     weights = tf.reduce_sum(heavy, axis=-1)
     heavy = tf.math.divide_no_nan(heavy, weights[:, None])

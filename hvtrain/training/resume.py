@@ -24,8 +24,9 @@ from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# Settings that a resume must not change. The seed determines the order of the rest of the epoch;
-# another optimizer would get slots that are not its own, and another task's metrics the old ones' state.
+# Settings that a resume must not change. The seed determines the order of the rest of
+# the epoch; another optimizer would get slots that are not its own, and another
+# task's metrics the old ones' state.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
 _IRRELEVANT = re.compile(
@@ -267,7 +268,8 @@ def send_arrays(
         if is_receiver:
             own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
 
-    # All arrays form one stream of bytes, cut into messages of equal size; each rank computes their number.
+    # All arrays form one stream of bytes, cut into messages of equal size;
+    # each rank computes their number.
     num_bytes = sum(
         int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values()
     )

@@ -38,6 +38,7 @@ class RunState:
         began: time.monotonic() at the beginning of the run.
         folder: The run folder, once it is open.
         is_new_folder: True if the run made its folder, and removes it again if it is refused.
+        settings: The content of config.yaml (chief only).
         lock: The folder's lock.
         signals: Signals that this rank has received.
         checkpoint: The last commit to memory, in an elastic job.
@@ -50,6 +51,7 @@ class RunState:
     began: float
     folder: Path | None = None
     is_new_folder: bool = False
+    settings: str = ""
     lock: RunLock = field(default_factory=RunLock)
     signals: list[int] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
@@ -214,8 +216,8 @@ def training_batches(
         return batches
 
     if plan.is_resized:
-        # The data keep the order that they have for the ranks with which the run began; each current rank
-        # takes a part of those ranks' joint batches.
+        # The data keep the order that they have for the ranks with which the run began; each
+        # current rank takes a part of those ranks' joint batches.
         return regrouped(share_stream, plan, topology, first_step)
     return share_stream(topology.rank)
 
@@ -325,7 +327,8 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
     ranks = f", on {counted(start.num_ranks, 'rank')}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
-    # True with train.resize=scale, which makes a new plan for the current ranks (see planned_batch_sizes).
+    # True with train.resize=scale, which makes a new plan for the current
+    # ranks (see planned_batch_sizes).
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"

@@ -126,8 +126,10 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
-    settings = OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
-    write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + settings)
+    state.settings = CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
+    # Those with which the run has trained stay until this start has been accepted.
+    if not (folder / CONFIG_FILE).exists():
+        write_atomic(folder / CONFIG_FILE, state.settings)
     write_atomic(
         folder / README_FILE, README.format(version=VERSION, folder=state.store.address or folder)
     )
@@ -198,8 +200,8 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
         starts = [*earlier[1 - MOST_STARTS :], facts]
         ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
-        # The modification time of the file tells when the last step ended (see note_step). If this start ends
-        # before its first step, the next one still needs that time.
+        # The modification time of the file tells when the last step ended (see note_step). If this
+        # start ends before its first step, the next one still needs that time.
         if ended:
             note_step(run.folder, ended)
     except Exception as error:

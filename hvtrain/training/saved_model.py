@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
-from hvtrain.errors import DataError, in_one_line
+from hvtrain.errors import DataError, StorageError, in_one_line
 from hvtrain.system.files import write_atomic, write_json
 from hvtrain.tasks import Task
 
@@ -53,11 +53,15 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
     """Saves the model with its preprocessing. Raises StorageError.
 
     The model is compiled again with the same loss and metrics, so that the file does not need
-    hvtrain. If Keras cannot serialize the model's custom classes, only its weights are saved.
+    hvtrain. If Keras cannot serialize the model's custom classes, or its tables do not fit into memory,
+    only its weights are saved.
     """
     whole = with_preprocessing(model, task, preprocessing)
     try:
         whole.get_config()
+        save_model(whole, path)
+    except StorageError:
+        raise
     except Exception as error:
         weights = path.with_suffix(".weights.h5")
         log.warning(
@@ -67,8 +71,6 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
             in_one_line(error),
         )
         save_model(model, weights)
-    else:
-        save_model(whole, path)
 
 
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
@@ -81,7 +83,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an optimizer; SGD has no slots to save.
+        # Keras cannot load a model that was compiled without an
+        # optimizer; SGD has no slots to save.
         task.compile(part, keras.optimizers.SGD())
 
     users_names = sorted(set(own_names(whole.get_compile_config())))
@@ -90,7 +93,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
             "the saved model is not compiled: a program that loads it may not have your %s",
             ", ".join(users_names),
         )
-        # Of both: even with compile=False, Keras would compile the inner model when it loads the file.
+        # Of both: even with compile=False, Keras would compile the
+        # inner model when it loads the file.
         model.get_compile_config = dict
         whole.get_compile_config = dict
     return whole

@@ -36,7 +36,8 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     """
     # Checkpoints contain layer names, which Keras numbers from the start of a session.
     keras.utils.clear_session()
-    keras.utils.set_random_seed(config.seed + rank)
+    # NumPy takes 32 bits.
+    keras.utils.set_random_seed((config.seed + rank) % 2**32)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     keras.config.set_dtype_policy(config.train.precision)
@@ -134,7 +135,8 @@ def plan_run(
             "data.bucket_by_length gives batches of different lengths, and this strategy needs equal ones; "
             "leave the setting out, or choose strategy=horovod"
         )
-    # One entry for each rank of the plan, that is for each replica, since a process may have several.
+    # One entry for each rank of the plan, that is for each replica,
+    # since a process may have several.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     if strategy.cuts_batches and saved and saved["num_ranks"] != len(hosts):
         parts = saved["num_ranks"]
@@ -145,7 +147,8 @@ def plan_run(
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     weights = reduced(batch_sizes)
     if len(batch_sizes) == num_processes:
-        # If the size of the data is unknown, each rank counts its own shard, and all ranks get the counts.
+        # If the size of the data is unknown, each rank counts its own
+        # shard, and all ranks get the counts.
         topology = replace(comm.topology, weights=tuple(weights))
         source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(topology))))
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
@@ -173,8 +176,8 @@ def build_model(
 
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
-    # Each layer built so far, such as those of augment, has advanced Keras's name counters and random
-    # numbers. After a reset, the model does not depend on them.
+    # Each layer built so far, such as those of augment, has advanced Keras's name counters and
+    # random numbers. After a reset, the model does not depend on them.
     seed_everything(config, strategy.topology.rank)
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:

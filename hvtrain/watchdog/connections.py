@@ -25,8 +25,8 @@ Message = dict[str, Any]
 
 MAX_LINE = 1 << 20  # Enough for the stacks of a rank with hundreds of threads.
 MAX_PROOF = 1 << 10  # Longest line from a stranger.
-# Time until a lost host or a cut cable is noticed: less than Gloo's timeout (30 s), so that the watchdog
-# can give the reason, but long enough for a link to recover.
+# Time until a lost host or a cut cable is noticed: less than Gloo's timeout (30 s), so that the
+# watchdog can give the reason, but long enough for a link to recover.
 SECONDS_UNTIL_CUT = 25
 MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
@@ -48,8 +48,8 @@ class Kind(str, Enum):
     HEARD = "heard"  # the answer to each message
     END = "end"  # end this process now
 
-    # Both ways. A rank proposes a reason to stop, and the hub sends the first such reason to all ranks.
-    # The hub asks for stacks with "wake", and a rank answers with the other fields.
+    # Both ways. A rank proposes a reason to stop, and the hub sends the first such reason to all
+    # ranks. The hub asks for stacks with "wake", and a rank answers with the other fields.
     STOP = "stop"  # reason: a StopReason
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
@@ -117,14 +117,18 @@ def end_of(error: Exception | None) -> Message:
 
 def notice_cuts(connection: socket.socket) -> None:
     """Makes the kernel close the connection if the other host or the network is lost silently."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Four probes: the first after a third of the time, the others a sixth of the time apart.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    # The limit for data that is not acknowledged; the kernel's default is a quarter of an hour.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
+    options = {
+        socket.TCP_NODELAY: 1,
+        # Four probes: the first after a third of the time, the others a sixth of the time apart.
+        socket.TCP_KEEPIDLE: SECONDS_UNTIL_CUT // 3,
+        socket.TCP_KEEPINTVL: SECONDS_UNTIL_CUT // 6,
+        socket.TCP_KEEPCNT: 4,
+        # In milliseconds, for data that is not acknowledged; by default a quarter of an hour.
+        socket.TCP_USER_TIMEOUT: SECONDS_UNTIL_CUT * 1000,
+    }
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @dataclass
@@ -181,7 +185,8 @@ class Connections:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
-            # A connection may have been closed after an earlier message, or to make room for a stranger.
+            # A connection may have been closed after an earlier message,
+            # or to make room for a stranger.
             elif key.data.is_open:
                 yield from self._read(key.data)
 
@@ -267,7 +272,7 @@ class Connections:
 
         connection.process = Process(**message["process"])
         connection.state = RankState(
-            rank, str(message["host"]), Status(**message["status"]), time.monotonic()
+            rank, message["host"], Status(**message["status"]), time.monotonic()
         )
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection

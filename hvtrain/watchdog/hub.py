@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 # Ranks lost within this time are reported together.
 SECONDS_TO_SETTLE = 0.5
 SECONDS_FOR_STACKS = 8.0
-# How long to wait for a signal of this process's own before passing on another rank's. A signal to all
-# processes also reaches this one, and a second Ctrl-C would end the run unsaved.
+# How long to wait for a signal of this process's own before passing on another rank's. A signal to
+# all processes also reaches this one, and a second Ctrl-C would end the run unsaved.
 SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
@@ -73,7 +73,8 @@ class Hub:
                 timeout = max(0.0, next_tick - time.monotonic())
                 for connection, message in self._connections.messages(timeout):
                     self._take(connection, message)
-                # No tick once rank 0 has left: the others, which only wait for it, would seem stalled.
+                # No tick once rank 0 has left: the others, which only
+                # wait for it, would seem stalled.
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
@@ -91,12 +92,14 @@ class Hub:
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            # _tick stops the run a little later, so that ranks lost at the same time are reported together.
+            # _tick stops the run a little later, so that ranks lost at the
+            # same time are reported together.
             if not self._rules.survives_loss:
                 is_cut = message["is_cut"]
                 text = loss(state.name, is_cut)
                 self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
-                # The time of the first loss: otherwise a series of losses would postpone the end forever.
+                # The time of the first loss: otherwise a series of losses
+                # would postpone the end forever.
                 self._lost_at = self._lost_at or time.monotonic()
             return
         if kind == Kind.BYE:
@@ -113,16 +116,17 @@ class Hub:
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
         elif kind == Kind.SIGNAL:
-            self._pass_signal(int(message["number"]))
+            self._pass_signal(message["number"])
         elif kind == Kind.STACKS:
             # The rank's own stacks, or those of a rank that it woke.
             rank = message["rank"]
             # A woken rank sends its own stacks too, but they show a later moment, and are ignored.
             if rank != state.rank or rank not in self._woken:
-                self._stacks[rank] = str(message["text"])
-                self._process_states[rank] = str(message["state"])
+                self._stacks[rank] = message["text"]
+                self._process_states[rank] = message["state"]
         elif kind == Kind.ASK:
-            # If a rank is silent while another has an error, stacks are collected even before the limit.
+            # If a rank is silent while another has an error, stacks are
+            # collected even before the limit.
             standing = self._standing(time.monotonic())
             if standing.silent_ranks():
                 self._collect_stacks(standing)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 
-from hvtrain.errors import RESTART_HELPS, UserError, in_one_line, message_of
+from hvtrain.errors import INTERRUPTED, RESTART_HELPS, UserError, in_one_line, message_of
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import connections, processes
 from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
 SECONDS_FOR_A_CAUSE = 3.0
-# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks stay
-# until then, because once a rank has exited, mpirun waits for the host that it cannot reach.
+# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks
+# stay until then, because once a rank has exited, mpirun waits for the host that it cannot reach.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
@@ -129,8 +129,8 @@ class Member(Watchdog):
         self._lines = Lines()
         self._lock = threading.Lock()
         self._suspension = SuspensionClock(rules.beat_seconds)
-        # Seconds in which the main thread must notice that the run stops before this process is ended. If
-        # the run continues without a lost rank, the usual limit applies.
+        # Seconds in which the main thread must notice that the run stops before this process is
+        # ended. If the run continues without a lost rank, the usual limit applies.
         self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
         self._heard = threading.Event()
         self._decided = threading.Event()
@@ -162,7 +162,7 @@ class Member(Watchdog):
             text = message_of(error)[:300]
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
-            code = 130
+            code = INTERRUPTED
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code
 
@@ -172,7 +172,8 @@ class Member(Watchdog):
             name = f"rank {self._rank} on {self._host}"
             # The text of a data error may already begin with the rank.
             text = text.removeprefix(f"{name}: ")
-            # Cleared, or the answer to an earlier beat would be taken for the answer to this message.
+            # Cleared, or the answer to an earlier beat would be taken
+            # for the answer to this message.
             self._heard.clear()
             self._propose(StopReason(f"{name} failed: {text}", code, self._rank, is_failure=True))
             # Not for longer: there is no answer if rank 0 is gone.

@@ -92,8 +92,8 @@ class Process:
         faulthandler writes them in C, even if the interpreter hangs. Empty if they do not come in time.
         """
         with suppress(ProcessLookupError, PermissionError):
-            # With tgkill (glibc 2.30 and later) the main thread gets the signal, and writes the stacks before
-            # it continues; with kill, any thread may get it.
+            # With tgkill (glibc 2.30 and later) the main thread gets the signal, and writes the
+            # stacks before it continues; with kill, any thread may get it.
             to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
             if self.stacks >= 0 and to_thread:
                 to_thread(self.number, self.number, signal.SIGUSR2)
@@ -108,10 +108,9 @@ class Process:
         before = None
         while self.stacks >= 0 and (not text or text != before) and time.monotonic() < deadline:
             time.sleep(0.1)
+            before = text
             with suppress(OSError):
-                latest = file.read_text("utf-8", "replace")
-                before = text
-                text = latest
+                text = file.read_text("utf-8", "replace")
         return text
 
 
@@ -237,7 +236,8 @@ def _newest_checkpoint(folder: Path) -> str:
         return f"{notes.folder_name(note.step)} on {note.host}, or a newer one"
     if step is not None:
         return notes.folder_name(step)
-    # Without the folder of checkpoints nothing is known: rank 0, which writes them, may be on another host.
+    # Without the folder of checkpoints nothing is known: rank 0, which
+    # writes them, may be on another host.
     is_here = (folder / "checkpoints").is_dir()
     return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"
 
@@ -247,7 +247,7 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
 
     Returns where they are, as part of a message; "" if nothing was written.
     """
-    if folder is None or not stacks:
+    if folder is None:
         return ""
     return within(SECONDS_FOR_FILES, lambda: _write_stacks(folder, stacks), "")
 

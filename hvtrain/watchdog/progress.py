@@ -168,12 +168,13 @@ class Progress:
         return self._num_bytes - before >= MIN_BYTES_OF_WORK
 
 
-# Factor on the limit until the first step has ended, since graphs are compiled, files listed and caches filled.
+# Factor on the limit until the first step has ended, since graphs are compiled,
+# files listed and caches filled.
 PATIENCE_AT_START = 3
 # A rank that misses this many beats counts as silent.
 BEATS_UNTIL_SILENT = 10
-# Time in which a main thread may end the process itself. If the end of other ranks unblocks the thread,
-# its error says more than the watchdog can; but the thread may also stay blocked forever.
+# Time in which a main thread may end the process itself. If the end of other ranks unblocks the
+# thread, its error says more than the watchdog can; but the thread may also stay blocked forever.
 SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 
@@ -255,7 +256,8 @@ class Standing:
             return silence
 
         idle = min(state.status.idle + self.silence(state) for state in self.ranks)
-        # The limit is longer for idle time only, not for silence: even a rank that is compiling reports.
+        # The limit is longer for idle time only, not for silence: even a
+        # rank that is compiling reports.
         if not all(state.status.started for state in self.ranks):
             limit *= PATIENCE_AT_START
         return idle if idle >= limit else 0.0
@@ -269,8 +271,8 @@ class Standing:
         if silent:
             return silent
 
-        # Within a step, a rank in DATA is behind one in FORWARD, since the latter may be waiting for it in
-        # an exchange within the forward pass.
+        # Within a step, a rank in DATA is behind one in FORWARD, since the latter may be waiting
+        # for it in an exchange within the forward pass.
         order = {DATA: 0, FORWARD: 1}
         positions = {
             state.rank: (state.status.step, order.get(state.status.phase, 2))
@@ -297,7 +299,8 @@ class Standing:
                 text = f"{text} and {len(guilty) - 3} more"
             return text
 
-        # The lowest rank stands for all at the same step and phase: in reverse order, the last one is kept.
+        # The lowest rank stands for all at the same step and phase: in
+        # reverse order, the last one is kept.
         states = {(state.status.step, state.status.phase): state for state in reversed(self.ranks)}
         if len(states) > 1:
             text = ", ".join(

@@ -1,13 +1,15 @@
 """From facts to rows: what each check says, without a cluster."""
 
 import copy
+import socket
+import threading
 
 import pytest
 
 from hvtrain.checks.judge_hosts import files_needed, judge_clocks, judge_machines, judge_software
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.checks.measure_links import judge_links
-from hvtrain.checks.probe import MAX_ENTRIES, _entries, fingerprint
+from hvtrain.checks.probe import MAX_ENTRIES, _entries, exchange, fingerprint, free_port
 from hvtrain.checks.table import Row
 
 NAMES = ["s1", "s2", "s3"]
@@ -270,3 +272,19 @@ def test_of_very_many_files_folders_are_told():
     entries = _entries(files)
     assert entries.keys() == {"a/", "b/"}
     assert _entries({**files, "b/7": "other"})["b/"] != entries["b/"]
+
+
+def test_another_program_on_a_port_is_named():
+    """Even if what it answers is not text."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        caller, _ = server.accept()
+        with caller:
+            caller.recv(200)
+            caller.sendall(b"\xff\xfe\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    request = {"me": "s1", "port": free_port(), "token": "secret", "seconds": 1.0}
+    result = exchange({**request, "others": {"s2": server.getsockname()}})
+    assert result == {"missing": {"s2": "another program answers there"}, "clocks": {}}

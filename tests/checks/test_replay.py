@@ -181,6 +181,8 @@ def test_each_checkpoint_leaves_a_receipt(folder):
     assert (
         facts["ranks"] == {"number of ranks": 2}
         and facts["settings"]["optimizer.learning_rate"] == 0.001
+        and facts["settings"]["checkpoint.every_steps"] == 4
+        and "checkpoint.keep" not in facts["settings"]
     )
     assert {"data", "code", "versions", "hardware"} <= facts.keys()
     digests = receipts[18].digests

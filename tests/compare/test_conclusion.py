@@ -273,7 +273,7 @@ def test_one_process_trains_as_the_ranks_together_do() -> None:
     mine = settings_of(single)
     assert (mine["train.batch_size"], mine["train.steps"]) == ("64", "25")
     assert float(mine["optimizer.learning_rate"]) == pytest.approx(0.004)
-    assert single.differences == (ORDER,) and horovod.differences == ()
+    assert single.differences == [ORDER] and horovod.differences == []
     assert settings_of(horovod)["train.batch_size"] == "16"
     by_root = contestants(
         [*common, "train.learning_rate_scale=sqrt", "schedule.warmup_epochs=1"], 4

@@ -7,7 +7,7 @@ import pytest
 
 from hvtrain.config.choices import run_settings
 from hvtrain.config.compose import compose
-from hvtrain.config.instantiate import build
+from hvtrain.config.instantiate import build, declared
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.training.resume import changed_settings
@@ -72,6 +72,11 @@ def test_the_builder_never_gets_them():
     assert build(config, "model", keras.Model, **SHAPE).count_params() == 64 * 3 + 3
 
 
+def test_a_setting_takes_precedence_over_a_fact():
+    given = declared(lambda **options: None, ["num_classes"], SHAPE, "model", "toys")
+    assert given == {"image_shape": (8, 8, 1)}
+
+
 @pytest.mark.parametrize("arguments", [[], ["model.freeze=[a]"]])
 def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
     config = composed(f"model._target_={__name__}.own", *arguments)
@@ -94,7 +99,7 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
         ("model.weights=[a]", "model.weights=['a'] is not a string or null"),
         (
             "model.weights_except=a*",
-            "model.weights_except was given without model.weights; name the source of the other weights there",
+            "model.weights_except was given without model.weights; set that to the source of the other weights",
         ),
         ("train.ema=1", "train.ema=1.0 is out of range; it must be between 0 and 1, such as 0.999"),
         ("train.ema=0", "train.ema=0.0 is out of range; it must be between 0 and 1, such as 0.999"),

@@ -105,7 +105,7 @@ def test_a_launch_has_them_on_no_command_line_and_in_no_file(tmp_path):
     )
     assert (code, text) == (
         2,
-        "hvtrain: cluster=slurm cannot be combined with notify=, whose addresses would stand in its files; "
+        "hvtrain: cluster=slurm cannot be combined with notify=, whose addresses would be written to its files; "
         "set HVTRAIN_NOTIFY where the job runs instead\n",
     )
     code, text = output(*dry, "--", f"notify={SLACK}", "notify=[]", cwd=tmp_path)

@@ -117,6 +117,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"train": {"epochs": None}}, "train.epochs=None is not a whole number"),
         ({"train": {"steps": "x"}}, "train.steps=x is not a whole number or null"),
         ({"train": {"epochs": 0}}, "train.epochs=0 is out of range; it must be at least 1"),
+        ({"seed": 2**63}, "seed=9223372036854775808 is out of range"),
         ({"train": {"batch_size": -4}}, "train.batch_size=-4 is out of range"),
         ({"train": {"batch_size": [4, 0]}}, "train.batch_size=0 is out of range"),
         ({"train": {"batch_size": [4, "x"]}}, "train.batch_size=x is not a whole number"),

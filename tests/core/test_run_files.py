@@ -55,7 +55,7 @@ def test_a_row_that_was_not_written_comes_with_the_next(tmp_path):
             table.save(records[:2])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert read_history(tmp_path) == records[:1], "a part of a row"
+    assert (tmp_path / "history.csv").stat().st_size == length, "a part of a row"
     table.save(records)
     assert read_history(tmp_path) == records
 

@@ -381,7 +381,7 @@ LAYER = "+augment.x={_target_: keras.layers."
         ),
         (
             [LAYER + "RandomRotation}"],
-            "x._target_=keras.layers.RandomRotation needs factor, which is no setting of it",
+            "x._target_=keras.layers.RandomRotation needs factor, which is not set",
         ),
         (
             [LAYER + "RandomFlp}"],

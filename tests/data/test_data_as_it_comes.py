@@ -492,6 +492,7 @@ ROWS = [
     ([PIXELS, PIXELS], ["b", "a"], {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "a"], {"class_names": ["b", "a"]}, [0, 1]),
     ([PIXELS, PIXELS], pa.array(["b", "a"]).dictionary_encode(), {}, [1, 0]),
+    ([PIXELS, PIXELS], (pa.array(["b"]), pa.array(["a"], pa.large_string())), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),
     ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 names \(b\), but dataset.num_classes is 2"),
     ([PIXELS / 255, PIXELS * 1.0], [0, 1], {}, "b.parquet up to 2.*; write both in one range"),
@@ -501,9 +502,11 @@ ROWS = [
 
 @pytest.mark.parametrize(("images", "labels", "options", "expected"), ROWS)
 def test_rows_of_parquet(images, labels, options, expected, tmp_path):
-    labels = labels if isinstance(labels, pa.Array) else pa.array(labels)
+    if isinstance(labels, list):
+        labels = pa.array(labels)
     for row, name in enumerate(["train_a.parquet", "train_b.parquet"]):
-        table = pa.table({"image": pa.array([images[row]]), "label": labels[row : row + 1]})
+        label = labels[row] if isinstance(labels, tuple) else labels[row : row + 1]
+        table = pa.table({"image": pa.array([images[row]]), "label": label})
         pq.write_table(table, tmp_path / name)
         pq.write_table(table, tmp_path / "VAL.PARQUET")
     pq.write_table(table, tmp_path / "value.parquet")

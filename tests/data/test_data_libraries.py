@@ -190,12 +190,16 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
     rows = {
         "short": [[1.0, 2.0]] * 4 + [[1.0]],
         "gap": [1.0, 2.0, None, 4.0, 5.0],
+        "list": [[1.0], [2.0], [3.0], None, [5.0]],
+        "inner": [[1.0], [2.0], [None], [4.0], [5.0]],
         "size": [1.0] * 5,
     }
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
     said = {
         "short": "row 4 has 1 values (row 0 of train: 2) in short",
         "gap": "row 2 has no value in gap",
+        "list": "row 3 has no value in list",
+        "inner": "row 2 has no value in inner",
     }
     for column, message in said.items():
         source = HuggingFace(str(tmp_path / "rows"), column, "size")
@@ -204,6 +208,13 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
         assert message in str(source.explain(caught.value)) and isinstance(
             source.explain(caught.value), DataError
         )
+    images = datasets.Dataset.from_dict(
+        {"image": [Image.fromarray(pictures(1, 0)[0]), None], "size": [1.0] * 2},
+        features=datasets.Features({"image": datasets.Image(), "size": datasets.Value("float64")}),
+    )
+    images.save_to_disk(str(tmp_path / "images"))
+    with pytest.raises(DataError, match="train: row 1 has no value in image"):
+        HuggingFace(str(tmp_path / "images"), "image", "size", SHAPE).description()
     first = datasets.Dataset.from_dict({"short": [None, [1.0]], "size": [1.0] * 2})
     first.save_to_disk(str(tmp_path / "first"))
     with pytest.raises(DataError, match="train: row 0 has no value in short"):

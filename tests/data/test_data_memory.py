@@ -75,6 +75,14 @@ def test_a_manifest_sees_another_structure_and_another_number():
     assert other.num_examples("validation") == 4
 
 
+def test_equal_texts_have_equal_digests():
+    first, equal, other = (
+        manifest.digest_arrays([np.array([b"".join([b"a", end]), "c"], object)])
+        for end in (b"b", b"b", b"x")
+    )
+    assert first == equal != other
+
+
 @pytest.mark.parametrize(
     ("arrays", "options", "said"),
     [
@@ -87,6 +95,11 @@ def test_a_manifest_sees_another_structure_and_another_number():
             ({"a": np.where(AGES == 7, np.nan, AGES)}, AGES),
             {},
             r"inputs.a of example 7 hold NaN or infinite",
+        ),
+        (
+            ({"a": np.where(AGES == 9, 1e39, AGES)}, AGES),
+            {},
+            r"inputs.a of example 9 hold NaN or infinite",
         ),
         (
             (AGES * 1.0, AGES, np.ones((2, 5)), AGES[:2]),

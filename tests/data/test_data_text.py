@@ -10,20 +10,21 @@ from pyarrow import csv, parquet
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, manifest
 from hvtrain.data.formats.documents import (
-    WHOLE_DOCUMENTS,
     cut,
+    deal,
     embedded,
     read_documents,
     read_labelled,
 )
 from hvtrain.data.formats.tokenizer import Tokenizer, train_tokenizer
-from hvtrain.data.sources.text import Text
+from hvtrain.data.sources.text import WHOLE_DOCUMENTS, Text
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Language
 
 RANDOM = np.random.default_rng(0)
 WORDS = ["tree", "house", "river", "stone", "bird", "gräbt", "läuft", "the", "a", "one"]
 DOCUMENTS = [f"{number}: " + " ".join(RANDOM.choice(WORDS, 60)) + ".\n" for number in range(40)]
+LENGTHS = list(map(len, DOCUMENTS))
 SMALL = {"vocabulary_size": 320, "length": 16}
 
 
@@ -75,31 +76,34 @@ def test_the_targets_are_the_next_tokens(file):
     inputs, targets = examples(source, "train")
     flat = np.append(inputs, targets[-1, -1])
     np.testing.assert_array_equal(flat[1:], targets.ravel())
-    parts = cut(DOCUMENTS, 0.1, 0.1)
+    train = [DOCUMENTS[number] for number in deal(LENGTHS, 0.1, 0.1)["train"]]
     text = source.text_of(flat)
-    assert (
-        "".join(parts["train"]).startswith(text) and len(text) > sum(map(len, parts["train"])) - 100
-    )
-    assert (flat == source.tokenizer.end).sum() in (len(parts["train"]) - 1, len(parts["train"]))
+    assert "".join(train).startswith(text) and len(text) > sum(map(len, train)) - 100
+    assert (flat == source.tokenizer.end).sum() in (len(train) - 1, len(train))
     assert source.preprocessing().inputs().dtype == "int32"
 
 
 def test_whole_documents_are_for_one_split():
-    parts = cut(DOCUMENTS, validation=0.2, test=0.1)
-    assert sorted(text for texts in parts.values() for text in texts) == sorted(DOCUMENTS)
+    parts = deal(LENGTHS, validation=0.2, test=0.1)
+    assert sorted(number for numbers in parts.values() for number in numbers) == list(range(40))
     assert [len(parts[split]) for split in ("train", "validation", "test")] == [28, 8, 4]
-    assert parts["train"] != DOCUMENTS[:28], "chosen at random"
-    assert parts == cut(DOCUMENTS, validation=0.2, test=0.1)
-    one_long = ["x" * 100_000, *DOCUMENTS[:20]]
-    assert all(cut(one_long, 0.1, 0.1).values()), "whatever their lengths"
+    assert parts["train"] != list(range(28)), "chosen at random"
+    assert parts == deal(LENGTHS, validation=0.2, test=0.1)
+    assert all(deal([100_000, *LENGTHS[:20]], 0.1, 0.1).values()), "whatever their lengths"
 
 
-def test_few_documents_are_cut_as_one_text():
+def test_few_documents_are_cut_as_one_text(tmp_path):
     few = DOCUMENTS[: WHOLE_DOCUMENTS - 1]
     parts = cut(few, validation=0.2, test=0.1)
     assert "".join(text for texts in parts.values() for text in texts) == "".join(few)
     assert len("".join(parts["test"])) == pytest.approx(0.1 * len("".join(few)), abs=1)
     assert cut(["ab", "cd"], 0, 0) == {"train": ["ab", "cd"]}
+
+    parquet.write_table(pa.table({"tale": few}), tmp_path / "few.parquet")
+    source = tales(str(tmp_path / "few.parquet"))
+    inputs, targets = examples(source, "train")
+    train = "".join(cut(few, 0.1, 0.1)["train"])
+    assert train.startswith(source.text_of(np.append(inputs, targets[-1, -1])))
 
 
 def test_ranks_share_the_rows_and_have_one_tokenizer(file):
@@ -179,7 +183,7 @@ def test_tokens_are_hidden_anew_in_training_and_alike_in_evaluation(file):
 def test_texts_from_files_folders_and_tables(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "a.txt").write_bytes(b"eins\r\n")
-    (tmp_path / "b/c.txt").write_text("zwölf", encoding="utf-8")
+    (tmp_path / "b/c.txt").write_text("zwölf", encoding="utf-8-sig")
     (tmp_path / "empty.txt").write_text(" \n")
     assert read_documents(str(tmp_path), None) == ["eins\r\n", "zwölf"]
     assert read_documents(str(tmp_path / "a.txt"), None) == ["eins\r\n"]

@@ -104,6 +104,7 @@ CASES = [
     Case("dollars", text(f"${number}" for number in NUMBERS), "x: number (in $)", NUMBERS),
     Case("euros", text(f"{number} €" for number in NUMBERS).encode("cp1252"), "x: number (in €)", NUMBERS),
     Case("minus signs", text(str(number).replace("-", "\N{MINUS SIGN}") for number in SIGNED), "x: number", SIGNED),
+    Case("units within units", text([f"{number} m" for number in NUMBERS[:-1]] + ["7 mm"]), "x: number (in m, 1 gap, among them '7 mm', filled with the median 2080.25)", [*NUMBERS[:-1], np.nan], options=MEDIAN),
     Case("percent", text(f"{number}%" for number in NUMBERS), "x: number (in %)", NUMBERS),
     Case("a word after each number", text(f"{number} kg" for number in NUMBERS), "x: number (in kg)", NUMBERS),
     Case("a word after few numbers", text(f"{number % 5} doors" for number in range(ROWS)), "x: 5 names", [f"{number % 5} doors" for number in range(ROWS)], pandas={}),
@@ -277,6 +278,7 @@ LATER: list[tuple[str, str, str, dict[str, Any], Callable[[Any], bool] | str]] =
     ("names for numbers", PLAIN, "x\na\nb\n", MEDIAN, r"the column x holds 'a', which cannot be read as float_normalized"),
     ("a gap", PLAIN, "x,z\n1,1\n,1\n", {}, r"row 1 has no x"),
     ("a gap that is filled", PLAIN, "x,z\n1,1\n,1\n", MEDIAN, lambda rows: np.isnan(rows.raw(np.arange(2))["x"][1, 0])),
+    ("a cell that is not a number", PLAIN, "x\n1\nodd\n", MEDIAN, lambda rows: np.isnan(rows.raw(np.arange(2))["x"][1, 0])),
     ("another decimal sign", text(map(comma, NUMBERS), ";"), "x,z\n50.25,3\n", {}, r"holds '50.25', which cannot be read as float_normalized"),
     ("another column", PLAIN, "z\n1\n", {}, r"lacks the column x; it has z"),
     ("an id", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="k,x"), "k,x\na7,3\n", {"id": "k"}, lambda rows: rows.ids["k"].tolist() == ["a7"]),
@@ -289,7 +291,12 @@ LATER: list[tuple[str, str, str, dict[str, Any], Callable[[Any], bool] | str]] =
     ids=[row[0] for row in LATER],
 )
 def test_a_later_file_is_read_as_the_training_table_was(
-    train: str, new: str, options: Any, becomes: Any, tmp_path: Path
+    train: str,
+    new: str,
+    options: Any,
+    becomes: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "t.csv").write_text(train)
     (tmp_path / "new.csv").write_text(new)
@@ -299,6 +306,7 @@ def test_a_later_file_is_read_as_the_training_table_was(
             source.new_rows(tmp_path / "new.csv")
     else:
         assert becomes(source.new_rows(tmp_path / "new.csv"))
+        assert ("holds 'odd'" in caplog.text) == ("odd" in new)
 
 
 def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:
@@ -384,6 +392,12 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
     source = Table(str(tmp_path / "t.csv"), "y", id="key", test_file=str(tmp_path / "test.csv"))
     with pytest.raises(DataError, match=r"test.csv lacks the column key \(dataset.id\)"):
         source.num_examples("test")
+    fitted = Table(str(tmp_path / "t.csv"), "y", id="key", num_test=9).fitted()
+    later = Table(str(tmp_path / "t.csv"), "y", id="x", num_test=9)
+    later.fit_as(fitted)
+    assert list(later.ids("test", Topology())["x"]) == ["1"] * 9, "of the later setting"
+    large = later._ids_in(pa.table({"x": [2**53 + 1, None]}))
+    assert large["x"].tolist() == [2**53 + 1, None]
 
 
 @pytest.mark.parametrize(

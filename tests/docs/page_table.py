@@ -242,7 +242,7 @@ TABLE = {
     ],
     "replay": [
         Row("run.dir=runs/exact"),
-        Row("hvtrain replay", prints="same bits: 5 receipts of steps 44 to 132"),
+        Row("hvtrain replay", prints="same bits: 5 receipts of steps 46 to 138"),
         Row("run.dir=runs/other"),
         *held("exits with 1: tests/checks/test_replay.py", "hvtrain bisect"),
     ],

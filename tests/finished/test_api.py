@@ -113,6 +113,10 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
             ["prompt=The", "dataset=digits", "model.width=8"],
             "digits is of another kind than the run was trained on: ",
         ),
+        (
+            ["prompt=The", "dataset=digits", "+dataset.flip=true"],
+            "unexpected keyword argument 'flip'",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(tales, monkeypatch, arguments, message):

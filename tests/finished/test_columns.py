@@ -125,7 +125,7 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
         with pytest.raises(
             ConfigError, match=f"--output {output} is what is read too; choose another name"
         ):
-            writer_for(output, has_masks, [tmp_path / "none", read])
+            writer_for(output, has_masks, [None, {"file": ["none", str(read)]}])
 
 
 def test_masks_do_not_go_among_other_files(tmp_path):
@@ -137,11 +137,11 @@ def test_masks_do_not_go_among_other_files(tmp_path):
 def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "link.csv").symlink_to(tmp_path / "there.csv")
     writer = writer_for(tmp_path / "link.csv", has_masks=False)
-    writer.add({"example": np.arange(2)})
+    writer.add({"example": np.arange(2), "day": np.array(["2024-01-01", "NaT"], "M8[ns]")})
     writer.close()
     assert (tmp_path / "link.csv").is_symlink() and (
         tmp_path / "there.csv"
-    ).read_text() == "example\n0\n1\n"
+    ).read_text() == "example,day\n0,2024-01-01 00:00:00\n1,\n"
 
 
 def test_batches_share_row_groups(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import yaml
@@ -339,3 +340,12 @@ def test_an_export_takes_one_process(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     with pytest.raises(ConfigError, match="export takes one process"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras")
+
+
+def test_many_outputs_keep_their_order(tmp_path):
+    inputs = keras.Input((1,))
+    model = keras.Model(inputs, [inputs * number for number in range(11)])
+    write, open_exported = exported.FORMATS["tflite"]
+    write(model, tmp_path / "m.tflite")
+    outputs = open_exported(tmp_path / "m.tflite")(np.ones((1, 1), np.float32))
+    assert np.ravel(outputs).tolist() == list(range(11))

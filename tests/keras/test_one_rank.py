@@ -14,6 +14,7 @@ from hvtrain.errors import StorageError
 from hvtrain.keras.compression import sent_bytes
 from hvtrain.keras.gradients import group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
+from hvtrain.keras.ordered_reduction import ordered_means
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
 
@@ -35,6 +36,21 @@ def test_accumulated_gradients_are_summed_as_on_several_ranks(averages, weight):
     for _ in range(2):
         optimizer.apply([tf.constant([1.0])])
     assert variable.numpy() == [weight]
+
+
+def test_an_ordered_mean_keeps_the_digits_of_float64():
+    value = tf.constant([1 + 1e-12], tf.float64)
+    (mean,) = ordered_means([[value]], "digits", hvd.global_process_set)
+    assert mean.numpy() == value.numpy()
+
+
+def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
+    monkeypatch.setattr(keras.config, "dtype_policy", lambda: SimpleNamespace(name="mixed_float16"))
+    variable = keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), check_finite=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the gradient is not finite"):
+        optimizer.apply([tf.constant([np.nan])], [variable])
+    assert variable.numpy() == [1.0]
 
 
 def test_no_backward_pass_for_a_step_is_refused():

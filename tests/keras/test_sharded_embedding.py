@@ -131,6 +131,10 @@ def test_a_gradient_of_one_rank_that_is_not_finite_fails_the_step_on_all(ranks):
 def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
     assert ranks[0]["saved"]["gap"] == 0
     assert "save the model inside hvd.whole_tables(model)" in ranks[0]["saved"]["alone"]
+    assert (
+        "table users takes 0.0 GiB, and a .keras file is written in memory"
+        in ranks[0]["saved"]["too large"]
+    )
     assert [rank["saved"]["reloaded"] for rank in ranks] == [0.0] * len(ranks)
 
 

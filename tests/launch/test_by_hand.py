@@ -72,7 +72,7 @@ def test_a_rank_that_is_taken_is_refused_with_the_host_that_has_it():
     with meeting(SERVERS) as (coordinator, comes, _, server):
         comes(3, "s2")
         with pytest.raises(
-            ConfigError, match=r"^worker 1 is there already, on host s2; end one of the two$"
+            ConfigError, match=r"^worker 1 is already running on host s2; end one of the two$"
         ):
             claim(coordinator, 3, SERVERS.names, ["s3", "10.0.0.3"], 60)
         message = "this process expects worker 0, worker 1, and rank 0 expects coordinator 0, ps 0, worker 0"
@@ -88,8 +88,8 @@ def test_who_is_missing_is_named_to_all():
         waiting = comes(2)
         comes(0, seconds=0.4).join()
         assert re.fullmatch(
-            r"ps 0, worker 1 did not connect to 127.0.0.1:\d+ in time \(0.4 s\); start what is missing with the same "
-            "--coordinator, or raise --start-timeout",
+            r"ps 0, worker 1 did not connect to 127.0.0.1:\d+ in time \(0.4 s\); start the missing processes "
+            "with the same --coordinator, or raise --start-timeout",
             results[0],
         )
         server.close()  # As rank 0 does at its end.
@@ -115,7 +115,7 @@ def test_a_process_that_has_ended_while_it_waited_may_come_again():
         assert (response.status, json.load(response)) == (202, ["worker 0"])
         gone.close()
         comes(1, "s2").join()
-        assert results.pop(1) == "worker 1 is there already, on host s9; end one of the two"
+        assert results.pop(1) == "worker 1 is already running on host s9; end one of the two"
         time.sleep(PAUSES_OF_A_CLAIM * pause_seconds(2))
         for thread in (comes(1, "s2"), comes(0)):
             thread.join()
@@ -142,7 +142,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         for thread in (comes(0), comes(1)):
             thread.join()
         assert results[0] == results[1] == [["s1", "10.0.0.1"]] * 2
-    dropped = "hvtrain: 127.0.0.1 sent what no rank would to this launch's port; it was dropped\n"
+    dropped = "hvtrain: 127.0.0.1 sent a request that no rank sends to this launch's port; it was dropped\n"
     assert capfd.readouterr().err == dropped * (not sent.startswith(b"\x00"))
 
 
@@ -151,7 +151,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
     [
         ("s1", 0, 1, ConfigError, "--coordinator s1 is not HOST:PORT; give rank 0's host and a free port: s1:2222"),
         ("localhost:0", 0, 1, ConfigError, "--coordinator localhost:0 is not HOST:PORT"),
-        ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 address here; add it to"),
+        ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 .* or give its address$"),
         ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
         ("192.0.2.1:FREE", 0, 1, ConfigError, "192.0.2.1 is not an address of .*; start worker 0 there, or give"),
         ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; stop what uses it, or choose another port for"),
@@ -177,6 +177,14 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
         "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any"
         in capsys.readouterr().err
     )
+
+
+def test_of_several_interfaces_gloo_gets_the_first(monkeypatch):
+    monkeypatch.setattr("hvtrain.launch.by_hand._run", lambda command, environment: environment)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    variables = start(Roles(1), 0, f"localhost:{free_port()}", ["true"], {}, 1, "lo,eth0")
+    assert variables["HOROVOD_GLOO_IFACE"] == "lo"
+    assert variables["NCCL_SOCKET_IFNAME"] == "lo,eth0"
 
 
 @contextmanager

@@ -61,10 +61,12 @@ def test_all_processes_get_the_run_folder_that_the_settings_give(tmp_path):
     run = command._run(["run.dir=runs/${now:%Y}"], OPTIONS, None)
     assert run.command[-1] == f"run.dir={run.folder}" and "$" not in run.folder
     assert command._run(["run.dir=runs/a"], OPTIONS, None).command == (*RUN, "run.dir=runs/a")
+    run = command._run(["run.name='a,b'"], OPTIONS, None)
+    assert run.command[-1] == f"run.dir='{run.folder}'"
 
 
 def test_a_batch_job_may_not_refuse_its_own_checkpoints():
-    with pytest.raises(ConfigError, match=r"resume=never would refuse .* cluster=slurm goes on"):
+    with pytest.raises(ConfigError, match=r"resume=never would refuse .* cluster=slurm resumes"):
         command._run(["resume=never"], OPTIONS, Slurm())
 
 
@@ -98,4 +100,7 @@ def test_a_cluster_file_without_settings_is_refused(tmp_path):
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster/mine.yaml").write_text("slurm\n")
     with pytest.raises(ConfigError, match=r"mine.yaml holds no settings; write lines such as"):
+        cluster_files.choose(["cluster=mine"], [tmp_path])
+    (tmp_path / "cluster/mine.yaml").write_text("kind: ssh\nnodes: 2\n")
+    with pytest.raises(ConfigError, match=r"^nodes: ssh has no such settings; choose cluster="):
         cluster_files.choose(["cluster=mine"], [tmp_path])

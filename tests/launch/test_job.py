@@ -59,7 +59,7 @@ def test_hosts_that_are_none(text):
 
 
 def test_a_host_twice():
-    with pytest.raises(ConfigError, match="s1 is there twice"):
+    with pytest.raises(ConfigError, match="s1 is listed 2 times"):
         parse_hosts("s1:1,s2:1,s1:2")
 
 
@@ -69,6 +69,11 @@ def test_a_hostfile(tmp_path):
     assert parse_hostfile(path) == (Host("s1", 4), Host("s2", 2), Host("10.0.0.3", 1))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         parse_hostfile(tmp_path / "none")
+    # As an editor with another encoding writes it.
+    path.write_bytes("# für uns\ns1 slots=4\ns2 4\n".encode("latin-1"))
+    line = "hosts: 's2 4' is not a host and a number of ranks; write lines such as: s1 slots=4"
+    with pytest.raises(ConfigError, match=line):
+        parse_hostfile(path)
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "eth0"), ("ib0", "ib0")])
@@ -234,7 +239,7 @@ def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
         ssh=Ssh(2222, "key"),
         mpirun=True,
     )
-    line = launcher_command(job, HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24", {}))
+    line = launcher_command(job, HostNetwork("eth0", "ens5,eth0", "10.0.0.0/24", {}))
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text

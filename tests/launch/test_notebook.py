@@ -121,7 +121,10 @@ def test_no_rank_outlives_its_cell(way, tmp_path):
         assert not ranks_below(tmp_path), "and by then they are gone"
         assert "failed" not in text_of(client.nb.cells[0]), text_of(client.nb.cells[0])
         wait_until(
-            lambda: "rank 0 ended well before the function returned" in text_of(client.nb.cells[1]),
+            lambda: (
+                "rank 0 ended without an error before the function returned"
+                in text_of(client.nb.cells[1])
+            ),
             "next",
         )
     elif way == "shutdown":
@@ -163,7 +166,7 @@ def test_what_cannot_be_sent(tmp_path, monkeypatch):
     lock = threading.Lock()
     with pytest.raises(
         ConfigError,
-        match=r"it cannot be sent to another process \(TypeError: .*lock.*\); send numbers",
+        match=r"^the function or one of its arguments cannot be sent .* \(TypeError: .*lock.*\); send numbers",
     ):
         hvtrain.run_ranks(2, lambda: lock)
     (tmp_path / "launch").rename(tmp_path / "kept")
@@ -181,10 +184,11 @@ def test_what_a_rank_refuses(tmp_path, monkeypatch):
     ):
         rank_main()
     path = tmp_path / FUNCTION_FILE
-    write_object(path, (threading.Lock, (), {}, {}))
+    write_object(path, (threading.Lock, (), {}, {}), "the function")
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(
-        ConfigError, match=r"the function returned a lock: it cannot be sent to another process"
+        ConfigError,
+        match=r"^the function's return value of type lock cannot be sent to another process",
     ):
         rank_main()
     path.chmod(0o666)

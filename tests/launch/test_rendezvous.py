@@ -107,7 +107,7 @@ def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(
         send("PUT", "worker_addresses", "s1:2", code)
     assert tmp_path.exists() and len(driver.calls) == 2
     assert capfd.readouterr().err == (
-        "hvtrain: 127.0.0.1 sent what no rank would to this launch's port; it was dropped\n"
+        "hvtrain: 127.0.0.1 sent a request that no rank sends to this launch's port; it was dropped\n"
     )
     send("PUT", "global", 0, "an address")
     server.init(None)

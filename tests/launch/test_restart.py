@@ -53,7 +53,7 @@ print(ending.code, ending.message)
         (
             {},
             1000,
-            r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*",
+            r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; check there .*",
         ),
         ({"HOROVOD_RANK": "0"}, 1, "0"),
     ],
@@ -167,7 +167,7 @@ def test_too_few_hosts_use_up_the_restarts(tmp_path):
         output = finish(launched)
         assert launched.returncode == 75, output
         message = (
-            "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 cannot be reached"
+            "restart 2 of 2 is skipped, since 2 ranks need more hosts: host s2 cannot be reached"
         )
         assert message in last_line(output), output
 

@@ -122,6 +122,7 @@ def test_a_restart_has_as_many_processes():
     [
         ("--num-ps 1", ["strategy=horovod"], "--num-ps 1: .*HorovodStrategy has no parameter servers; choose"),
         ("-np 2 --min-np 1", ["strategy=servers"], "--min-np cannot be combined with a strategy that needs"),
+        ("-np 4 --min-np 1 --max-np 2", ["strategy=elastic"], "--max-np 2 is less than -np 4; raise it"),
         ("-np 2 --max-np 4", ["strategy=replicas"], "--max-np cannot be combined with a strategy that trains"),
         ("-np 2 --host-discovery-script x", ["strategy=servers"], "--host-discovery-script cannot be combined"),
         ("-np 4 -H s1:2,s2:2", ["strategy=replicas"], "-np 4 needs as many slots on one host and s1 has 2; lower -np"),
@@ -129,7 +130,7 @@ def test_a_restart_has_as_many_processes():
         ("-np 2 cluster=mpijob", ["strategy=servers"], "cluster=mpijob starts equal ranks, and this strategy needs a"),
         ("-np 2 cluster=docker", ["strategy=replicas"], "cluster=docker starts equal ranks, .* use cluster=slurm \\("),
         ("-np 2 cluster=spark", ["strategy=replicas"], "cluster=spark starts equal ranks, and this strategy trains"),
-        ("-np 2 cluster=slurm --num-ps 1", ["python", "x.py"], "cluster=slurm takes --num-ps with settings of a run"),
+        ("-np 2 cluster=slurm --num-ps 1", ["python", "x.py"], "cluster=slurm takes --num-ps only with settings of a"),
         ("", ["strategy=servers", "strategy.num_ps=0"], "strategy.num_ps=0 is out of range; it must be a whole number"),
         ("--task-index 0", ["strategy=horovod"], "--task-index was given without --job-name; give the job"),
         ("-np 2 cluster=slurm --start-timeout 5", [], "--start-timeout cannot be combined with cluster=slurm"),

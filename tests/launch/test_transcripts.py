@@ -222,6 +222,12 @@ def test_hosts_that_no_longer_answer_after_the_pause_are_looked_for_again(monkey
     assert restart.run(job, tmp_path, None, max_restarts=3) == 0
 
 
+def test_the_restart_of_an_elastic_job_names_its_script():
+    job = Job(("true",), 2, discovery_script="hosts.sh")
+    _, plan = restart._plan_restart(job, None, 2, {}, 1)
+    assert plan == "in 1 s, from the newest checkpoint, on the hosts that hosts.sh lists"
+
+
 def test_ctrl_c_ends_the_pause_before_a_restart(replay, monkeypatch):
     say = restart.console.say_error
 

@@ -42,8 +42,9 @@ def sources(tmp_path_factory):
     whole = keras.Model(raw, model(layers.Rescaling(0.5)(raw)), name="net_from_raw")
     whole.save(folder / "whole.keras")
     model.save(folder / "plain.keras")
-    model.save_weights(folder / "plain.weights.h5")
     checkpoint(model, folder / "checkpointed")
+    # With the optimizer, since the model is compiled by now.
+    model.save_weights(folder / "plain.weights.h5")
     checkpoint(network(7), folder / "run")
     whole.save(folder / "run/model.keras")
     damaged = folder / "damaged"

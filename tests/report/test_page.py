@@ -120,6 +120,10 @@ def test_states(tmp_path):
     assert read_run(more).state == "finished"
     (more / "checkpoints/step-00000060").mkdir()
     assert read_run(more).state == "failed", "it went on with more epochs, and was killed"
+    assert read_run(more).score == ("val_accuracy", 0.4), "not that of the test before"
+    (more / "checkpoints/step-00000060").rmdir()
+    (more / "starts.json").write_text(json.dumps([{**START, "first_step": 40, "num_ranks": 4}]))
+    assert (read_run(more).state, read_run(more).num_ranks) == ("failed", 4)
 
 
 def test_the_curves_of_many_ranks_are_three(tmp_path):

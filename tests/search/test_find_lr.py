@@ -65,7 +65,7 @@ def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
     assert has_diverged([-1.0] * 10 + [100.0])
 
 
-@pytest.mark.parametrize("losses", [[], [2.0], [math.nan]])
+@pytest.mark.parametrize("losses", [[], [2.0], [math.nan], [-1.0, -2.0, -math.inf]])
 def test_a_test_that_ends_at_once_has_a_picture(losses, tmp_path):
     write(tmp_path, [0.1] * len(losses), losses, None)
     assert (tmp_path / "range.png").stat().st_size

@@ -11,9 +11,10 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import Goal, goal_of, read_space
-from hvtrain.search.study import ranked, train_command
+from hvtrain.search.study import as_overrides, ranked
 from hvtrain.search.sweep import main
 from hvtrain.system.run_lock import RunLock
+from hvtrain.system.secrets import command_line
 
 DATA = "dataset.num_validation=100"
 
@@ -29,6 +30,7 @@ def space(folder: Path, text: str):
         ("", "defines no settings"),
         ("seed: [1", "cannot be read"),
         ("seed: 3", "seed is 3, which does not define a search; write {low: 1, high: 9}"),
+        ("seed: {low: 1, high: 2, 0: 3}", "seed: unknown key '0'"),
         ("seed: {low: 1, hihg: 2}", "seed: unknown key 'hihg'; did you mean 'high'?"),
         ("seed: {low: 1}", "seed is {'low': 1}; write {low: 1, high: 9}"),
         ("seed: {low: 2, high: 1}", "low 2 is not below high 1; widen the range"),
@@ -214,11 +216,8 @@ def test_the_table_has_the_best_first_and_failures_last():
 
 
 def test_the_line_that_repeats_the_best_has_no_secret():
-    line = train_command(
-        ["-np", "2"],
-        ["dataset.api_key=hunter2"],
-        {"optimizer.learning_rate": 0.1, "model.hidden": [8]},
-    )
+    settings = as_overrides({"optimizer.learning_rate": 0.1, "model.hidden": [8]})
+    line = command_line("launch", ["-np", "2", "--", "dataset.api_key=hunter2", *settings])
     assert line.startswith(
         "python -m hvtrain launch -np 2 -- 'dataset.api_key=***' optimizer.learning_rate=0.1 "
     )

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
+from hvtrain.data.formats import tar_files
 from hvtrain.data.formats.tar_files import find_members, members_ahead
 from hvtrain.data.manifest import user_path
 from hvtrain.data.sources.image_folder import ImageFolder
@@ -72,7 +73,9 @@ def table(folder: Path):
     for part, name in zip(np.split(rows, 2), ("a", "b")):
         lines = [f"{x},{y},{int(x > 0)}" for x, y in part]
         (folder / f"rows-{name}.csv").write_text("\n".join(["x,y,target", *lines, ""]))
-    (folder / "other.csv").write_text("no,table\n")
+    (folder / "rows-old").mkdir()
+    for name in ("other.csv", "rows-old/c.csv"):
+        (folder / name).write_text("no,table\n")
     return lambda path: Table(f"{path}/rows-*.csv", "target", num_test=10)
 
 
@@ -105,6 +108,7 @@ def test_order_bits_and_manifest_are_those_of_a_local_folder(make, store, tmp_pa
     assert len(expected) > 4 and all(map(np.array_equal, expected, actual))
     assert far.manifest() == local.manifest()
     assert next(faults, None) is None
+    assert not any("rows-old" in path for path, _ in parts_of(store))
 
     # Another process finds it there, and asks for the list, and for what nobody has read, alone.
     wait(members_ahead._parts.values())
@@ -253,7 +257,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
     first, second = map(user_path, addresses[:2])
     with pytest.raises(
         DataError,
-        match=r"100 B have no room in the cache .*: others are using 200 B of 250 B; wait",
+        match=r"100 B do not fit in the cache .*: 200 B of 250 B are in use; wait until other runs end",
     ):
         user_path(addresses[2])
     # The first is free, as after the end of its process.
@@ -265,7 +269,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
     cache.forget_copies()
     with pytest.raises(
         DataError,
-        match=r"s3://data/part0 has 100 B, and the cache in .* may have 50 B; set HVTRAIN_CACHE",
+        match=r"s3://data/part0 has 100 B, and the cache in .* may hold 50 B; set HVTRAIN_CACHE",
     ):
         user_path(addresses[0])
     monkeypatch.setenv("HVTRAIN_CACHE_GIB", "much")
@@ -302,7 +306,8 @@ def test_what_a_killed_process_left_is_no_copy(store):
 
 @pytest.fixture
 def shards(store, tmp_path, monkeypatch):
-    """Two shards of 30 images in a folder and at an address; their index is there on this host."""
+    """Two shards of 30 images in a folder and at an address, of which no member is kept with the headers."""
+    monkeypatch.setattr(tar_files, "MAX_KEPT_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     write_shards(tmp_path / "shards", "train", *random_images(30), 2)
     address = store.put(tmp_path / "shards", f"data/{tmp_path.name}")
@@ -354,12 +359,23 @@ def test_shards_are_read_in_parts_with_the_order_and_bits_of_a_folder(shards, st
         )
 
 
+def test_members_that_are_read_with_the_headers_are_not_asked_for_again(shards, store, monkeypatch):
+    folder, address = shards
+    monkeypatch.setattr(tar_files, "MAX_KEPT_BYTES", tar_files.READ_AHEAD_BYTES)
+    far = open_shards(address)
+    assert far.num_examples("train") == 30
+    indexed = len(store.requests)
+    assert all(map(np.array_equal, batches_of(open_shards(folder)), batches_of(far)))
+    assert not ranges(store, indexed)
+
+
 @pytest.mark.parametrize(
     "num_images",
     [400, pytest.param(100_000, marks=pytest.mark.nightly)],
 )
 def test_a_resume_asks_for_no_byte_of_an_earlier_example(num_images, store, tmp_path, monkeypatch):
     """At 90% of 100,000; what is read ahead is of the same epoch."""
+    monkeypatch.setattr(tar_files, "MAX_KEPT_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     pixels = np.random.default_rng(0).integers(0, 256, (num_images, *SHAPE), np.uint8)
     paths = write_shards(tmp_path / "shards", "train", pixels, np.arange(num_images) % 3, 4)

@@ -110,6 +110,10 @@ def test_a_store_that_does_not_answer_is_one_that_cannot_be_written(begun, store
 def test_another_host_gets_the_newest_state_and_removes_what_is_gone(
     begun, store, monkeypatch, tmp_path
 ):
+    # What is gone already is no fault: an object whose deletion had no answer, a file that a callback removes.
+    store.filesystem().delete_file(f"{begun.address[5:]}/{CHECKPOINT.format(step=1)}")
+    (begun.folder / "spare").touch()
+    store.fault = lambda request: (begun.folder / "spare").unlink(missing_ok=True)
     for step in (2, 3):
         write(begun.folder, step)
         begun.send()
@@ -257,7 +261,7 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(begun,
     )
     with pytest.raises(
         ConfigError,
-        match=r"--output=s3://unit/x is an address, and a folder of this host is needed",
+        match=r"--output=s3://unit/x is an address, but this needs a folder on this host",
     ):
         local_folder("s3://unit/x", "--output")
     with pytest.raises(
@@ -390,6 +394,10 @@ def test_a_finished_run_in_a_bucket_is_used_by_its_address(trained, store, tmp_p
         assert done.code == 0, done
         figures.append(json.loads(output.read_text())["metrics"])
     assert figures[0] and figures[0] == figures[1]
+    wrong = ["hvtrain", "evaluate", "s3://runs/far", "--output=s3://runs"]
+    done = run_command(*wrong, cwd=tmp_path)
+    assert done.code == 2 and "names no object" in done.errors, done
+    assert "test examples" not in done.output, "refused only after the evaluation"
     for command, *options, name in (
         ("predict", "output.csv"),
         ("export", "format=keras", "model.keras"),

@@ -142,3 +142,13 @@ def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):
 
     monkeypatch.setattr(pynvml, "CDLL", absent)
     assert resources.busy_percent("GPU-a") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H100 NVL", 835e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None)]
+)
+def test_a_slice_of_a_gpu_has_no_known_peak(name, peak, monkeypatch):
+    details = {"device_name": name}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
+    assert resources.peak_flops("mixed_bfloat16") == peak

@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hvtrain.errors import BusyError
-from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create
 from launching import HASTY, finish, run, start
 
 HOLD = """
@@ -101,7 +102,18 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         (tmp_path / CLAIM_FILE).write_text(f"{process} {socket.gethostname()} 1000")
         with RunLock() as lock:
             lock.take(tmp_path, wait_seconds=0)
-    (tmp_path / CLAIM_FILE).write_text("1 another-host 1000")
+    assert not list(tmp_path.glob(f"{CLAIM_FILE}*"))
+    claim = tmp_path / CLAIM_FILE
+    claim.write_text(f"{ended.stdout.decode().strip()} {socket.gethostname()} 1000")
+    others = []
+    with monkeypatch.context() as patch:
+        # Another process finds the same claim at the same moment.
+        gone = tmp_path / "gone"
+        patch.setattr(
+            Path, "unlink", lambda path: others.append(_create(path)) or path.rename(gone)
+        )
+        assert _create(claim) and others == [False]
+    claim.write_text("1 another-host 1000")
     with pytest.raises(BusyError):
         RunLock().take(tmp_path, wait_seconds=0)
 

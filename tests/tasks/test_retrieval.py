@@ -31,6 +31,7 @@ def test_the_own_item_is_no_negative_of_a_query():
         assert loss == pytest.approx(
             np.log(np.exp(scores[row, columns]).sum()) - scores[row, row], rel=1e-5
         )
+    assert InBatchSoftmax.from_config(InBatchSoftmax(0.5).get_config()).temperature == 0.5
     # A control: of rows 0 and 2, which hold the same item, each would be the other's negative.
     assert in_training(InBatchSoftmax(temperature=0.5), np.arange(6))[0] > losses[0] + 1e-3
 

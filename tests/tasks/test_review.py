@@ -91,7 +91,7 @@ def test_labels_have_precision_and_recall():
 @pytest.mark.parametrize(
     ("target", "targets"), [("back", [0, 1, 0, 1]), ("cost", [5.0, 6.0, 5.5, 6.0])]
 )
-def test_rows_of_a_table_stand_with_their_values_and_their_line(target, targets, tmp_path):
+def test_rows_of_a_table_stand_with_their_values_and_their_number(target, targets, tmp_path):
     path = tmp_path / "visits.csv"
     path.write_text("age,place,back,cost\n1.5,a,no,5\n2.5,b,yes,6\n3.5,a,no,5.5\n4.5,b,yes,6\n")
     table = Table(str(path), target, drop=[*{"back", "cost"} - {target}], test_file=str(path))
@@ -105,8 +105,8 @@ def test_rows_of_a_table_stand_with_their_values_and_their_line(target, targets,
         np.zeros((4, 3), np.float32), np.array(targets), outputs, 4, "test", 4
     )
     worst = task.review(examples, None, table)[-1]
-    assert worst.columns[-3:] == ["line of visits.csv", "age", "place"]
-    assert worst.rows[0][-3:] == [4, "3.5", "a"], "the third row, below the header"
+    assert worst.columns[-3:] == ["row of visits.csv", "age", "place"]
+    assert worst.rows[0][-3:] == [2, "3.5", "a"], "the third row"
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 2)])

@@ -182,8 +182,12 @@ def small(image_shape):
             keras.metrics.AUC(),
             r"task.metrics.found cannot take targets of shape \(32,\) and outputs of \(32, 10\), as C",
         ),
+        (
+            keras.metrics.MeanMetricWrapper(small),
+            "task.metrics.found cannot take targets .*: Could not locate function 'small'",
+        ),
     ],
-    ids=["a maximum", "another shape"],
+    ids=["a maximum", "another shape", "not to be copied"],
 )
 def test_a_metric_that_would_be_wrong_is_refused(metric, message):
     with pytest.raises(ConfigError, match=message):

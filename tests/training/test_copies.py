@@ -271,7 +271,7 @@ class LoseDisk(keras.callbacks.Callback):
 """
 
 
-def on_own_disks(tmp_path, hosts, runs, timeout=90):
+def on_own_disks(tmp_path, hosts, runs, timeout=300):
     """What ranks with a disk each saw of the runs, and all output."""
     for name in ("run", *(f"disks/{host}" for host in hosts)):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from run_results import error, record
 RUNS = {
     "not learned": ["debug=overfit", "train.steps=2", "checkpoint.every_steps=1"],
     "not learned/again": ["data.one_batch=true", "train.steps=4"],
-    "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
-    "fine": ["debug=nan", "train.steps=4"],
+    "inputs": ["debug='nan'", "dataset.spoiled_on_rank=1"],
+    "fine": ["debug='nan'", "train.steps=4"],
     "fast": [
         "debug=fast",
         "dataset.num_validation=40",
@@ -33,15 +33,15 @@ RUNS = {
         "augment=random_flip",
         "callbacks=early_stopping",
     ],
-    "output": ["debug=nan", "model.nan_on_rank=1"],
+    "output": ["debug='nan'", "model.nan_on_rank=1"],
     "uneven": [
         "debug=overfit",
         "train.steps=150",
         "optimizer.learning_rate=0.01",
         "train.batch_size=[24,8]",
     ],
-    "gradient": ["debug=nan", "model.root_on_rank=1"],
-    "loss": ["debug=nan", "model.loss_on_rank=1"],
+    "gradient": ["debug='nan'", "model.root_on_rank=1"],
+    "loss": ["debug='nan'", "model.loss_on_rank=1"],
     "profile": ["debug=profile"],
 }
 nightly = pytest.mark.nightly

@@ -45,6 +45,8 @@ def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
     expected["run"]["dir"], expected["train"]["batch_size"] = None, 5
     assert from_dict(again).record == expected
     assert f"run.dir={tmp_path / 'run'}" in (tmp_path / "run" / "README.md").read_text()
+    opened(tmp_path / "run", "seed=4")  # It may still be refused.
+    assert "seed: 1\n" in (tmp_path / "run/config.yaml").read_text()
 
 
 def test_settings_may_name_the_run_folder(tmp_path, capsys):
@@ -142,7 +144,7 @@ def test_a_refused_run_leaves_no_folder_of_its_own(tmp_path):
         if was_there:
             (tmp_path / "run").mkdir()
         with pytest.raises(ConfigError, match="no such thing"):
-            run_to_end(config, Strategy(), refused)
+            run_to_end(config, Strategy(), refused, RunState(0.0))
         assert (tmp_path / "run").exists() == was_there
 
 

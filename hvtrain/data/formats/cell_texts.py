@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
+# A text column holds numbers or dates if at least this share of its
+# cells do; the other cells are gaps.
 MOSTLY = 0.9
 # Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
@@ -26,7 +27,8 @@ NUMBER_FORMATS = (
     (".", "'"),
     (",", "'"),
 )
-# 01/02/2024 is in January, as in pandas, unless more of the column's cells can be read with the day first.
+# 01/02/2024 is in January, as in pandas, unless more of the column's cells
+# can be read with the day first.
 DAY_FORMATS = (
     "%d.%m.%Y",
     "%m/%d/%Y",
@@ -50,14 +52,14 @@ ISO_ZONE = r"(Z|[+-]\d\d:?\d\d)"
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
 
 
-def only(text: pa.Array, mask: pa.Array) -> pa.Array:
-    """Returns text where the mask is true, and null elsewhere."""
-    return pc.if_else(mask, text, pa.scalar(None, pa.string()))
+def only(values: pa.Array, mask: pa.Array) -> pa.Array:
+    """Returns values where the mask is true, and null elsewhere."""
+    return pc.if_else(mask, values, None)
 
 
 def share(mask: pa.Array) -> float:
     """Returns the share of true values; 0 for an empty mask."""
-    return pc.mean(mask.cast(pa.float64())).as_py() or 0.0
+    return pc.mean(mask).as_py() or 0.0
 
 
 def unit_in(text: pa.Array) -> str:
@@ -88,8 +90,9 @@ def number_formats(
         for pair in NUMBER_FORMATS
         if decimal in (None, pair[0]) and thousands in (None, pair[1])
     ]
-    # 1,234 is ambiguous. Its comma is taken as decimal if some column can only be read with decimal commas.
-    # Half of that column's cells suffice as evidence, since whole numbers have no decimal sign.
+    # 1,234 is ambiguous. Its comma is taken as decimal if some column can only be
+    # read with decimal commas. Half of that column's cells suffice as evidence, since
+    # whole numbers have no decimal sign.
     samples = [text.drop_null()[:SAMPLE_ROWS] for text in columns]
     if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
         formats.sort(key=lambda pair: pair[0] != ",")
@@ -99,7 +102,7 @@ def number_formats(
 def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: str = "") -> pa.Array:
     """Parses texts as float64 numbers in one format; texts that do not match it become null.
 
-    >>> numbers_in(pa.array(["$1,234.50", "\N{MINUS SIGN}$2", "($3)", "$?", "7"]), thousands=",", unit="$").to_pylist()
+    >>> numbers_in(pa.array(["$1,234.50", "\N{MINUS SIGN}$2", "($3)", "1$5", "7"]), thousands=",", unit="$").to_pylist()
     [1234.5, -2.0, -3.0, None, None]
     """
     if unit == CLOCK:
@@ -122,8 +125,9 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     text = pc.replace_substring_regex(text, r"^\(([^-]+)\)$|^([^-]+)-$", r"-\1\2")
     if unit:
         text = only(text, pc.match_substring(text, unit))
-        text = pc.replace_substring(text, unit, "")
-        text = pc.replace_substring_regex(text, r"^([+-]?)\s+|\s+$", r"\1")
+        # Only at an end: 12€50 is not 1250, and 7 mm is not 7 m.
+        symbol = re.escape(unit)
+        text = pc.replace_substring_regex(text, rf"^([+-]?)\s*{symbol}\s*|\s*{symbol}$", r"\1")
     text = only(text, pc.match_substring_regex(text, pattern))
     if thousands:
         text = pc.replace_substring(text, thousands, "")
@@ -178,13 +182,14 @@ def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
         pattern = pattern.replace("%Y", r"\d{4}").replace("%y", r"\d{2}")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
-        return pc.if_else(is_real, parsed, pa.scalar(None, parsed.type))
+        return only(parsed, is_real)
 
     # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
     day = pc.utf8_slice_codeunits(text, 0, 10)
     parsed = pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True)
-    # Arrow reads February 30 as March 1 or 2. Such a date differs from the text when it is formatted again.
+    # Arrow reads February 30 as March 1 or 2. Such a date differs from the
+    # text when it is formatted again.
     is_real = pc.equal(day, pc.strftime(parsed, format="%Y-%m-%d"))
     text = only(text, pc.and_(is_date, is_real))
 

@@ -36,9 +36,11 @@ Item = TypeVar("Item")
 GAPS = pa.array([*pa.csv.ConvertOptions().null_values, "<NA>", "None"])
 # About this many rows of a sample rule out most number and date formats.
 TRIAL_ROWS = 100
-# In a file with types, up to this many distinct texts, or one per ten rows, are names even if they look like numbers.
+# In a file with types, up to this many distinct texts, or one per ten rows, are names
+# even if they look like numbers.
 FEW_TEXTS = 20
-# float64 cannot represent every whole number above this, so columns with larger ones are taken as names.
+# float64 cannot represent every whole number above this, so columns with
+# larger ones are taken as names.
 MAX_EXACT = 2**53
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
@@ -142,9 +144,7 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         array = array.cast(pa.float64())
     elif types.is_time(kind) or types.is_duration(kind):
         microseconds = pa.time64("us") if types.is_time(kind) else pa.duration("us")
-        array = pc.divide(
-            array.cast(microseconds, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6
-        )
+        array = pc.divide(array.cast(microseconds, safe=False).cast(pa.int64()), 1e6)
     if not types.is_string(array.type):
         return array
 
@@ -210,17 +210,12 @@ def _infer_text(
     if unit.isalpha() and pc.count_distinct(text).as_py() <= FEW_TEXTS:
         # "4 doors" and "1 star" are names: without a unit, they do not parse as numbers.
         unit = ""
-    number = replace(column, kind="number", unit=unit)
     numbers = [
-        replace(number, decimal=decimal, thousands=thousands)
+        replace(column, kind="number", unit=unit, decimal=decimal, thousands=thousands)
         for decimal, thousands in number_formats
     ]
     dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
-    for candidates in (numbers, dates):
-        best = _best_format(candidates, sample, text)
-        if best is not None:
-            return best
-    return column
+    return _best_format(numbers, sample, text) or _best_format(dates, sample, text) or column
 
 
 def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
@@ -229,7 +224,8 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
     best_share = 0.0
     trial = sample[:: max(1, len(sample) // TRIAL_ROWS)]
     for candidate in candidates:
-        # The whole text is parsed only in the few formats that may fit; half the share allows for an unlucky sample.
+        # The whole text is parsed only in the few formats that may fit; half the
+        # share allows for an unlucky sample.
         if any(_share_read(cells, candidate) < MOSTLY / 2 for cells in (trial, sample)):
             continue
         share_read = _share_read(text, candidate)
@@ -276,7 +272,8 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
     is_time = types.is_temporal(parsed.type)
-    # A column of nothing but gaps fits any kind; one in which no cell can be parsed is of another kind.
+    # A column of nothing but gaps fits any kind; one in which no cell
+    # can be parsed is of another kind.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
         raise _other_kind(column, values, where)
@@ -364,7 +361,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
         return pc.day_of_week(times)
     if part:
         return getattr(pc, part)(times)
-    return pc.divide(times.cast(pa.int64()).cast(pa.float64()), DAY_MICROSECONDS)
+    return pc.divide(times.cast(pa.int64()), DAY_MICROSECONDS)
 
 
 def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:

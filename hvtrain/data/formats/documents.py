@@ -3,7 +3,7 @@
 import itertools
 import pydoc_data.topics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,14 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 # Fixed, so that every run holds out the same documents, whatever its own seed.
 SPLIT_SEED = 0
 
-# Fewer documents than this are split as one continuous text, whose end goes to validation and test.
-WHOLE_DOCUMENTS = 20
-
 
 def embedded() -> list[str]:
     """Returns Python's reference by topic, as help() shows it; about 400,000 characters.
 
     Documents are sorted by topic. Each paragraph is kept only where it first occurs.
     """
-    # Many topics share paragraphs, which could otherwise end up in both the training and the test split.
+    # Many topics share paragraphs, which could otherwise end up in both
+    # the training and the test split.
     seen = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
@@ -170,8 +168,9 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
     """
     if path.suffix.lower() in JSON_LINES:
         try:
-            # Arrow needs each line to fit into one block, and a line may be as long as the file.
-            block_bytes = max(path.stat().st_size, 1)
+            # Arrow needs each line to fit into one block, of at most 2 GiB, and a
+            # line may be as long as the file.
+            block_bytes = min(max(path.stat().st_size, 1), 2**31 - 1)
             options = pa.json.ReadOptions(block_size=block_bytes, use_threads=False)
             table = pa.json.read_json(path, read_options=options)
         except (OSError, pa.ArrowException) as error:
@@ -191,7 +190,9 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """Splits documents: whole ones at random, or one continuous text in order if there are few.
+    """Cuts documents in order, as if they were one text, whose end goes to validation and test.
+
+    A document may be spread over several splits.
 
     Args:
         documents: all texts of the data set.
@@ -205,20 +206,25 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
         >>> {split: "".join(texts) for split, texts in parts.items()}
         {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
     """
-    lengths = [len(text) for text in documents]
-    if len(documents) < WHOLE_DOCUMENTS:
-        return _cut_characters(documents, _ranges(sum(lengths), validation, test))
-    parts = deal(lengths, validation, test)
-    return {split: [documents[number] for number in numbers] for split, numbers in parts.items()}
+    starts = [0, *itertools.accumulate(map(len, documents))]
+    parts = {}
+    for split, span in _ranges(starts[-1], validation, test).items():
+        pieces = [
+            text[max(span.start - start, 0) : max(span.stop - start, 0)]
+            for start, text in zip(starts, documents)
+        ]
+        parts[split] = list(filter(None, pieces))
+    return parts
 
 
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(lengths))
-    # One long document may cover the span of a whole split, which then stays empty. Then documents are
-    # counted instead of characters.
+    # One long document may cover the span of a whole split, which then stays empty. Then documents
+    # are counted instead of characters.
     for sizes in (lengths, [1] * len(lengths)):
-        # Documents are laid end to end in random order; each goes to the split that contains its middle.
+        # Documents are laid end to end in random order; each goes to the
+        # split that contains its middle.
         in_row = np.take(sizes, order)
         middles = np.empty(len(sizes), np.int64)
         middles[order] = np.cumsum(in_row) - in_row + in_row // 2
@@ -242,16 +248,3 @@ def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
         "test": range(test_start, total),
     }
     return {split: span for split, span in ranges.items() if span}
-
-
-def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
-    """Cuts the documents as if they were one text; a document may be spread over several splits."""
-    starts = [0, *itertools.accumulate(map(len, documents))]
-    parts = {}
-    for split, span in ranges.items():
-        pieces = [
-            text[max(span.start - start, 0) : max(span.stop - start, 0)]
-            for start, text in zip(starts, documents)
-        ]
-        parts[split] = list(filter(None, pieces))
-    return parts

@@ -12,7 +12,8 @@ from hvtrain.data.description import listed
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError
 
-# Accepted names of each split. If a folder has several for one split, the first in this order is read.
+# Accepted names of each split. If a folder has several for one split,
+# the first in this order is read.
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
@@ -21,7 +22,8 @@ SPLIT_NAMES = {
 # Entries that Windows and macOS leave in folders, in lower case.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
 
-# A file's name begins with its split. No letter may follow an abbreviation: value.parquet is not val.
+# A file's name begins with its split. No letter may follow an
+# abbreviation: value.parquet is not val.
 _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 
 
@@ -29,14 +31,15 @@ def visible(folder: Path) -> list[Path]:
     """Lists the entries of a folder, sorted, without hidden ones and JUNK; empty if there is no such folder."""
     if not folder.is_dir():
         return []
-    # Hidden entries are, for example, .ipynb_checkpoints, and ._NAME, which macOS writes beside each file.
-    # Sorted because all ranks need the same order, and file systems guarantee none.
+    # Hidden entries are, for example, .ipynb_checkpoints, and ._NAME, which macOS writes beside
+    # each file. Sorted because all ranks need the same order, and file systems guarantee none.
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
 
 
 def files_below(folder: Path) -> list[Path]:
     """Lists the files in a folder and its subfolders, sorted, skipping names that begin with `.` or `_`."""
-    # Spark marks bookkeeping and unfinished files with these prefixes, such as _SUCCESS and .part.crc.
+    # Spark marks bookkeeping and unfinished files with these prefixes,
+    # such as _SUCCESS and .part.crc.
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -162,7 +165,8 @@ def with_labels(
 def read_text(path: Path) -> str:
     """Reads a text file. Raises DataError if it cannot be read, or is not UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8")
+        # Programs of Windows write a byte order mark first.
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out"
@@ -175,8 +179,7 @@ def read_text(path: Path) -> str:
 
 def _rows(path: str) -> list[list[str]]:
     """Reads the first two fields of each line, split at commas if every line has one, else at white space."""
-    text = read_text(user_path(path)).removeprefix("\N{BYTE ORDER MARK}")
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in read_text(user_path(path)).splitlines() if line.strip()]
     has_commas = all("," in line for line in lines)
     rows = [line.split(",") if has_commas else line.replace(",", " ").split() for line in lines]
     return [[field.strip() for field in row[:2]] for row in rows]

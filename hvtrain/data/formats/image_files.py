@@ -4,6 +4,7 @@ The sample is read before training. It shows formats and sizes, and reveals imag
 """
 
 import io
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
         )
 
     kinds = " and ".join(name for name, _ in formats.most_common())
-    scope = f"{sum(formats.values())} sampled"
+    scope = f"{formats.total()} sampled"
     phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing.phrase()}"]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
@@ -115,7 +116,7 @@ def _size_phrase(sizes: set[tuple[int, int]]) -> str:
     >>> _size_phrase({(640, 480), (20, 10)})
     '20x10 to 640x480 pixels'
     """
-    ordered = sorted(sizes, key=lambda size: size[0] * size[1])
+    ordered = sorted(sizes, key=math.prod)
     names = dict.fromkeys(f"{width}x{height}" for width, height in (ordered[0], ordered[-1]))
     return f"{' to '.join(names)} pixels"
 

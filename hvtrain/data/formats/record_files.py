@@ -28,7 +28,8 @@ CORRUPTED = "corrupted record"
 EMPTY = "is empty"
 GZIP_BEGIN = b"\x1f\x8b\x08"
 
-# Names as in tf.data, tensorflow_datasets and on Kaggle; the files of TensorFlow's ImageNet have no suffix.
+# Names as in tf.data, tensorflow_datasets and on Kaggle; the files of
+# TensorFlow's ImageNet have no suffix.
 _NAME = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$|-\d+-of-\d+(\.gz)?$", re.IGNORECASE)
 
 
@@ -42,7 +43,8 @@ def packing(path: str | Path) -> str:
     """Returns tf.data's name for the compression of a whole file: GZIP, or empty for none."""
     with Path(path).open("rb") as file:
         header = file.read(HEADER_BYTES)
-    # A length of 559,903 bytes begins with the same bytes as gzip, but is followed by its correct CRC.
+    # A length of 559,903 bytes begins with the same bytes as gzip, but
+    # is followed by its correct CRC.
     is_packed = header.startswith(GZIP_BEGIN) and header[8:] != masked_crc(header[:8])
     return "GZIP" if is_packed else ""
 
@@ -106,7 +108,8 @@ def masked_crc(data: bytes) -> bytes:
     >>> masked_crc(bytes(8)).hex()
     '29039807'
     """
-    # Bit by bit, with the reflected polynomial of CRC-32C, is fast enough: only 8-byte lengths are checked.
+    # Bit by bit, with the reflected polynomial of CRC-32C, is fast enough:
+    # only 8-byte lengths are checked.
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

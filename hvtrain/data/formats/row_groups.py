@@ -67,15 +67,16 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
         with opened(path) as file:
             metadata = file.metadata
             schema = file.schema_arrow
-            indices = range(metadata.num_row_groups)
-            counts = [metadata.row_group(index).num_rows for index in indices]
+            groups = [
+                RowGroup(str(path), index, metadata.row_group(index).num_rows)
+                for index in range(metadata.num_row_groups)
+            ]
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"{path} is not a Parquet file, or is damaged: {first_line(error)}; write it again, {LEAVE_OUT}"
         ) from error
     # Groups without rows are legal, and there is nothing to read in them.
-    groups = [RowGroup(str(path), index, count) for index, count in enumerate(counts) if count]
-    return groups, schema
+    return [group for group in groups if group.num_rows], schema
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
@@ -107,12 +108,12 @@ def is_text(data_type: pa.DataType) -> bool:
     return not is_list and (types.is_string(value_type) or types.is_large_string(value_type))
 
 
-def label_type(path: Path, columns: Columns) -> pa.DataType:
-    return _type_of(path, opened(path).schema_arrow, columns.label)
+def has_text_labels(path: Path, columns: Columns) -> bool:
+    return is_text(_type_of(path, opened(path).schema_arrow, columns.label))
 
 
 def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
-    """Reads the label column of some files, and no other.
+    """Reads the label column of some files, whose labels are text, and no other column.
 
     Raises:
         DataError: A file is damaged.
@@ -125,14 +126,14 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}; write it again, {LEAVE_OUT}"
             ) from error
-        chunks += _plain(_column(table, columns.label)).chunks
+        # Some writers use large strings, and the chunks need one type.
+        chunks += _column(table, columns.label).cast(pa.string()).chunks
     return pa.chunked_array(chunks)
 
 
 def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
     """Returns the smallest and the largest pixel of a file from the statistics in its footer; None without them."""
-    lows = []
-    highs = []
+    extremes = []
     metadata = opened(path).metadata
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
@@ -140,9 +141,8 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
             is_image = column.path_in_schema.startswith(f"{columns.image}.")
             statistics = column.statistics
             if is_image and statistics is not None and statistics.has_min_max:
-                lows.append(float(statistics.min))
-                highs.append(float(statistics.max))
-    return (min(lows), max(highs)) if lows else None
+                extremes += [float(statistics.min), float(statistics.max)]
+    return (min(extremes), max(extremes)) if extremes else None
 
 
 def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
@@ -172,7 +172,8 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
     """
     try:
         with opened(group.path) as file:
-            # One thread: the cores are divided among the ranks of a host, and pyarrow would take them all.
+            # One thread: the cores are divided among the ranks of a host,
+            # and pyarrow would take them all.
             names = [columns.image, columns.label]
             table = file.read_row_group(group.number, columns=names, use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
@@ -183,8 +184,8 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
             f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run"
         )
 
-    # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
-    # replaces or leaves out such rows. If a row has several problems, the first is kept.
+    # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the
+    # source replaces or leaves out such rows. If a row has several problems, the first is kept.
     problems: dict[int, str] = {}
     labels = _classes(_plain(_column(table, columns.label)), columns, problems)
     images = _column(table, columns.image)
@@ -223,14 +224,14 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
-    for row in np.flatnonzero(lengths != num_pixels):
+    is_whole = lengths == num_pixels
+    for row in np.flatnonzero(~is_whole):
         problems.setdefault(
             int(row),
             f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}",
         )
 
     # list_flatten() drops null rows, and a row of another length would shift all rows after it.
-    is_whole = lengths == num_pixels
     if not is_whole.all():  # filter() copies.
         images = images.filter(pa.array(is_whole))
     flat = pc.list_flatten(images)

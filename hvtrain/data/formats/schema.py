@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hvtrain.config.validate import check_choice, check_least
-from hvtrain.data.formats.cell_texts import by_value, number_formats
+from hvtrain.data.formats.cell_texts import by_value, number_formats, share
 from hvtrain.data.formats.columns import (
     DATE_PARTS,
     Cells,
@@ -46,7 +46,8 @@ ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECA
 FEW_NAMES = 20
 # A column with more distinct names is hashed.
 MAX_NAMES = 1000
-# A column whose distinct names reach this share of its filled rows is left out: nothing can be learned from it.
+# A column whose distinct names reach this share of its filled rows is left out:
+# nothing can be learned from it.
 NEARLY_UNIQUE = 0.9
 # Whole numbers with more distinct values than this are unlikely to be classes.
 MAX_WHOLE_CLASSES = 100
@@ -132,7 +133,6 @@ class Schema:
     target: Column
     classes: Sequence[str]
     """Names of the target's classes; empty if it is a number."""
-    id: str | None
     left_out: Mapping[str, str]
     """Columns that are not features, each with the reason."""
     has_ids: bool
@@ -201,7 +201,6 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
         columns,
         target,
         classes,
-        id=settings.id,
         left_out=left_out,
         has_ids=settings.category_ids,
         hash_buckets=settings.hash_buckets,
@@ -210,17 +209,21 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
 
 def _check_names(names: Collection[str], settings: Settings, table: str) -> None:
     """Raises ConfigError for settings that name columns missing from the table."""
-    needed = [("target=", settings.target), *(("drop=", column) for column in settings.drop)]
-    needed += [("features.", column) for column in settings.features or ()]
+    needed: dict[str, Collection[str]] = {
+        "target=": [settings.target],
+        "drop=": settings.drop,
+        "features.": settings.features or (),
+    }
     if settings.id is not None:
-        needed.append(("id=", settings.id))
+        needed["id="] = [settings.id]
     if isinstance(settings.missing, Mapping):
-        needed += [("missing.", column) for column in settings.missing]
-    for setting, column in needed:
-        if column not in names:
-            raise ConfigError(
-                f"dataset.{setting}{column} is not a column of {table}; it has {', '.join(names)}"
-            )
+        needed["missing."] = settings.missing
+    for setting, columns in needed.items():
+        for column in columns:
+            if column not in names:
+                raise ConfigError(
+                    f"dataset.{setting}{column} is not a column of {table}; it has {', '.join(names)}"
+                )
 
 
 def _with_feature(
@@ -378,4 +381,4 @@ def unknown_share(column: Column, values: Any) -> float:
     if not column.is_category or column.feature == "string_hashed" or not len(values):
         return 0.0
     known = pc.is_in(values, pa.array(column.names, values.type))
-    return 1 - pc.mean(pc.or_(known, values.is_null()).cast(pa.float64())).as_py()
+    return 1 - share(pc.or_(known, values.is_null()))

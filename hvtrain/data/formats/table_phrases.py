@@ -117,7 +117,8 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
     ['-999 in 2 rows, perhaps a gap: leave those cells empty']
     """
     finite = values[np.isfinite(values)]
-    # The extremes are checked first: np.unique sorts, which would take long for thousands of columns.
+    # The extremes are checked first: np.unique sorts, which would take
+    # long for thousands of columns.
     if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & {*PLACEHOLDERS}:
         return []
     numbers, counts = np.unique(finite, return_counts=True)
@@ -145,7 +146,7 @@ def odd_texts(cells: Cells) -> list[str]:
 
 
 def _treatment(column: Column) -> str:
-    if not len(column.fill):
+    if not column.fill:
         return "rows left out"
     if column.is_category and column.missing == "indicator":
         return "a name of their own"

@@ -51,13 +51,14 @@ DELIMITERS = ",;\t|"
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# The share of rows that must have the same width: a delimiter may be right although a few rows are odd.
+# The share of rows that must have the same width: a delimiter may be
+# right although a few rows are odd.
 MOSTLY = 0.9
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
-# Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of memory to read
-# all at once, and 3.3 GB in blocks of this size (pyarrow 26).
+# Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of
+# memory to read all at once, and 3.3 GB in blocks of this size (pyarrow 26).
 COLUMNS_AT_ONCE = 100
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
@@ -187,7 +188,8 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     if not begin.startswith(b"PAR1"):
         return _read_csv(data, **text_format)
 
-    # Opened by path, not from the memory map, whose pages would count as this process's memory once read.
+    # Opened by path, not from the memory map, whose pages would count as
+    # this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
     file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES)
     names = file.schema_arrow.names
@@ -311,7 +313,8 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
         layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
         best = max(layouts, key=lambda layout: layout.fit)
         rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last one if it names the columns, as in files that NumPy writes.
+        # Comments are skipped, except for the last one if it names the columns,
+        # as in files that NumPy writes.
         if not has_comments or not sample.startswith("#"):
             break
         if best.is_header and not rest.startswith("#"):
@@ -339,7 +342,8 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
         rows = rows[:-1]
     # A header without rows fits itself.
     width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # In rows such as 1,5;2,5 under the header a;b, commas are as regular as semicolons, but the header has none.
+    # In rows such as 1,5;2,5 under the header a;b, commas are as regular as
+    # semicolons, but the header has none.
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter

@@ -22,11 +22,14 @@ import pyarrow.parquet as pq
 
 from hvtrain.errors import DataError, StorageError
 from hvtrain.storage.cache import far_file, user_cache
-from hvtrain.storage.ranges import ReadAhead
+from hvtrain.storage.ranges import READ_AHEAD_BYTES, ReadAhead
 from hvtrain.system.files import read_bytes, write_atomic
 
 # Members up to this size, such as labels, are kept in the index.
 MAX_TEXT_BYTES = 4096
+# Members of a shard in object storage up to this size are kept while its headers are read: most of
+# their bytes lie in the blocks that are read for the headers, and need not be requested again.
+MAX_KEPT_BYTES = READ_AHEAD_BYTES
 BLOCK_BYTES = 512
 
 _NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -75,8 +78,8 @@ def member_bytes(path: str) -> bytes | None:
     if far:
         return far.part(size, offset)
     try:
-        # The reference keeps the file open during the read. Without it, a file that leaves the cache is
-        # closed, and its descriptor number may be reused.
+        # The reference keeps the file open during the read. Without it, a file that leaves the
+        # cache is closed, and its descriptor number may be reused.
         file = _opened(shard)
         # pread() uses no file position, so threads can share the file.
         data = os.pread(file.fileno(), size, offset)
@@ -119,14 +122,14 @@ def find_members(shard: Path) -> tuple[list[Member], str | None]:
         return members, None
     try:
         with shard.open("rb") as file:
-            # Some network file systems cannot lock a file opened for reading; there, each process reads the shard.
+            # Some network file systems cannot lock a file opened for reading;
+            # there, each process reads the shard.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             members = _read_index(shard)
             if members is not None:
                 return members, None
-            far = far_file(shard)
-            members, problem = _scan(shard, far.read_ahead() if far else file)
+            members, problem = _scan(shard, file)
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
     # A damaged shard gets no index, since it will be replaced.
@@ -139,6 +142,9 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
     """Finds the members of a shard by reading its headers; returns the same as find_members()."""
     members: list[Member] = []
     file_bytes = shard.stat().st_size
+    far = far_file(shard)
+    if far:
+        file = far.read_ahead()
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for header in tar:
@@ -155,14 +161,16 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                 name = header.name.encode(errors="backslashreplace").decode()
                 text = _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None
                 members.append({"name": name, "offset": offset, "size": size, "text": text})
+                if far and far.kept and size <= MAX_KEPT_BYTES:
+                    far.keep(_read_at(file, size, offset), offset)
             end = tar.offset
     except tarfile.TarError as error:
         if not members and _read_at(file, BLOCK_BYTES, 0).startswith(_PACKED):
             return members, "is compressed, so that no part of it can be read alone: unpack it"
         return members, f"is not a whole tar file ({error}): it is truncated or damaged"
 
-    # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A whole
-    # archive ends with a block of zeros.
+    # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A
+    # whole archive ends with a block of zeros.
     mark = _read_at(file, BLOCK_BYTES, end)
     is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
     return (

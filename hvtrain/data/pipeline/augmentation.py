@@ -70,10 +70,13 @@ class PureLayer:
         """Parts that are returned unchanged, whatever the seed."""
 
         self._layer = layer
-        self._takes_dict = takes_batches(layer)
-        if MASKS in spec and not (
-            self._takes_dict or isinstance(layer, keras.layers.RandomGrayscale)
-        ):
+        # RandomGrayscale has the methods too, but fails on a dict (Keras 3.15). It moves no pixels,
+        # so masks need not change with the images.
+        is_grayscale = isinstance(layer, keras.layers.RandomGrayscale)
+        self._takes_dict = not is_grayscale and (
+            hasattr(layer, "transform_labels") or hasattr(layer, "transform_segmentation_masks")
+        )
+        if MASKS in spec and not (self._takes_dict or is_grayscale):
             raise ConfigError(
                 f"{self.name} takes images alone, so masks would not move with them; give it a "
                 "method transform_segmentation_masks and a call that takes a dict, as "
@@ -145,13 +148,6 @@ class PureLayer:
                 "a resumed run would differ; use keras.random and keras.ops, or choose another layer"
             )
         return traced
-
-
-def takes_batches(layer: keras.Layer) -> bool:
-    """True if the layer takes a dict of images, labels and masks."""
-    if isinstance(layer, keras.layers.RandomGrayscale):
-        return False  # It has the methods, but fails on a dict (Keras 3.15).
-    return hasattr(layer, "transform_labels") or hasattr(layer, "transform_segmentation_masks")
 
 
 @contextmanager

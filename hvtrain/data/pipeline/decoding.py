@@ -26,8 +26,8 @@ from hvtrain.errors import ConfigError
 HEAD_BYTES = 4096
 JPEG_BEGIN = b"\xff\xd8\xff"
 
-# In RE2, \C matches any byte. EXIF data are a TIFF file of either byte order. Its entry 0x0112 is the
-# orientation; 2 ... 8 mean rotated or mirrored.
+# In RE2, \C matches any byte. EXIF data are a TIFF file of either byte order. Its entry 0x0112 is
+# the orientation; 2 ... 8 mean rotated or mirrored.
 _BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00[\x02-\x08]"
 _LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00[\x02-\x08]\x00"
 # "Exif" marks EXIF data in a JPEG, and "eXIf" is the chunk in a PNG. A WebP has its EXIF data after
@@ -37,7 +37,8 @@ _TURNED = (
     r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
 )
 _TIFF = (r"II\*\x00", r"MM\x00\*")
-# AVIF, animated WebP, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
+# AVIF, animated WebP, and files whose kind an error message names;
+# see NOT_IMAGES in image_files.py.
 _OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs", r"RIFF\C{4}WEBPVP8X\C{14}ANIM")
 # Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
 # of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.
@@ -221,8 +222,9 @@ class Sizing:
         """Returns layers that resize a decoded image as decode() does, to the last bit; none if is_fixed."""
         if self.is_fixed:
             return []
-        # data_format is explicit, since keras.json may name another. keras.layers.Resizing is not used: if a
-        # model begins with it and is called without `training`, its later layers run in training mode.
+        # data_format is explicit, since keras.json may name another. keras.layers.Resizing
+        # is not used: if a model begins with it and is called without `training`, its
+        # later layers run in training mode.
         resize = partial(
             keras.ops.image.resize,
             size=self.size,
@@ -260,8 +262,8 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
-    # A single expression takes 0.02 to 0.05 of the 0.7 ms that a JPEG of 224x224 takes. A switch of three
-    # cases, with TensorFlow's own operations for the orientation, takes up to 0.1 ms.
+    # A single expression takes 0.02 to 0.05 of the 0.7 ms that a JPEG of 224x224 takes. A switch of
+    # three cases, with TensorFlow's own operations for the orientation, takes up to 0.1 ms.
     return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
 
 
@@ -334,8 +336,9 @@ def _decode_random(
     def of_jpeg():
         if sizing.resize == "bilinear":
             return decode_at(1)
-        # Decodes at the smallest size that is still large enough, with the crop rounded to its pixels. Area
-        # and antialias average pixels anyway; bilinear does not, so it decodes at full size like validation.
+        # Decodes at the smallest size that is still large enough, with the crop rounded to
+        # its pixels. Area and antialias average pixels anyway; bilinear does not, so it
+        # decodes at full size like validation.
         reduction = tf.minimum(window[2] // height, window[3] // width)
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_DIVISORS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_DIVISORS])

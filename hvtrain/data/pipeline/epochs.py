@@ -16,7 +16,8 @@ from tensorflow.python.eager import context
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_sizes, unconverted
 
-# TensorFlow's seed is global, and tf.data may open epochs of several streams at once in its own threads.
+# TensorFlow's seed is global, and tf.data may open epochs of several
+# streams at once in its own threads.
 _seeding = threading.RLock()
 
 
@@ -85,7 +86,7 @@ def cut_epoch(
     share: Share,
     first_step: int,
     wrong_number: Callable[[int], Exception],
-    ends: bool = False,
+    ends: bool,
 ) -> Dataset:
     """Cuts batches into the steps of an epoch, from first_step on, and checks that the examples suffice.
 

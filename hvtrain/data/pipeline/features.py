@@ -32,8 +32,8 @@ FILLING = ("median", "most_frequent", "indicator")
 NUM_BINS = 32
 # Numbers larger than this many standard deviations lose more than six bits in float32.
 WIDE_RATIO = 64
-# If there are more columns of numbers than this, they share one input of the model: Keras takes 5 ms for
-# each input, and again for each copy of the model.
+# If there are more columns of numbers than this, they share one input of the model: Keras takes 5
+# ms for each input, and again for each copy of the model.
 MAX_INPUTS = 200
 # Feature values computed at once from a loaded table: 128 MB, and as much again for each layer.
 ENCODED_AT_ONCE = 2**25
@@ -58,7 +58,8 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
         numbers = np.where(np.isnan(numbers), fill, numbers)
         column = replace(column, fill=fill.tolist())
 
-    # The mean of a constant column may be rounded. With the constant itself, new values keep exact distances.
+    # The mean of a constant column may be rounded. With the constant itself,
+    # new values keep exact distances.
     lowest = numbers.min(axis=0)
     highest = numbers.max(axis=0)
     is_constant = lowest == highest
@@ -87,8 +88,8 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     counted = pc.value_counts(values.drop_null())
     names = counted.field("values").to_pylist()
     counts = counted.field("counts").to_pylist()
-    # Keras's order of a vocabulary: the most frequent first, and equally frequent ones by name, descending.
-    # NumPy is not used to sort: its arrays give each name as much space as the longest.
+    # Keras's order of a vocabulary: the most frequent first, and equally frequent ones by name,
+    # descending. NumPy is not used to sort: its arrays give each name as much space as the longest.
     ordered = [name for _, name in sorted(zip(counts, names), reverse=True)]
     fill = []
     if column.missing == "indicator":
@@ -113,10 +114,12 @@ def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = N
         DataError: There are gaps, and nothing to fill them with.
     """
     is_gap = cells.is_gap
-    # Gaps in rows that are left out do not matter.
-    if not is_gap.any() or (rows is not None and not is_gap[rows].any()):
+    if rows is not None:
+        # Gaps in rows that are left out do not matter.
+        is_gap = is_gap[rows]
+    if not is_gap.any():
         return cells.values
-    if not len(column.fill):
+    if not column.fill:
         raise refused_gaps(column, cells, where)
     return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
 

@@ -66,18 +66,20 @@ def bucketed_batches(
         rows = replace(topology, rank=rank).share(len(buckets))
         shards.append(buckets[np.asarray(rows, np.int64)])
     counts = [np.bincount(shard, minlength=len(boundaries)) for shard in shards]
-    # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
+    # Each epoch leaves out other examples, which shifts the sorted
+    # ones by at most this many places.
     left_out = [[len(shard) - rank_share.num_examples] for shard, rank_share in zip(shards, shares)]
 
-    # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
-    # that step's size.
+    # The permutation is the same on all ranks. Part k of the sorted examples goes to step
+    # steps[k], and has that step's size.
     steps = tf.random.experimental.stateless_shuffle(
         tf.range(share.steps), derive_seed(request.seed, BUCKETS, epoch)
     )
     part_of_step = tf.math.invert_permutation(steps)
     sizes = tf.gather(np.stack(list(map(step_sizes, shares))), steps, axis=1)
     ends = tf.cumsum(sizes, axis=1)
-    # The bucket of each part's longest example, [ranks, steps]; a step takes the largest over the ranks.
+    # The bucket of each part's longest example, [ranks, steps]; a step
+    # takes the largest over the ranks.
     last_buckets = tf.searchsorted(
         np.cumsum(counts, axis=1), ends - 1 + np.array(left_out), side="right"
     )

@@ -8,7 +8,6 @@ import atexit
 import gc
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +26,8 @@ from hvtrain.system import resources
 # Turns a batch of the source, such as indices, into raw inputs, targets and, if any, weights.
 # File sources mark an unusable example with the label -1.
 Read = Callable[..., Parts]
-# Turns a step (or the number of a batch) and the outputs of Read into the model's inputs, targets and weights.
+# Turns a step (or the number of a batch) and the outputs of Read into the
+# model's inputs, targets and weights.
 Postprocess = Callable[..., Parts]
 
 # Purposes of random numbers, each with a sequence of its own.
@@ -77,7 +77,8 @@ def finish(batches: Dataset, topology: Topology) -> Dataset:
 
 def end_with_python() -> None:
     """Makes the interpreter end open streams when it exits. Called before a stream gets a Python function."""
-    # Exit functions run in reverse order. Registered anew, this one runs before all that were registered earlier.
+    # Exit functions run in reverse order. Registered anew, this one runs before
+    # all that were registered earlier.
     atexit.unregister(_end_streams)
     atexit.register(_end_streams)
 
@@ -171,6 +172,13 @@ class StreamedSource(Source):
         topology = request.topology
 
         @unconverted
+        def with_crops(step, batch):
+            # Crops become a batch's last part, so that examples read one by one keep theirs.
+            parts = nest.flatten(batch)
+            seed = derive_seed(request.seed, CROP, topology.rank, step)
+            return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
+
+        @unconverted
         def augment(step, *elements):
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
@@ -181,15 +189,8 @@ class StreamedSource(Source):
 
         batches = self.training_batches(request)
         if self.sizing and self.sizing.crop:
-            batches = batches.map(partial(self._with_crops, request))
+            batches = batches.map(with_crops)
         return finish(self.load(batches, "train", topology, augment), topology)
-
-    @unconverted
-    def _with_crops(self, request: StreamRequest, step: Tensor, batch: Any) -> Parts:
-        """Appends a batch's random crops as its last part, so that examples read one by one keep their crops."""
-        parts = nest.flatten(batch)
-        seed = derive_seed(request.seed, CROP, request.topology.rank, step)
-        return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 
     def augment(self, elements: Parts, seed: Tensor) -> Parts:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""

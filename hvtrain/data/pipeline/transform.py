@@ -71,8 +71,8 @@ class Transform:
 
         Pixels that a shift brings in at a border get the label IGNORED.
         """
-        # As one more channel, masks move with their images. Labels are stored plus one: a shift fills
-        # borders with 0, and 0 - 1 is 255, which is IGNORED, in uint8.
+        # As one more channel, masks move with their images. Labels are stored plus one: a shift
+        # fills borders with 0, and 0 - 1 is 255, which is IGNORED, in uint8.
         labels = tf.cast(masks + 1, images.dtype)[..., None]
         augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
         return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
@@ -82,8 +82,8 @@ class Transform:
         mean = np.float32(self.mean)
         scale = np.float32(self.scale)
         pixels = tf.cast(images, tf.float32)
-        # Keras's Normalization subtracts a mean of 0 too, which flushes denormal numbers to 0. So the
-        # subtraction is left out only for integers, none of which is denormal.
+        # Keras's Normalization subtracts a mean of 0 too, which flushes denormal numbers to 0. So
+        # the subtraction is left out only for integers, none of which is denormal.
         if mean.any() or not images.dtype.is_integer:
             pixels -= mean
         return pixels / scale
@@ -141,7 +141,8 @@ def _normalization_layers(
         layers.append(keras.layers.Rescaling(float(factor), dtype="float32"))
         mean = mean * factor
         scale = scale * factor
-    # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale would round instead.
+    # Keras takes the variance, and the root of a square is exact. Rescaling by
+    # 1 / scale would round instead.
     variance = np.square(scale).tolist()
     layers.append(keras.layers.Normalization(axis, mean.tolist(), variance, dtype="float32"))
     return layers

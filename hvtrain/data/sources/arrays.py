@@ -137,7 +137,8 @@ class ArraySource(MemorySource):
             self.fit(self.parts()["train"])
 
     def preprocessing(self) -> Preprocessing:
-        # Usually, the first stream fits the normalization, but a run with nothing left to do opens no stream.
+        # Usually, the first stream fits the normalization, but a run with
+        # nothing left to do opens no stream.
         self._fit_once()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
@@ -233,7 +234,8 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} where a pixel does not count"
             )
 
-        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
+        # Many tools paint the foreground white, 255. If 255 were
+        # ignored, only one class would be left.
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:

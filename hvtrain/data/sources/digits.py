@@ -93,7 +93,8 @@ def read() -> tuple[np.ndarray, np.ndarray]:
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
     """Returns a mask that selects `number` examples at random, from each class in proportion."""
-    # Rows are shuffled, then sorted by class, so evenly spaced ones come from each class in proportion.
+    # Rows are shuffled, then sorted by class, so evenly spaced ones come
+    # from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)

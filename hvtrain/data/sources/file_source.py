@@ -155,6 +155,12 @@ class FileSource(NotesFailure, StreamedSource):
         """Records an example, a file or a part of one that on_error="skip" leaves out, for unreadable()."""
         self._left_out.setdefault(item.location, item)
 
+    def refuse(self, item: Unreadable) -> None:
+        """Raises the error about an unusable item or, with on_error="skip", leaves the item out."""
+        if not self.skips:
+            raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
+        self.leave_out(item)
+
     def unreadable(self) -> list[Unreadable]:
         new = list(self._left_out.values())[self._num_reported :]
         self._num_reported += len(new)
@@ -192,7 +198,8 @@ class FileSource(NotesFailure, StreamedSource):
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
-        # In evaluation, only the last batch may be short, so batches that lost examples are cut again.
+        # In evaluation, only the last batch may be short, so batches
+        # that lost examples are cut again.
         if batch_size and self.skips:
             stream = stream.unbatch().batch(batch_size)
         return stream
@@ -235,13 +242,11 @@ class FileSource(NotesFailure, StreamedSource):
                 except StorageError as error:  # The example may be good, so it is not left out.
                     raise self.note(error) from None
 
-            # A training example that is cropped at random ends with the crop's draws, which locate() does not take.
+            # A training example that is cropped at random ends with the crop's
+            # draws, which locate() does not take.
             parts = example[:-1] if is_training and self.sizing.crop else example
             item = self.locate(split, topology, parts, problem)
-            if not self.skips:
-                raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
-
-            self.leave_out(item)
+            self.refuse(item)
             skipped[item.location] = item
             # Counted in a copy, since other threads repair batches at the same time.
             num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))

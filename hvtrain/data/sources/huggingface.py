@@ -257,11 +257,6 @@ class HuggingFace(NotesFailure, IndexedSource):
         """
         values = one_array(table[name])
         count = len(values)
-        if name in self._images:
-            # The library stores an image's bytes, or only the path of its file.
-            pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
-            encoded = [Path(path).read_bytes() if data is None else data for data, path in pairs]
-            return np.array(encoded, object)
 
         def wrong_row(index, content):
             # The lists of each level so far have one length, so every row has as many values here.
@@ -270,7 +265,16 @@ class HuggingFace(NotesFailure, IndexedSource):
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
             )
 
-        # Flattens one level of lists after another. All lists of a level must be as long as the first.
+        if values.null_count:
+            raise wrong_row(int(np.argmax(values.is_null())), "no value")
+        if name in self._images:
+            # The library stores an image's bytes, or only the path of its file.
+            pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
+            encoded = [Path(path).read_bytes() if data is None else data for data, path in pairs]
+            return np.array(encoded, object)
+
+        # Flattens one level of lists after another. All lists of a
+        # level must be as long as the first.
         shape = self._specs[name].shape
         for side in shape:
             lengths = np.asarray(pc.list_value_length(values).fill_null(-1))

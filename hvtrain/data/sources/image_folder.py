@@ -28,7 +28,8 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
-# Number of batches whose images are read ahead from object storage, since each read waits for the network.
+# Number of batches whose images are read ahead from object storage, since
+# each read waits for the network.
 BATCHES_AHEAD = 4
 
 # Paths of images, each with its class index or the path of its mask.
@@ -188,7 +189,8 @@ class ImageFolder(LabelledImages):
                 f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
             )
 
-        # Number of entries in class folders that are not images, by split and kind, for the description.
+        # Number of entries in class folders that are not images, by split
+        # and kind, for the description.
         self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.

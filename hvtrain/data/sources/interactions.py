@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvtrain.config.validate import check_least
-from hvtrain.data.sources.memory import MemorySource
+from hvtrain.data.sources.memory import MemorySource, take
 from hvtrain.errors import ConfigError
 
 # Exponent of the Zipf distribution of ids. As in real logs, most ids are rare.
@@ -134,8 +133,9 @@ def _check_counts(**counts: int) -> None:
 def _source(
     name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any
 ) -> MemorySource:
-    def rows(part: slice) -> Any:
-        return tf.nest.map_structure(lambda array: array[part], (inputs, targets))
-
-    splits = {"train": rows(slice(num_train)), "test": rows(slice(num_train, None))}
+    arrays = (inputs, targets)
+    splits = {
+        "train": take(arrays, slice(num_train)),
+        "test": take(arrays, slice(num_train, None)),
+    }
     return MemorySource(name, lambda: splits, "drawn at random", more_facts=facts)

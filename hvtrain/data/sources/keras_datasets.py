@@ -148,7 +148,8 @@ def _locked_cache() -> Iterator[Path]:
     """Holds the lock of the cache folder while the context is open; yields the folder."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's files.
+    # O_NOFOLLOW: in a folder that others can write to, the name may be a
+    # link to one of this user's files.
     path = folder / ".hvtrain.lock"
     flags = os.O_CREAT | os.O_NOFOLLOW
     try:

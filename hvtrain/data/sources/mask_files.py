@@ -134,7 +134,8 @@ class MaskReader:
             with _opened(image) as picture, _opened(mask) as labels:
                 self._check_size(mask, picture, labels)
                 values = self._values(mask, labels, is_sized=True)
-                # An image of ones, resized in the same way and padded with zeros, shows where padding is.
+                # An image of ones, resized in the same way and padded with
+                # zeros, shows where padding is.
                 is_image = np.asarray(
                     self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
                 )

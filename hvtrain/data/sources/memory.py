@@ -84,8 +84,8 @@ class MemorySource(IndexedSource):
         self._counts: dict[str, int] = {}
         # Number of values in a training example, by the names that check() uses.
         self._sizes: dict[str, int] = {}
-        # Shards are kept by topology: a run resumed on another number of ranks reads the shards of several
-        # of the plan's ranks; see regrouped() in streams.py.
+        # Shards are kept by topology: a run resumed on another number of ranks reads the shards of
+        # several of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
 
     def num_examples(self, split: str) -> int:
@@ -102,7 +102,8 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # Validation and training may share arrays, and hashing is slow, so each array is hashed only once.
+        # Validation and training may share arrays, and hashing is slow, so
+        # each array is hashed only once.
         digests = {}
         for split, part in self.parts().items():
             key = id(part.elements)
@@ -115,7 +116,7 @@ class MemorySource(IndexedSource):
         return manifest
 
     def whole_targets(self) -> dict[str, Any]:
-        return {split: _take(part.elements[1], part.rows) for split, part in self.parts().items()}
+        return {split: take(part.elements[1], part.rows) for split, part in self.parts().items()}
 
     def reader(self, split: str, topology: Topology) -> Read:
         if topology not in self._shards:
@@ -126,7 +127,7 @@ class MemorySource(IndexedSource):
             shards = {}
             for split_name, part in parts.items():
                 local = np.asarray(topology.share(len(part.rows)), np.int64)
-                rows = self.in_model_type(_take(part.elements, part.rows[local]))
+                rows = self.in_model_type(take(part.elements, part.rows[local]))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
                     shards[split_name] = nest.map_structure(tf.constant, rows)
@@ -163,7 +164,7 @@ class MemorySource(IndexedSource):
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        empty = self.in_model_type(_take(whole["train"], np.arange(0)))
+        empty = self.in_model_type(take(whole["train"], np.arange(0)))
         self._spec = nest.map_structure(
             lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
         )
@@ -210,11 +211,13 @@ class MemorySource(IndexedSource):
                 )
             if not np.issubdtype(array.dtype, np.floating):
                 continue
-            is_finite = np.isfinite(array)
+            # Models take float32, in which a large float64 is infinite.
+            with np.errstate(over="ignore"):
+                is_finite = np.isfinite(as_models_take(array))
             if not is_finite.all():
                 row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
                 raise DataError(
-                    f"{where}: the {name} of example {row} hold NaN or infinite values; fix or drop it"
+                    f"{where}: the {name} of example {row} hold NaN or infinite values (as float32); fix or drop it"
                 )
 
         return elements
@@ -251,7 +254,8 @@ def no_examples(element_spec: Any) -> Any:
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 
 
-def _take(arrays: Any, rows: np.ndarray) -> Any:
+def take(arrays: Any, rows: Any) -> Any:
+    """Returns some rows, by indices or a slice, of nested arrays."""
     return nest.map_structure(lambda array: array[rows], arrays)
 
 

@@ -119,8 +119,8 @@ class Parquet(DealtSource):
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
-        # Encoded images may have different binary types, and pixels different numeric types, but one
-        # data set cannot have both.
+        # Encoded images may have different binary types, and pixels different numeric types, but
+        # one data set cannot have both.
         kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
@@ -133,7 +133,7 @@ class Parquet(DealtSource):
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
         train_paths = list(dict.fromkeys(group.path for group in counts["train"]))
-        if row_groups.is_text(row_groups.label_type(Path(train_paths[0]), self._columns)):
+        if row_groups.has_text_labels(Path(train_paths[0]), self._columns):
             if self.class_names is None:
                 labels = row_groups.read_labels(train_paths, self._columns)
                 self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
@@ -150,8 +150,9 @@ class Parquet(DealtSource):
     def description(self) -> Phrases:
         description = super().description()
         if self._ranges:
-            low = min(low for low, _ in self._ranges.values())
-            high = max(high for _, high in self._ranges.values())
+            lows, highs = zip(*self._ranges.values())
+            low = min(lows)
+            high = max(highs)
             scale = self.transform.scale
             description["images"] = [f"pixels {low:g} to {high:g}, divided by {scale:g}"]
             if high <= 1 < scale or high > scale:
@@ -189,7 +190,8 @@ class Parquet(DealtSource):
         if share.is_full:
             batches = rows.rebatch(share.batch_size, drop_remainder=True)
         else:
-            # rebatch() cycles through the sizes of an epoch's steps, so they begin with that of the first step to come.
+            # rebatch() cycles through the sizes of an epoch's steps, so they begin with
+            # that of the first step to come.
             _, steps_done = request.position
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
@@ -302,7 +304,8 @@ def pieces_of(
             low = max(begin - piece_begin, 0)
             high = min(share.num_examples - piece_begin, num_rows)
             if low < high:
-                # Seeded by the piece's number, so that a resumed run need not shuffle earlier pieces.
+                # Seeded by the piece's number, so that a resumed run
+                # need not shuffle earlier pieces.
                 random = np.random.default_rng((seed, streams.BLOCK, rank, epoch, number))
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
 

@@ -94,11 +94,13 @@ class SegmentationFolder(ListedImages):
         self._may_be_binary = num_classes == 2 and not colors
         if self._may_be_binary:
             values = set(self._count("train"))
-            # A rare class may be missing from the sample, so all masks are searched until one has it.
+            # A rare class may be missing from the sample, so all masks
+            # are searched until one has it.
             if values <= {0}:
                 rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
                 values |= next((labels for labels in rest if labels - {0}), set())
-            # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
+            # Many tools paint the foreground white, 255. If 255 were
+            # ignored, only one class would be left.
             self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:

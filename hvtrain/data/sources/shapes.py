@@ -16,7 +16,8 @@ MIN_SIDE = 16
 MAX_SHAPES = 3
 # The range of the radius of a shape's circumscribed circle, as a share of the image's shorter side.
 RADII = (0.2, 0.4)
-# The number of patches of random brightness along each side; brightness is interpolated between them.
+# The number of patches of random brightness along each side;
+# brightness is interpolated between them.
 PATCHES = 6
 # The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
@@ -65,7 +66,8 @@ def shapes(
     def load():
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
-            # Each split has its own random numbers, so that its size does not change the other splits.
+            # Each split has its own random numbers, so that its size
+            # does not change the other splits.
             rng = np.random.default_rng([seed, number])
             examples = [draw(rng, shape, noise, border) for _ in range(count)]
             if examples:
@@ -113,7 +115,8 @@ def draw(
         distance = list(DISTANCES.values())[label - 1](across, along, radius)
 
         color = (ground + rng.uniform(COLOR_DISTANCE, 256 - COLOR_DISTANCE, channels)) % 256
-        # Edges are smooth: a pixel is blended in proportion to the part of it that the shape covers.
+        # Edges are smooth: a pixel is blended in proportion to the
+        # part of it that the shape covers.
         covered = np.clip(0.5 - distance, 0, 1)[..., None]
         image += covered * (_textured(rng, image_shape, color) - image)
         mask[distance <= 0] = label
@@ -141,8 +144,9 @@ def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _direction(rng: np.random.Generator) -> tuple[float, float]:
     """Returns the cosine and sine of a random angle."""
-    # math.cos and math.sin are not used, since their last bit differs between C libraries. A random point of
-    # the unit disc has a uniform direction. Those near the center, which has none, are drawn again.
+    # math.cos and math.sin are not used, since their last bit differs between C
+    # libraries. A random point of the unit disc has a uniform direction. Those near the
+    # center, which has none, are drawn again.
     while True:
         x, y = rng.uniform(-1, 1, 2)
         length = math.sqrt(x * x + y * y)
@@ -150,10 +154,10 @@ def _direction(rng: np.random.Generator) -> tuple[float, float]:
             return x / length, y / length
 
 
-# The shapes by name, as classes from 1 on; class 0 is the ground.
-# Each function returns the distance of each pixel from the outline, in pixels, negative inside. Near
-# corners, it is less than the true distance. x and y are offsets from the center, and radius is that of
-# the circumscribed circle.
+# The shapes by name, as classes from 1 on; class 0 is the ground. Each function returns
+# the distance of each pixel from the outline, in pixels, negative inside. Near corners,
+# it is less than the true distance. x and y are offsets from the center, and radius is
+# that of the circumscribed circle.
 DISTANCES = {
     "disc": lambda x, y, radius: np.sqrt(x * x + y * y) - radius,
     "square": lambda x, y, radius: np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5),

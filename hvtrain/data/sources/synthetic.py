@@ -69,12 +69,10 @@ class Synthetic(Source):
         return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        # Full batches are followed by a short one for the rest of the shard.
-        num_full, num_last = divmod(topology.share_size(self.num_examples(split)), batch_size)
-        images, labels = self._batch(topology, batch_size, seed=0)
-        full = Dataset.from_tensor_slices((images, labels)).batch(batch_size)
-        last = Dataset.from_tensor_slices((images[:num_last], labels[:num_last]))
-        return finish(full.repeat(num_full).concatenate(last.batch(batch_size)), topology)
+        batch = self._batch(topology, batch_size, seed=0)
+        num_local = topology.share_size(self.num_examples(split))
+        examples = Dataset.from_tensor_slices(batch).repeat().take(num_local)
+        return finish(examples.batch(batch_size), topology)
 
     def _batch(self, topology: Topology, batch_size: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a rank's only batch, a function of the seed and the rank."""

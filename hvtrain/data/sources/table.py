@@ -1,5 +1,6 @@
 """Tables in CSV and Parquet files: columns become features, in the same way for the training table and later ones."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tensorflow import TensorSpec, nest
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
 from hvtrain.data.formats.columns import Cells, with_progress
 from hvtrain.data.formats.schema import (
     Schema,
@@ -24,19 +26,21 @@ from hvtrain.data.formats.schema import (
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
 from hvtrain.data.formats.tables import read_table
-from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
 from hvtrain.data.sources.memory import Elements, MemorySource, Part, random_parts
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
+log = logging.getLogger(__name__)
+
 # Tables that are part of scikit-learn.
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 TABLE_FILE = "table.json"
 # The report shows at most this many columns of an example.
 MAX_CELLS = 20
-# Tables of up to this many training rows are read again for cells(): 0.8 s for 20 columns (2 busy cores, 2026-11-26).
+# Tables of up to this many training rows are read again for cells(): 0.8 s for 20
+# columns (2 busy cores, 2026-11-26).
 MAX_READ_AGAIN = 100_000
 
 
@@ -89,7 +93,8 @@ class Table(MemorySource):
         encoding: str | None = None,
         **columns: Any,
     ) -> None:
-        # Not MemorySource's num_validation, which would take rows out after features are fitted to them.
+        # Not MemorySource's num_validation, which would take rows out
+        # after features are fitted to them.
         self._num_held_out = {"validation": num_validation, "test": num_test}
         for split, count in self._num_held_out.items():
             check_least(f"dataset.num_{split}", count, 0)
@@ -110,9 +115,10 @@ class Table(MemorySource):
         self._text_format = {"delimiter": delimiter, "encoding": encoding}
         self._settings = Settings(target, **columns)
         self._known_features: TableFeatures | None = None
-        # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
+        # By split, for raw_examples() and cells(): all columns, and
+        # the indices of the split's rows.
         self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
-        self._ids: dict[str, np.ndarray] = {}
+        self._ids: dict[str, dict[str, np.ndarray]] = {}
         self._description: dict[str, list[str]] = {}
 
     @property
@@ -143,6 +149,10 @@ class Table(MemorySource):
             schema = (
                 infer_schema(arrays, self._settings, self.name) if is_new else self._features.schema
             )
+            if self._settings.id not in (None, *table.column_names):
+                raise DataError(
+                    f"{where} lacks the column {self._settings.id} (dataset.id); add it"
+                )
             cells = read_cells(schema.columns, arrays, where)
             targets, is_used = self._targets(schema, arrays, where)
             for column in schema.columns:
@@ -168,12 +178,7 @@ class Table(MemorySource):
             for part, numbers in parts.items():
                 elements[part] = self._features.encode(values, numbers, where), targets[numbers]
                 self._loaded[part] = values, numbers
-                if schema.id is not None:
-                    if schema.id not in table.column_names:
-                        raise DataError(
-                            f"{where} lacks the column {schema.id} (dataset.id); add it"
-                        )
-                    self._ids[part] = table[schema.id].to_numpy()[numbers]
+                self._ids[part] = {name: ids[numbers] for name, ids in self._ids_in(table).items()}
         return elements
 
     def _read(self, file: Any, split: str) -> pa.Table:
@@ -234,13 +239,7 @@ class Table(MemorySource):
     def _describe(
         self, schema: Schema, cells: Mapping[str, Cells], targets: np.ndarray, num_dropped: int
     ) -> None:
-        warnings = []
-        for column in schema.columns:
-            texts = ", ".join(odd_texts(cells[column.name]))
-            if texts:
-                warnings.append(
-                    f"{column.name} holds {texts}, which is not a {column.kind} and counts as a gap"
-                )
+        warnings = _odd_columns(schema, cells)
         if num_dropped:
             warnings.append(f"rows left out because of gaps: {num_dropped:,}")
         self._description = {
@@ -264,8 +263,8 @@ class Table(MemorySource):
         try:
             return super().whole_targets()
         except DataError:
-            # A finished run can predict other tables even if its own is gone. Where examples are needed,
-            # reading them raises the error.
+            # A finished run can predict other tables even if its own is gone. Where examples are
+            # needed, reading them raises the error.
             if self._known_features is None:
                 raise
             return {}
@@ -300,11 +299,11 @@ class Table(MemorySource):
             self.parts()
         values, rows = self._loaded[split]
         chosen = rows[np.asarray(numbers, np.int64)]
-        file = user_path(str(self._files.get(split) or self._files["train"]))
-        is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
-        # Counted as in an editor, with the header as line 1; too low after blank lines and line breaks in cells.
-        unit = "line" if is_text else "row"
-        cells = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
+        # Counted from 0 over all files, as in messages. Blank lines make
+        # the line in the file another one.
+        files = nest.flatten(self._files.get(split) or self._files["train"])
+        names = listed([Path(file).name for file in files], most=2)
+        cells = {f"row of {names}": chosen.tolist()}
         for name, column in self._features.raw(values, chosen).items():
             # A vector would not fit on the page.
             if column.shape[1] == 1 and len(cells) <= MAX_CELLS:
@@ -312,11 +311,19 @@ class Table(MemorySource):
         return cells
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
-        """Returns the column dataset.id for this rank's rows of a split; empty if the run has no id column."""
+        """Returns the column dataset.id for this rank's rows of a split; empty without that setting."""
+        rows = self.shard_rows(split, topology)
+        return {name: ids[rows] for name, ids in self._ids[split].items()}
+
+    def _ids_in(self, table: pa.Table) -> dict[str, np.ndarray]:
         name = self._settings.id
-        if name is None or not self.num_examples(split):
+        if name is None or name not in table.column_names:
             return {}
-        return {name: self._ids[split][self.shard_rows(split, topology)]}
+        column = table[name]
+        # NumPy has no gaps in integers, and as floats, large ids would become others.
+        if column.null_count and pa.types.is_integer(column.type):
+            return {name: np.array(column.to_pylist(), object)}
+        return {name: column.to_numpy()}
 
     def new_rows(self, file: Path) -> NewRows:
         """Reads a table to be predicted, in the same way as the training table.
@@ -329,6 +336,8 @@ class Table(MemorySource):
         table = read_table(file, "input", **self._text_format)
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
+        for text in _odd_columns(schema, cells):
+            log.warning("%s: %s", where, text)
         values = {}
         unknown = {}
         for column in schema.columns:
@@ -336,10 +345,22 @@ class Table(MemorySource):
             share = unknown_share(column, values[column.name])
             if share:
                 unknown[column.name] = share
-        ids = {}
-        if schema.id is not None and schema.id in table.column_names:
-            ids[schema.id] = table[schema.id].to_numpy()
-        return NewRows(table.num_rows, lambda rows: features.raw(values, rows), ids, unknown)
+        return NewRows(
+            table.num_rows,
+            lambda rows: features.raw(values, rows),
+            self._ids_in(table),
+            unknown,
+        )
+
+
+def _odd_columns(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
+    """Names the columns with cells that are not of their kind; returns a phrase for each."""
+    return [
+        f"{column.name} holds {', '.join(odd_texts(cells[column.name]))}, which is not a {column.kind} and counts as "
+        "a gap"
+        for column in schema.columns
+        if cells[column.name].odd
+    ]
 
 
 def _embedded_table(name: str) -> pa.Table:

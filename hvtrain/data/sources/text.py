@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,17 @@ from hvtrain.data.source import Parts, Phrases
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
 from hvtrain.errors import ConfigError
 
+# For windows, fewer documents than this are split as one continuous text, whose end goes to
+# validation and test. Otherwise, each document belongs to one split.
+WHOLE_DOCUMENTS = 20
 OBJECTIVES = ("causal", "masked")
 EXAMPLES = ("windows", "documents", "paragraphs")
 TOKENIZER_FILE = "tokenizer.model"
+# Windows ends lines with \r\n.
+EMPTY_LINE = r"\r?\n[^\S\n]*\n"
 
-# Most masked tokens are replaced by the mask, some by a random token, and the rest stay, in the shares of
-# BERT (https://arxiv.org/abs/1810.04805, section 3.1).
+# Most masked tokens are replaced by the mask, some by a random token, and the rest stay, in the
+# shares of BERT (https://arxiv.org/abs/1810.04805, section 3.1).
 MASK_SHARE = 0.8
 RANDOM_SHARE = 0.1
 
@@ -184,10 +190,11 @@ class Text(MemorySource):
         if self._is_packed:
             return read
         rows = self.shard_rows(split, topology)
-        lengths_of_batches = choose_boundaries(self.bucket_by_length, self._length)
         with tf.device("CPU:0"):
             lengths = tf.constant(self._lengths.get(split, rows)[rows], tf.int32)
-            boundaries = tf.constant(lengths_of_batches, tf.int32)
+            boundaries = tf.constant(
+                choose_boundaries(self.bucket_by_length, self._length), tf.int32
+            )
 
         def read_filled(indices, length=None):
             if length is None:
@@ -262,13 +269,16 @@ class Text(MemorySource):
             documents = read_documents(self._file, self._column)
         if self._examples == "paragraphs" and not classes:
             documents = [
-                text for document in documents for text in document.split("\n\n") if text.strip()
+                text
+                for document in documents
+                for text in re.split(EMPTY_LINE, document)
+                if text.strip()
             ]
 
         self._num_web_pages = sum(is_web_page(document) for document in documents)
         num_characters = sum(map(len, documents))
         self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
-        if self._is_packed:
+        if self._is_packed and len(documents) < WHOLE_DOCUMENTS:
             parts = cut(documents, **self._shares)
         else:
             numbers = deal(list(map(len, documents)), **self._shares)
@@ -341,7 +351,8 @@ class Text(MemorySource):
     ) -> tuple[np.ndarray, ...]:
         """Returns the inputs, targets and weights of a split; masks evaluation rows. `weights` are 0 for padding."""
         if split == "train" or not self._is_masked:
-            # augment() masks training rows, differently in each epoch; other objectives mask nothing.
+            # augment() masks training rows, differently in each epoch;
+            # other objectives mask nothing.
             return rows, rows, weights
 
         # Evaluation rows are masked once, with a fixed seed, so that they are always the same.

@@ -113,7 +113,8 @@ class TFRecords(DealtSource):
         counts = {}
         for split, paths in self._paths.items():
             numbers = {path: self._count(path) for path in paths}
-            # Files without records are normal: Beam and Spark write one file per worker, even one with no data.
+            # Files without records are normal: Beam and Spark write one file per
+            # worker, even one with no data.
             counts[split] = {
                 path: number for path, number in numbers.items() if path not in self._empty
             }
@@ -247,7 +248,8 @@ class TFRecords(DealtSource):
         @unconverted
         def epoch_batches(epoch):
             records = self._shuffled(files, request, epoch).take(share.num_examples)
-            # Only the first epoch of a resumed run begins in the middle. Skipped records are not decoded.
+            # Only the first epoch of a resumed run begins in the middle.
+            # Skipped records are not decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
             records = records.skip(tf.cast(share.begin(first_step), tf.int64))
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)

@@ -103,7 +103,8 @@ def from_arrays(
     if has_labels:
         for split, (inputs, targets, *weights) in arrays.items():
             arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
-        # Counted in the training part only: the model cannot predict classes that it has never seen.
+        # Counted in the training part only: the model cannot predict
+        # classes that it has never seen.
         num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
 
     if images:
@@ -168,7 +169,8 @@ def _whole_list(part: Any) -> Any:
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
-    # A list of arrays is a structure, which tf.nest has to see as a tuple: tf.data would stack a list.
+    # A list of arrays is a structure, which tf.nest has to see as a
+    # tuple: tf.data would stack a list.
     if any(len(getattr(item, "shape", ())) for item in part):
         return tuple(part)
     rows = np.empty(len(part), object)

@@ -90,7 +90,8 @@ class FunctionSource(Source):
         return self._element_spec
 
     def facts(self) -> dict[str, Any]:
-        # Inputs of three dimensions are assumed to be images, unless the user's facts say otherwise.
+        # Inputs of three dimensions are assumed to be images, unless
+        # the user's facts say otherwise.
         shape = tuple(getattr(self.element_spec[0], "shape", ()))
         image_facts = {"image_shape": shape} if len(shape) == 3 else {}
         return image_facts | super().facts()
@@ -107,7 +108,7 @@ class FunctionSource(Source):
         keys = [key for split in splits for key in _shard_keys(topology, split)]
         # Rank 0 also counts the whole, to compare it with the sum of all shards.
         if topology.is_chief:
-            keys += [_whole(split) for split in splits]
+            keys += map(_whole, splits)
         return {key: self._count(key) for key in keys}
 
     def take_counts(self, counts: Iterable[Mapping[ShardKey, int]]) -> None:
@@ -201,10 +202,10 @@ class FunctionSource(Source):
                 f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
             )
 
-        # Several shards are joined before examples are skipped, since the start may be in any of them.
-        has_one_shard = len(keys) == 1
+        # Several shards are joined before examples are skipped, since
+        # the start may be in any of them.
         start = share.begin(step)
-        first = start if has_one_shard else 0
+        first = start if len(keys) == 1 else 0
         element_spec = self.element_spec
         opened = [self._open_examples(key, kept, epoch, first, values) for key in keys]
         parts, counts = zip(*opened)
@@ -226,9 +227,7 @@ class FunctionSource(Source):
                 f"{kinds_in_words(element_spec)}; give all shards and splits the same types and shapes"
             )
 
-        examples = reduce(Dataset.concatenate, parts)
-        if not has_one_shard:
-            examples = examples.skip(start)
+        examples = reduce(Dataset.concatenate, parts).skip(start - first)
         batches = examples.batch(share.batch_size)
         return cut_epoch(batches, share, step, wrong_number, ends=seed is None)
 

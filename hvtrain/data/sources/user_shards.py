@@ -95,7 +95,7 @@ class PipelineExamples:
 
     def examples(self, start: int) -> Dataset:
         """Returns the examples from `start` on; those before it are read and dropped."""
-        return self.dataset.skip(start) if start else self.dataset
+        return self.dataset.skip(start)
 
 
 class PyDatasetExamples:
@@ -156,8 +156,8 @@ class PyDatasetExamples:
             self.epoch += 1
         numbers = np.arange(len(self._sizes))
         if seed is not None:
-            # The order is the same on all ranks, so that ranks that read the same data by mistake have equal
-            # first batches, which the run notices.
+            # The order is the same on all ranks, so that ranks that read the same data by mistake
+            # have equal first batches, which the run notices.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
         # Batches before that of the first example are not read; in that one, examples are skipped.
@@ -314,8 +314,8 @@ class UserFunction(NotesFailure):
             return
 
         self._has_logged = True
-        # The list grows while it is read, until it has all operations of the pipeline. tf.data has no
-        # public method for that.
+        # The list grows while it is read, until it has all operations of the pipeline. tf.data
+        # has no public method for that.
         operations = [shard.dataset]
         for operation in operations:
             operations += operation._inputs()

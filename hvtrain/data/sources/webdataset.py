@@ -22,7 +22,7 @@ from hvtrain.data.formats.tar_files import (
     member_bytes,
 )
 from hvtrain.data.manifest import data_path
-from hvtrain.data.source import LEAVE_OUT, Source, Unreadable
+from hvtrain.data.source import Source, Unreadable
 from hvtrain.data.sources.image_folder import Files, LabelledImages, ListedImages, read_members
 from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
@@ -31,7 +31,8 @@ from hvtrain.errors import ConfigError, DataError
 # Number of shards whose headers are read at the same time, since each read waits for storage.
 INDEXED_AT_ONCE = 16
 
-# WebDataset's rule: the path up to the first dot of the file name is the example's key, and the rest is the part's key.
+# WebDataset's rule: the path up to the first dot of the file name is the example's key,
+# and the rest is the part's key.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 TargetOf = Callable[[Path, Member], Any]
@@ -210,11 +211,6 @@ class _Sharded(ListedImages):
     read_files = staticmethod(read_members)
     _shards: Shards
 
-    def _refuse(self, problem: Unreadable) -> None:
-        if not self.skips:
-            raise DataError(f"{problem.location}: {problem.problem}; {self.ADVICE}, {LEAVE_OUT}")
-        self.leave_out(problem)
-
     def paths(self, split: str) -> list[str]:
         return self._shards.paths(split)
 
@@ -232,7 +228,7 @@ class ShardedImages(_Sharded, LabelledImages):
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
         """Listed on first use, since on_error, which decides what happens to damaged shards, is set after opening."""
-        return self._shards.examples(self._class_of, self._refuse)
+        return self._shards.examples(self._class_of, self.refuse)
 
     def _class_of(self, shard: Path, member: Member) -> int:
         content = member["text"] or member_bytes(address(shard, member)) or b""
@@ -262,8 +258,8 @@ class ShardedMasks(_Sharded, SegmentationFolder):
         super().__init__(str(shards.folder), *settings, **images)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
-        return self._shards.examples(address, self._refuse), []
+        return self._shards.examples(address, self._refuse_on_opening), []
 
-    def _refuse(self, problem: Unreadable) -> None:
-        # Pairs are listed on opening, before on_error is set.
-        raise DataError(f"{problem.location}: {problem.problem}; {self.ADVICE}")
+    def _refuse_on_opening(self, item: Unreadable) -> None:
+        # Pairs are listed before on_error is set, so they cannot be left out.
+        raise DataError(f"{item.location}: {item.problem}; {self.ADVICE}")

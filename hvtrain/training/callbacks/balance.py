@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from hvtrain.errors import ConfigError
@@ -17,7 +16,8 @@ log = logging.getLogger(__name__)
 
 # Factor by which a step must become faster; a smaller gain may be noise.
 LEAST_GAIN = 1.1
-# Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory.
+# Size of the largest batch, relative to the mean: a larger one might
+# not fit into a device's memory.
 MOST_BATCHES = 2
 
 
@@ -133,20 +133,21 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
 def slowest_in_words(
     times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]
 ) -> str:
-    """Describes the rank that is slowest per example, and whether data or compute makes it slow.
+    """Compares the slowest rank, per example, with the fastest, and says whether data or compute makes it slow.
 
     >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
     >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])
-    'rank 0 (s1 CPU) takes 2.0 times as long for an example as the median (compute)'
+    'rank 0 (s1 CPU) takes 2.0 times as long for an example as rank 1 (compute)'
     """
-    data = [rank.data / size for rank, size in zip(times, batch_sizes)]
-    compute = [rank.compute / size for rank, size in zip(times, batch_sizes)]
-    works = [sum(parts) for parts in zip(data, compute)]
-    rank = max(range(len(works)), key=works.__getitem__)
-    cause = "data" if data[rank] - median(data) > compute[rank] - median(compute) else "compute"
-    # Without the slowest rank: the median of two ranks would be the mean of both.
-    others = median(works[:rank] + works[rank + 1 :])
+    per_example = [
+        StepTimes(*(seconds / size for seconds in rank)) for rank, size in zip(times, batch_sizes)
+    ]
+    works = [rank.own_work for rank in per_example]
+    slowest = works.index(max(works))
+    fastest = works.index(min(works))
+    more = per_example[slowest] - per_example[fastest]
+    cause = "data" if more.data > more.compute else "compute"
     return (
-        f"rank {rank} ({devices[rank]}) takes {works[rank] / max(others, 1e-9):.1f} times as long for an example as "
-        f"the {'other' if len(works) == 2 else 'median'} ({cause})"
+        f"rank {slowest} ({devices[slowest]}) takes {works[slowest] / max(works[fastest], 1e-9):.1f} times as long for "
+        f"an example as rank {fastest} ({cause})"
     )

@@ -30,7 +30,8 @@ from hvtrain.training.callbacks.guard import NAMES_LAYER
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 from hvtrain.training.resume import gather_arrays
 
-# checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast, which is too slow for every step.
+# checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast,
+# which is too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
@@ -46,14 +47,16 @@ class Interruption(RunCallback):
         super().__init__(context)
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
-        # Only by the chief's clock: other ranks' clocks would request the stop a step earlier or later.
+        # Only by the chief's clock: other ranks' clocks would request
+        # the stop a step earlier or later.
         if self._limit and self.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any) -> None:
-        # Only during training: before and after it there is nothing to save, and Ctrl-C ends the process.
+        # Only during training: before and after it there is nothing to
+        # save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
     def on_train_end(self, logs: Any) -> None:
@@ -133,14 +136,15 @@ class CallbackState(keras.callbacks.Callback):
         self._comm = comm
 
     def on_train_begin(self, logs: Any) -> None:
-        # Keras's callbacks reset their counters in on_train_begin, so this callback has to come later.
+        # Keras's callbacks reset their counters in on_train_begin, so
+        # this callback has to come later.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
-        # The epoch had begun before the resume, so callbacks such as LearningRateScheduler have just
-        # changed the rate a second time.
+        # The epoch had begun before the resume, so callbacks such as LearningRateScheduler have
+        # just changed the rate a second time.
         factor = rate_factor(self.model)
         if factor is not None and self._resumed_factor is not None:
             factor.assign(self._resumed_factor)
@@ -148,8 +152,8 @@ class CallbackState(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         factor = rate_factor(self.model)
-        # Ranks with different rates would drift apart. Every rank takes part, even without callbacks of its
-        # own: the chief may have some, such as CSVLogger.
+        # Ranks with different rates would drift apart. Every rank takes part, even without
+        # callbacks of its own: the chief may have some, such as CSVLogger.
         if factor is not None:
             factor.assign(self._comm.broadcast(float(factor)))
 
@@ -247,8 +251,9 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # Only rank 0 knows that a background write failed. It requests a stop here, which the strategy's
-        # stop_callbacks extend to all ranks; on_epoch_end then raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests a stop here,
+        # which the strategy's stop_callbacks extend to all ranks; on_epoch_end then
+        # raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
@@ -288,7 +293,8 @@ class Checkpointing(_Saving):
             is_elastic = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not is_elastic)
             if goes_on and not self.report.stopped_by and whole_step != self.step:
-                # Otherwise the next attempt would resume from an older checkpoint and come here again, endlessly.
+                # Otherwise the next attempt would resume from an older checkpoint
+                # and come here again, endlessly.
                 raise CheckpointError(
                     f"the rest of the run needs the checkpoint of step {self.step}, which was not written; "
                     "make room, then start again with the same run.dir"
@@ -318,8 +324,8 @@ class Checkpointing(_Saving):
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
         self.weights(f"before the checkpoint of step {self.step:,}", everything=True)
 
-        # One exchange for the state of all ranks and for errors: weights that must not be saved, and a
-        # failure of the chief's previous write.
+        # One exchange for the state of all ranks and for errors: weights that must not be saved,
+        # and a failure of the chief's previous write.
         outcome = self._weights_not_finite() or self.writer.outcome()
         gathered = self.comm.gather(
             (model_state.rank_state(self.model), outcome, self.writer.whole_step)
@@ -338,7 +344,8 @@ class Checkpointing(_Saving):
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
         if self.is_chief:
-            # An interrupted or rebalanced run continues; one that a user's callback has stopped is complete.
+            # An interrupted or rebalanced run continues; one that a user's
+            # callback has stopped is complete.
             is_unfinished = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not is_unfinished
             saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)

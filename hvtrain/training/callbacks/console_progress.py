@@ -45,7 +45,8 @@ class Progress(RunCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
-        # The first epoch begins with the call that traces, so its steps count from the end of that call.
+        # The first epoch begins with the call that traces, so its steps
+        # count from the end of that call.
         self._first_in_epoch: Moment | None = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.step)

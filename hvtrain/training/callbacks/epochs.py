@@ -14,7 +14,7 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
-from hvtrain.step.step_timing import Split, StepTimes
+from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slower_in_words
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
 from hvtrain.training.run import Run
 
@@ -49,8 +49,8 @@ class EpochMetrics(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         metrics = self.strategy.metrics_over_ranks(self.model)
-        # A user's own train_step may leave out some of Keras's metrics, such as a loss that it never
-        # computes.
+        # A user's own train_step may leave out some of Keras's metrics, such as
+        # a loss that it never computes.
         left_out = metrics.keys() - logs.keys()
         for name, value in self.run.task.results(metrics).items():
             if name not in left_out:
@@ -154,6 +154,10 @@ class Throughput(RunCallback):
         self._times_after_warmup: StepTimes | None = None
         # The times up to which goodput has counted: the end of the first step, then of each epoch.
         self._times_counted: StepTimes | None = None
+        # The ranks' times in the fastest epoch, and in the slow one that was logged
+        # last; empty if steps are fast.
+        self._fastest: list[StepTimes] = []
+        self._reported_slow: list[StepTimes] = []
 
     @property
     def epoch_examples_per_second(self) -> float:
@@ -193,10 +197,12 @@ class Throughput(RunCallback):
         if self._times_after_warmup is None and self.step >= self._last_warmup_step:
             self._times_after_warmup = self.strategy.marks.times()
 
+        goodput = self.report.goodput
         if self._times_counted:
-            self.report.goodput.seconds["steps"] += seconds
+            goodput.seconds["steps"] += seconds
         else:
-            self.report.goodput.end_first_step(time.time())
+            # The first step, which traces the graph, and everything before it.
+            goodput.seconds["start"] += time.time() - goodput.start_began
             self._times_counted = self.strategy.marks.times()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -207,8 +213,11 @@ class Throughput(RunCallback):
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
         if self.strategy.marks.timed:  # The same on all ranks, so all of them gather.
             self._split_time()
+            self._log_slowdown(epoch)
             times = self.strategy.marks.times()
-            self.report.goodput.count_data((times - (self._times_counted or times)).data)
+            waited = (times - (self._times_counted or times)).data
+            self.report.goodput.seconds["steps"] -= waited
+            self.report.goodput.seconds["data"] += waited
             self._times_counted = times
 
     def _split_time(self) -> None:
@@ -228,6 +237,22 @@ class Throughput(RunCallback):
             sees_exchange = is_rank_by_rank or self.strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.plan.steps_per_epoch)
             self.report.split = Split.of(list(times_and_hosts), steps_in_a_row, sees_exchange)
+
+    def _log_slowdown(self, epoch: int) -> None:
+        """Logs what has made steps slower than in the fastest epoch, and again only if they become slower still."""
+        times = self.newest_times
+        # Of few steps, the wait after the pause before the first is a large part.
+        has_few_steps = self.plan.steps_per_epoch < FEW_STEPS or self.position.in_epoch
+        if len(times) < 2 or has_few_steps:
+            return
+        self._fastest = min(self._fastest or times, times, key=seconds_per_step)
+        text = slower_in_words(self._fastest, times, self.strategy.devices)
+        if not text:
+            self._reported_slow = []
+        elif slower_in_words(self._reported_slow or self._fastest, times, self.strategy.devices):
+            self._reported_slow = times
+            if self.is_chief:
+                log.info("slower         epoch %d: %s", epoch + 1, text)
 
 
 class GradientNoise(RunCallback):

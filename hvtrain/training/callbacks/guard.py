@@ -100,7 +100,8 @@ def explain_errors(
             ) from error
 
         if is_lost_rank_error(error):
-            # Horovod's errors are OpErrors too, and searching all files for damage would be pointless.
+            # Horovod's errors are OpErrors too, and searching all files
+            # for damage would be pointless.
             raise
         cause = wrong_ids(error) or context.run.source.explain(error)
         if cause is error:
@@ -129,7 +130,8 @@ class Proof(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if type(self.model).train_step is keras.Model.train_step:
-            # The count in Keras's loss metric includes the examples before a resume within the epoch.
+            # The count in Keras's loss metric includes the examples
+            # before a resume within the epoch.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
             is_whole = True
         else:

@@ -89,7 +89,8 @@ def make_callbacks(
     rank_state = start.rank_state if position.in_epoch else {}
     state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
 
-    # end_step is called first and begin_step last, so that the watchdog can tell a step from a callback.
+    # end_step is called first and begin_step last, so that the watchdog
+    # can tell a step from a callback.
     end_step = LambdaCallback(
         on_train_batch_end=lambda batch, logs: progress.end_step(position.step)
     )
@@ -115,9 +116,9 @@ def make_callbacks(
         validation,
         SameLogs(context),
         config.data.one_batch and OneBatch(context),
-        # First the callbacks that may stop the training, then those that extend one rank's stop to all
-        # ranks. `agree` comes before both: whether a user's callback sees the end of an epoch that was
-        # cut short depends on the reason (_end_whole_epochs).
+        # First the callbacks that may stop the training, then those that extend one rank's stop to
+        # all ranks. `agree` comes before both: whether a user's callback sees the end of an epoch
+        # that was cut short depends on the reason (_end_whole_epochs).
         agree,
         *own.values(),
         interruption,
@@ -169,7 +170,8 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     strategy = run.strategy
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
-    # ModelCheckpoint and TensorBoard count batches themselves if the value is a number, not "epoch".
+    # ModelCheckpoint and TensorBoard count batches themselves if the
+    # value is a number, not "epoch".
     counted = [
         getattr(callback, name, None)
         for callback in callbacks

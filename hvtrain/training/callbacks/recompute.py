@@ -79,7 +79,8 @@ class Recompute(RunCallback):
         self._train_step = model.train_step
         self._names = [variable.path for variable in model.trainable_variables]
         with tf.device("/CPU:0"):
-            # If set before a call of the graph, the first step of the call keeps its batch and digest.
+            # If set before a call of the graph, the first step of the
+            # call keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
         self._differences: list[float] = []
         # Set before the graph is traced, when Keras calls it.

@@ -79,7 +79,8 @@ class LayerSearch(RunCallback):
         first = min((origin for origin in origins if origin), default=None)
         if first is None:
             return "; when it is repeated layer by layer, all values are finite"
-        # Compared by phase and position, since descriptions differ between ranks, as in an example's number.
+        # Compared by phase and position, since descriptions differ between
+        # ranks, as in an example's number.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
         return f"; it began with {first.description}, on {named(ranks)}"
 
@@ -221,8 +222,8 @@ class _Watch:
         see_passed_back = partial(
             self._with_gradient_seen, operation, f"the gradient that {name} passes back"
         )
-        # The gradient that reaches a layer is not the one that the next layer passes back if other code,
-        # which is not an operation of the model, lies between the two.
+        # The gradient that reaches a layer is not the one that the next layer passes back if other
+        # code, which is not an operation of the model, lies between the two.
         see_incoming = partial(
             self._with_gradient_seen,
             operation,

@@ -131,7 +131,8 @@ class RunContext:
         Raises StorageError on all ranks if the history of a resumed run is damaged.
         """
         position = Position(run.plan, start_step)
-        # Tells the watchdog that during a check this rank waits for others, and makes no progress of its own.
+        # Tells the watchdog that during a check this rank waits for others,
+        # and makes no progress of its own.
         weights = WeightCheck(
             model,
             run.config.guard.every > 0,
@@ -141,8 +142,8 @@ class RunContext:
         records, seconds, ended = run.strategy.comm.on_chief(
             lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
         )
-        # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since an
-        # earlier plan of the run may have counted steps differently.
+        # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since
+        # an earlier plan of the run may have counted steps differently.
         records = [record for record in records if record.epoch <= position.epoch]
         written = {record.epoch for record in records}
         lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]

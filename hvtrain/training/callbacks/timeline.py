@@ -58,7 +58,8 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        # From the step at which the trace began, which is after first_step if a call of the graph crossed that.
+        # From the step at which the trace began, which is after first_step if a
+        # call of the graph crossed that.
         if self._begin is not None and self.step >= self._begin + self.run.config.profile.steps:
             self._end()
 
@@ -148,7 +149,8 @@ def _activity(name: str) -> str | None:
     for prefix, activity in _ACTIVITIES.items():
         if name.startswith(prefix):
             return activity
-    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
+    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers;
+    # ALLREDUCE is the sum of all activities.
     return _TRANSFER if "_ALL" in name else None
 
 
@@ -179,7 +181,8 @@ def operations(folder: Path) -> dict[str, float]:
                 name = plane.event_metadata[event.metadata_id].name
                 _, colon, kind = name.rpartition(":")
                 if colon and kind.isidentifier() and "::" not in name:
-                    # On some processors oneDNN's operations, whose types have a prefix, replace TensorFlow's.
+                    # On some processors oneDNN's operations, whose types have
+                    # a prefix, replace TensorFlow's.
                     seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += (
                         event.duration_ps / 1e12
                     )

@@ -87,7 +87,8 @@ class Tracking(RunCallback):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Without an exception a run is still open here if it will be resumed, as after train.max_time.
+        # Without an exception a run is still open here if it will be
+        # resumed, as after train.max_time.
         is_stopped = kind is None or issubclass(kind, Stopped)
         self.finish("stopped" if is_stopped else "failed")
 

@@ -9,12 +9,13 @@ import hvtrain.keras as hvd
 
 
 class Pause(keras.layers.Layer):
-    """Waits for so many seconds for each example of a training batch, on one rank."""
+    """Waits for so many seconds for each example of a training batch, on one rank, after so many batches."""
 
-    def __init__(self, rank, seconds, **options):
+    def __init__(self, rank, seconds, after, **options):
         super().__init__(**options)
         self.rank = rank
         self.seconds = seconds
+        self.after = after
 
     def call(self, inputs, training=False):
         if not training or hvd.rank() != self.rank:
@@ -23,15 +24,17 @@ class Pause(keras.layers.Layer):
         return tf.ensure_shape(paused, inputs.shape)
 
     def _wait(self, inputs):
-        time.sleep(self.seconds * len(inputs))
+        self.after -= 1
+        if self.after < 0:
+            time.sleep(self.seconds * len(inputs))
         return inputs
 
 
-def model(image_shape, num_classes, rank, seconds, **_):
+def model(image_shape, num_classes, rank, seconds, after=0, **_):
     return keras.Sequential(
         [
             keras.Input(image_shape),
-            Pause(rank, seconds),
+            Pause(rank, seconds, after),
             keras.layers.Flatten(),
             keras.layers.Dense(num_classes),
         ]

@@ -21,7 +21,6 @@ from hvtrain import runner
 from hvtrain.checkpoint.writer import mark_best
 from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
-from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
 from hvtrain.finished import finished_run
@@ -50,7 +49,7 @@ def work(command, arguments):
     if command == "train":
         # All steps have full batches, whatever the size of the data.
         config = from_dict(compose(["data.uneven=trim", *arguments]))
-        runner.run_to_end(config, build(config, "strategy", Strategy))
+        runner.train(config)
         return 0
     if command == "mark":
         if hvd.rank() == 0:

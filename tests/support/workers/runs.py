@@ -28,7 +28,7 @@ import hvtrain.keras as hvd
 from hvtrain import runner
 from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.choices import CONFIGS
-from hvtrain.config.compose import quoted, resolved, schema
+from hvtrain.config.compose import resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import from_dict
@@ -37,7 +37,7 @@ from hvtrain.errors import Stopped, UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
-from hvtrain.training.run import training_batches, with_rank_weights
+from hvtrain.training.run import RunState, training_batches, with_rank_weights
 from hvtrain.training.setup import (
     build_model,
     build_optimizer,
@@ -70,15 +70,19 @@ def composed(name, settings):
     if not any(setting.startswith("run.dir=") for setting in settings):
         settings.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        tree = compose(
-            "config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(settings)]
-        )
+        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *settings])
     return from_dict(resolved(tree))
 
 
 def one_run(config):
     try:
-        return {"record": asdict(runner.run_to_end(config, staying(config)))}
+        return {
+            "record": asdict(
+                runner.run_to_end(
+                    config, staying(config), runner.whole_run, RunState(time.monotonic())
+                )
+            )
+        }
     except Stopped as stopped:
         return {"stopped": stopped.code}
     except UserError as error:

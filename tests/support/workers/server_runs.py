@@ -7,6 +7,7 @@ argv[2]: where rank 0 writes each run's record or error.
 
 import json
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from hvtrain.errors import UserError
 from hvtrain.strategies import base
 from hvtrain.strategies.base import Strategy
 from hvtrain.system import console
+from hvtrain.training.run import RunState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "own"))
 FOLDER = Path(sys.argv[1]).parent
@@ -46,7 +48,11 @@ def composed(name, settings):
 def one_run(strategy, config):
     strategy.stop = lambda: None
     try:
-        return {"record": asdict(runner.run_to_end(config, strategy))}
+        return {
+            "record": asdict(
+                runner.run_to_end(config, strategy, runner.whole_run, RunState(time.monotonic()))
+            )
+        }
     except UserError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception:
