@@ -93,7 +93,7 @@ def contestants(
             f"strategy={choice} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
         )
 
-    folder = next((text for text in common if text.startswith("run.")), None)
+    folder = next((text for text in common if text.startswith(("run.dir=", "run.name="))), None)
     if folder:
         raise ConfigError(
             f"{folder} was given, but each strategy has its own run folder; choose --output DIR instead"

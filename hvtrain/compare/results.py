@@ -103,8 +103,10 @@ def _on_whole_runs(
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     # Data sets without test examples have no test metrics.
     tests = {name: metrics for name, metrics in tests.items() if metrics}
-    first = next(iter(tests.values()), {})
-    metric = next((name for name in first if "accuracy" in name), "")
+    # Metrics of some strategies alone cannot be compared.
+    first, *others = tests.values() or [{}]
+    shared = [name for name in first if all(name in metrics for metrics in others)]
+    metric = next((name for name in shared if "accuracy" in name), "")
     if metric and len(tests) > 1:
         yield on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
 
