@@ -133,12 +133,19 @@ def run_ranks(
 
     # A cluster's defaultParallelism grows while executors start, so there
     # the user has to give the number.
+    is_local = re.fullmatch(r"local(\[[^,]*\])?", context.master)
     num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
-    if not num_ranks and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
+    if not num_ranks and not is_local:
         raise ConfigError(
             "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
         )
     num_ranks = num_ranks or context.defaultParallelism
+    # Horovod would wait ten minutes for the other tasks.
+    if is_local and num_ranks > context.defaultParallelism:
+        raise ConfigError(
+            f"{num_ranks} ranks need as many tasks at once, and Spark's master {context.master} runs "
+            f"{context.defaultParallelism}; use fewer ranks, or the master local[{num_ranks}]"
+        )
     _patch_horovod()
     try:
         horovod.spark.run(

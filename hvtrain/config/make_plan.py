@@ -158,8 +158,9 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
     order = list(dict.fromkeys(hosts))
     if len(batch_size) != len(order):
         raise ConfigError(
-            f"train.batch_size={batch_size} has {len(batch_size)} numbers for {len(hosts)} ranks on {len(order)} "
-            "hosts; give one number, one for each rank, or one for each host"
+            f"train.batch_size={batch_size} has {len(batch_size)} numbers, and batches are for "
+            f"{counted(len(hosts), 'rank')} on {counted(len(order), 'host')}; give one number, one for each rank, or "
+            "one for each host (with asynchronous parameter servers, one number)"
         )
     return [batch_size[order.index(host)] for host in hosts]
 

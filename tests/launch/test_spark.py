@@ -19,7 +19,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_files import submission, texts, write
 from hvtrain.launch.cluster_kinds import Spark
 from hvtrain.launch.job import Job, parse_hosts
-from hvtrain.spark import parse, rank_environment
+from hvtrain.spark import parse, rank_environment, run_ranks
 from launching import ROOT, finish, start
 from pages import PAGES, blocks
 
@@ -260,6 +260,23 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(settings, code, first, tmp
     if code == 2:
         assert len(said(output)) == 2 and "Traceback" not in output
     assert "SparkException" not in output
+
+
+class TwoTasks:
+    """What run_ranks asks a SparkContext of local[2] before it starts ranks."""
+
+    master = "local[2]"
+    defaultParallelism = 2  # noqa: N815
+
+    def getConf(self):  # noqa: N802
+        return {}
+
+
+def test_more_ranks_than_tasks_at_once_are_refused():
+    """Horovod would wait ten minutes for them."""
+    message = "4 ranks need as many tasks at once, and Spark's master local[2] runs 2; use fewer"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_ranks(TwoTasks(), None, [], num_ranks=4)
 
 
 @pytest.mark.distributed
