@@ -1,12 +1,14 @@
 """Builds the object that a configuration group names, with errors that a user can act on."""
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hvtrain.config.choices import choice_files
@@ -60,7 +62,7 @@ def build(
         settings = settings[name]
     builder = None
     with suppress(Exception):  # _call() fails in the same way, with a better message.
-        builder = get_object(settings["_target_"])
+        builder = resolve_name(settings["_target_"])
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
@@ -162,7 +164,7 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
     """
     target = None
     with suppress(Exception):  # _call() fails in the same way, with a better message.
-        target = get_object(settings["_target_"])
+        target = resolve_name(settings["_target_"])
 
     own = {}
     for name, value in settings.items():
@@ -222,7 +224,7 @@ def _call(config: RunConfig, group: str, target: str, arguments: Settings):
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
             raise cause from None  # hvtrain's own errors are in one line already.
-        # If the user's module fails on import, Hydra chains the error under one of its own.
+        # If a name cannot be imported, Hydra chains the error under one of its own.
         innermost = cause
         while not place_of(innermost) and innermost.__cause__:
             innermost = innermost.__cause__
@@ -232,7 +234,12 @@ def _call(config: RunConfig, group: str, target: str, arguments: Settings):
                 f"{target} failed: {in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
             ) from innermost
         if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
+            # Hydra names the nested group, such as the loss of a task.
+            nested = re.search(r"full_key: called\.(\S+)", str(error))
+            if nested:
+                target = f"{group}.{nested[1]}"
             raise ConfigError(
-                f"{target} cannot be used: {' '.join(str(cause).split())}; fix the settings of {group}, or see --help"
+                f"{target} cannot be used: {' '.join(str(innermost).split())}; fix the settings of {group}, or see "
+                "--help"
             ) from error
         raise cause from None  # A bug: show its traceback without Hydra's frames.

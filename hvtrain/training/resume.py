@@ -316,6 +316,8 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     if not isinstance(before, dict):
         return {}  # A checkpoint that no run wrote may lack settings.
     changed = changed_settings(before, config)
+    if config.data.uneven == "auto":
+        changed.pop("data.uneven", None)  # The checkpoint has the choice, which auto keeps.
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(

@@ -385,7 +385,7 @@ LAYER = "+augment.x={_target_: keras.layers."
         ),
         (
             [LAYER + "RandomFlp}"],
-            "augment.x._target_=keras.layers.RandomFlp cannot be used: Error loading",
+            "augment.x._target_=keras.layers.RandomFlp cannot be used: No module named 'keras.layers.RandomFlp'",
         ),
         (
             ["+augment.x._target_=keras.losses.MeanSquaredError"],

@@ -48,6 +48,14 @@ def test_what_cannot_change(meta, override, message):
         changed_since(meta, config(override))
 
 
+def test_auto_keeps_the_choice_of_the_checkpoint():
+    before = config("data.uneven=pad").record
+    assert changed_since({"config": before}, config("data.uneven=auto")) == {}
+    assert changed_since({"config": before}, config("data.uneven=trim")) == {
+        "data.uneven": ["pad", "trim"]
+    }
+
+
 def test_the_order_of_layers_of_augmentation():
     before = config("augment=[random_flip,mix_up]").record
     now = config("augment=[mix_up,random_flip]", "augment.mix_up.alpha=0.4")
