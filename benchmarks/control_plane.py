@@ -1,24 +1,34 @@
-"""What rank 0's watchdog costs with many ranks: real connections to its hub, from light-weight members.
+"""What many ranks cost the processes that serve all of them: rank 0's watchdog, the rendezvous, and the output.
 
     python -m benchmarks.control_plane --members 256,1024
 
-A process of its own plays the other ranks: it joins, sends beats as often as ranks do, and notes when it is
-told that a member is gone. The hub is the product's, in this process, and so is rank 0's member.
+- watchdog: a process of its own plays the other ranks. It joins, sends beats as often as ranks do, and notes when it
+  is told that a member is gone. The hub is the product's, in this process, and so is rank 0's member.
+- rendezvous: another process claims all ranks, stores an address for each, and asks for addresses. Gloo's ranks ask for
+  all others, so their number of requests grows with the square of the ranks; the time of one is measured.
+- output: the launcher's reader gets lines of all ranks, and writes their logs.
 """
 
 import argparse
+import http.client
+import json
 import multiprocessing
 import os
 import resource
 import selectors
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hvtrain.launch.output import RankOutput
+from hvtrain.launch.rendezvous import Rendezvous
 from hvtrain.watchdog.connections import Kind, Lines, encode, proof
 from hvtrain.watchdog.hub import Hub
 from hvtrain.watchdog.member import Member
@@ -27,6 +37,9 @@ from hvtrain.watchdog.starting import beat_seconds, listen
 
 TOKEN = "token"
 ABORT_SECONDS = 600.0
+# Requests for an address, and lines of each rank: enough to time one.
+ASKED = 10_000
+LINES = 20
 
 
 class Members:
@@ -114,8 +127,7 @@ def play(
     Members(address, size, seconds, report).beat(duration)
 
 
-def measure(size: int, duration: float) -> dict[str, float]:
-    """Returns the figures of one run with so many ranks."""
+def measure_watchdog(size: int, duration: float) -> dict[str, float]:
     seconds = beat_seconds(size, ABORT_SECONDS)
     member = Member(0, "host0", Rules(ABORT_SECONDS, seconds), Progress(), calls_launcher=False)
     listener = listen("127.0.0.1")
@@ -150,6 +162,69 @@ def measure(size: int, duration: float) -> dict[str, float]:
     }
 
 
+def play_rendezvous(port: int, size: int, report: Pipe) -> None:
+    """Claims all ranks twice, then asks for ASKED addresses; says when each of the two is done."""
+    names = [f"rank {rank}" for rank in range(size)]
+    # Whoever came before the last one is told the hosts of all at the second claim.
+    for rank in [*range(size), *range(size)]:
+        claim = {"rank": rank, "names": names, "host": ["host", "127.0.0.1"], "process": rank}
+        status = send(port, "POST", "/claim", json.dumps(claim).encode())
+    report.send(status)
+
+    send(port, "PUT", "/global/0", b"x" * 64)
+    for _ in range(ASKED):
+        status = send(port, "GET", "/global/0")
+    report.send(status)
+
+
+def send(port: int, method: str, path: str, body: bytes | None = None) -> int:
+    """Sends a request as a rank does, in a connection of its own; returns the status of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request(method, path, body)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status
+
+
+def measure_rendezvous(size: int) -> dict[str, float]:
+    """Returns the CPU time that a claim and a question for an address cost the server."""
+    server = Rendezvous("127.0.0.1", 0, [f"rank {rank}" for rank in range(size)])
+    server.serve()
+    parent, child = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=play_rendezvous, args=(server.server_port, size, child), daemon=True
+    )
+    began = time.process_time()
+    process.start()
+    assert parent.recv() == 200
+    claimed = time.process_time()
+    assert parent.recv() == 200
+    asked = time.process_time()
+    process.join()
+    server.close()
+    return {
+        "CPU us of a claim": 1e6 * (claimed - began) / (2 * size),
+        "of an address": 1e6 * (asked - claimed) / ASKED,
+    }
+
+
+def measure_output(size: int) -> dict[str, float]:
+    """Returns the CPU time that a line of a rank costs the launcher."""
+    lines = [
+        f"[1,{rank}]<stderr>:a warning of rank {rank}\n"
+        for _ in range(LINES)
+        for rank in range(size)
+    ]
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        output = RankOutput(Path(folder), [f"host{rank // 8}" for rank in range(size)])
+        with redirect_stderr(nowhere):
+            began = time.process_time()
+            output.read(lines)
+            seconds = time.process_time() - began
+    return {"of a line": 1e6 * seconds / len(lines)}
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -161,7 +236,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     for size in map(int, options.members.split(",")):
-        rows = [measure(size, options.seconds) for _ in range(options.rounds)]
+        rows = [
+            {
+                **measure_watchdog(size, options.seconds),
+                **measure_rendezvous(size),
+                **measure_output(size),
+            }
+            for _ in range(options.rounds)
+        ]
         medians = {name: median(row[name] for row in rows) for name in rows[0]}
         print(", ".join(f"{name} {value:,.3g}" for name, value in medians.items()), flush=True)
 
