@@ -7,6 +7,7 @@
 - rendezvous: another process claims all ranks, stores an address for each, and asks for addresses. Gloo's ranks ask for
   all others, so their number of requests grows with the square of the ranks; the time of one is measured.
 - output: the launcher's reader gets lines of all ranks, and writes their logs.
+- checks: before the first step each rank gets a digest of every rank's settings and code, and compares them.
 """
 
 import argparse
@@ -27,8 +28,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.rendezvous import Rendezvous
+from hvtrain.training.consistency import check_same_run
 from hvtrain.watchdog.connections import Kind, Lines, encode, proof
 from hvtrain.watchdog.hub import Hub
 from hvtrain.watchdog.member import Member
@@ -225,6 +229,24 @@ def measure_output(size: int) -> dict[str, float]:
     return {"of a line": 1e6 * seconds / len(lines)}
 
 
+class AlikeRanks:
+    """Gives what a gather of so many ranks gives if all are alike."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def measure_checks(size: int) -> dict[str, float]:
+    """Returns the CPU time in which a rank compares its settings and code with those of all ranks."""
+    config = from_dict(compose([]))
+    began = time.process_time()
+    check_same_run(AlikeRanks(size), config)  # type: ignore[arg-type]
+    return {"ms of the check before training": 1000 * (time.process_time() - began)}
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -241,6 +263,7 @@ def main(arguments: Sequence[str]) -> None:
                 **measure_watchdog(size, options.seconds),
                 **measure_rendezvous(size),
                 **measure_output(size),
+                **measure_checks(size),
             }
             for _ in range(options.rounds)
         ]
