@@ -1,14 +1,14 @@
 """Builds the object that a configuration group names, with errors that a user can act on."""
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from pkgutil import resolve_name
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from hvtrain.config.choices import choice_files
@@ -29,6 +29,8 @@ NEEDED = {
     "augment": "a keras.layers.Layer",
     "tracker": "an hvtrain.trackers.Tracker",
 }
+# get_object() logs the errors that it raises.
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 # Facts passed to a builder that takes **kwargs and declares no fact by name.
 ALWAYS = ("image_shape", "num_classes")
 
@@ -60,9 +62,7 @@ def build(
     settings = getattr(config, section)
     if name:
         settings = settings[name]
-    builder = None
-    with suppress(Exception):  # _call() fails in the same way, with a better message.
-        builder = resolve_name(settings["_target_"])
+    builder = _imported(settings.get("_target_"))
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
@@ -87,6 +87,13 @@ def build(
         returned = "None" if built is None else f"a {type(built).__name__}"
         raise ConfigError(f"{target} returned {returned}; it must return {NEEDED[section]}")
     return built
+
+
+def _imported(target: Any) -> Any:
+    """Returns what a _target_ names; None if there is none, or it cannot be imported, which _call() explains."""
+    with suppress(Exception):
+        return get_object(target)
+    return None
 
 
 def declared(
@@ -162,10 +169,7 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
         settings: The settings of a group, or of a group nested in it.
         choices: The corresponding settings in each choice of the group.
     """
-    target = None
-    with suppress(Exception):  # _call() fails in the same way, with a better message.
-        target = resolve_name(settings["_target_"])
-
+    target = _imported(settings.get("_target_"))
     own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]

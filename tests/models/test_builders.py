@@ -142,6 +142,53 @@ def test_a_run_shows_what_keras_refuses_in_one_line():
     )
 
 
+def test_a_function_that_hides_the_module_of_its_name_is_the_target(tmp_path, monkeypatch):
+    package = tmp_path / "hiding"
+    package.mkdir()
+    (package / "__init__.py").write_text("from hiding.net import net\n")
+    (package / "net.py").write_text(
+        "import keras\n\ndef net(num_outputs, hidden=()):\n"
+        "    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(num_outputs)])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = from_dict(
+        compose(
+            [
+                "model=mlp",
+                "~model.activation",
+                "~model.dropout",
+                "model._target_=hiding.net",
+                "dataset=digits",
+            ]
+        )
+    )
+    model = build(config, "model", keras.Model, facts={"num_outputs": 3})
+    assert model.output_shape == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("word", "group", "line"),
+    [
+        (
+            "model._target_=no_such.net",
+            "model",
+            "model._target_=no_such.net cannot be used: No module named 'no_such'; fix the settings of model",
+        ),
+        (
+            "task.loss._target_=no_such.Loss",
+            "task",
+            "task.loss cannot be used: No module named 'no_such'; fix the settings of task",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_named_in_one_line(word, group, line, caplog):
+    config = from_dict(compose(["model=mlp", word, "dataset=digits"]))
+    with pytest.raises(ConfigError) as caught:
+        build(config, group, object)
+    assert str(caught.value) == f"{line}, or see --help"
+    assert not caplog.records
+
+
 def test_an_unknown_application_names_the_nearest():
     refuse(r"no network 'resnet-50'; did you mean 'ResNet50'\?", "application", name="resnet-50")
     refuse("no network 'zzz'; known: .*VGG16", "application", name="zzz")
