@@ -1,4 +1,4 @@
-"""What many ranks cost the processes that serve all of them: rank 0's watchdog, the rendezvous, and the output.
+"""What many ranks cost the processes that serve all of them: watchdog, rendezvous, output and checks.
 
     python -m benchmarks.control_plane --members 256,1024
 
@@ -21,9 +21,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,6 +132,15 @@ def play(
     Members(address, size, seconds, report).beat(duration)
 
 
+def start(play: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Pipe]:
+    """Starts a function in a process of its own, and returns the end of the pipe to which it reports."""
+    parent, child = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=play, args=(*arguments, child), daemon=True)
+    process.start()
+    return process, parent
+
+
 def measure_watchdog(size: int, duration: float) -> dict[str, float]:
     seconds = beat_seconds(size, ABORT_SECONDS)
     member = Member(0, "host0", Rules(ABORT_SECONDS, seconds), Progress(), calls_launcher=False)
@@ -139,11 +149,7 @@ def measure_watchdog(size: int, duration: float) -> dict[str, float]:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     hub = Hub(listener, TOKEN, size, member)
     member.join(listener.getsockname(), TOKEN)
-    parent, child = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=play, args=(listener.getsockname(), size, seconds, duration, child), daemon=True
-    )
-    process.start()
+    process, parent = start(play, listener.getsockname(), size, seconds, duration)
 
     join_seconds = parent.recv()
     clock = time.pthread_getcpuclockid(hub.thread.ident or 0)
@@ -195,12 +201,8 @@ def measure_rendezvous(size: int) -> dict[str, float]:
     """Returns the CPU time that a claim and a question for an address cost the server."""
     server = Rendezvous("127.0.0.1", 0, [f"rank {rank}" for rank in range(size)])
     server.serve()
-    parent, child = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=play_rendezvous, args=(server.server_port, size, child), daemon=True
-    )
+    process, parent = start(play_rendezvous, server.server_port, size)
     began = time.process_time()
-    process.start()
     assert parent.recv() == 200
     claimed = time.process_time()
     assert parent.recv() == 200
