@@ -9,8 +9,10 @@ it answers; its own work takes part of the cores, which a real store's does not.
 """
 
 import argparse
+import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,10 +22,10 @@ import threading
 import time
 from datetime import datetime, timezone
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import cast
+from urllib.parse import parse_qs
 
 from benchmarks.input import NUM_CLASSES, NUM_RECORD_FILES, TRAINED, write_images
 
@@ -31,6 +33,7 @@ KINDS = ("image_folder", "tfrecord", "parquet", "webdataset")
 BATCH_SIZE = 32
 EPOCHS = 3
 CHANGED = 1_800_000_000
+LAST_MODIFIED = f"Last-Modified: {formatdate(CHANGED, usegmt=True)}"
 SHAPE = str(list(TRAINED)).replace(" ", "")
 # About the size of ImageNet's photographs.
 HEIGHT, WIDTH = 375, 500
@@ -56,11 +59,11 @@ def main() -> int:
         folder = Path(name)
         write_images(folder, options.images, HEIGHT, WIDTH)
         write_shards(folder)
-        server = serve(folder, options.milliseconds / 1000)
+        port = serve(folder, options.milliseconds / 1000)
         ratios: dict[str, list[list[float]]] = {kind: [] for kind in options.kinds}
         for kind in options.kinds * options.rounds:
             near, far = (
-                epochs_of(kind, folder / kind, address, server.server_address[1])
+                epochs_of(kind, folder / kind, address, port)
                 for address in (str(folder / kind), f"s3://bucket/{kind}")
             )
             ratios[kind].append([here / there for here, there in zip(near[1:], far[1:])])
@@ -69,7 +72,6 @@ def main() -> int:
                 f"in a folder {near}, in the store {far}",
                 flush=True,
             )
-        server.shutdown()
     print(f"{'store / folder':16}{'first epoch':>14}{'later':>10}")
     for kind, rounds in ratios.items():
         first, second = (statistics.median(values) for values in zip(*rounds))
@@ -134,53 +136,60 @@ def read(kind: str, folder: str, address: str, rank: int) -> None:
     print(json.dumps([opening, first, sum(others) / len(others)]))
 
 
-def serve(folder: Path, seconds: float) -> ThreadingHTTPServer:
-    """Starts a server that lists and reads files of a folder as S3 does, each answer so many seconds late."""
+def serve(folder: Path, seconds: float) -> int:
+    """Starts a server that lists and reads files of a folder as S3 does, each answer so many seconds late.
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
+    One thread serves all connections: a thread for each would take more of the cores than the ranks.
 
-        def do_GET(self) -> None:
-            time.sleep(seconds)
-            url = urlsplit(self.path)
-            file = folder / unquote(url.path).removeprefix("/bucket").strip("/")
-            if "list-type" in url.query:
-                self.answer(200, listing(folder, parse_qs(url.query).get("prefix", [""])[0]))
-                return
-            if not file.is_file():
-                self.answer(404, b"")
-                return
-            size = file.stat().st_size
-            first, _, last = (
-                self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-            )
-            with file.open("rb") as data:
-                data.seek(int(first))
-                content = data.read(int(last or size) - int(first) + 1)
-            self.answer(206, content, f"bytes {first}-{last}/{size}") if last else self.answer(
-                200, content
-            )
+    Returns:
+        Its port.
+    """
 
-        do_HEAD = do_GET  # noqa: N815
+    class Connection(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = cast(asyncio.Transport, transport)
+            self.received = b""
 
-        def answer(self, status: int, content: bytes, part: str = "") -> None:
-            self.send_response_only(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Last-Modified", formatdate(CHANGED, usegmt=True))
-            self.send_header("ETag", '"1"')
-            if part:
-                self.send_header("Content-Range", part)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+        def data_received(self, data: bytes) -> None:
+            *requests, self.received = (self.received + data).split(b"\r\n\r\n")
+            for request in requests:
+                reply = answer(folder, request.decode())
+                loop.call_later(seconds, self.transport.write, reply)
 
-        def log_message(self, *_: object) -> None:
-            pass
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(loop.create_server(Connection, "127.0.0.1", 0))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return int(server.sockets[0].getsockname()[1])
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+
+def answer(folder: Path, request: str) -> bytes:
+    """Returns the response to a request for a list of files, or for a file or a part of it."""
+    method, target, _ = request.split(" ", 2)
+    path, _, query = target.removeprefix("/bucket").partition("?")
+    file = Path(f"{folder}{path}")
+    status = "200 OK"
+    headers = [LAST_MODIFIED, 'ETag: "1"']
+    part = re.search(r"range: bytes=(\d+)-(\d+)", request, re.IGNORECASE)
+
+    if "list-type" in query:
+        content = listing(folder, parse_qs(query).get("prefix", [""])[0])
+    elif not file.is_file():
+        status = "404 Not Found"
+        content = b""
+    elif part:
+        first, last = map(int, part.groups())
+        size = file.stat().st_size
+        status = "206 Partial Content"
+        headers.append(f"Content-Range: bytes {first}-{min(last, size - 1)}/{size}")
+        with file.open("rb") as data:
+            data.seek(first)
+            content = data.read(last - first + 1)
+    else:
+        content = file.read_bytes()
+
+    headers.append(f"Content-Length: {len(content)}")
+    head = "\r\n".join([f"HTTP/1.1 {status}", *headers, "", ""]).encode()
+    return head if method == "HEAD" else head + content
 
 
 def listing(folder: Path, prefix: str) -> bytes:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.storage.ranges import FarFile
+from hvtrain.storage.ranges import SUM_BYTES, FarFile
 from hvtrain.storage.remote import Object, Remote, locate
 from hvtrain.system.files import is_remote, remove, writing
 from hvtrain.system.text import duration, human_bytes
@@ -35,6 +35,9 @@ RUN_MANIFEST = "hvtrain-run.json"
 FETCHED_AT_ONCE = 16
 SECONDS_BETWEEN_LINES = 15.0
 UNFINISHED = ".part"
+# The file in an entry with the checksums of all parts. One for all objects, since creating a file
+# takes a host as much time as a request.
+SUMS = ".sums"
 
 _PATTERN = re.compile(r"/(?=[^/]*[*?\[])")
 # Lock files of the entries that this process uses, held until it ends.
@@ -90,6 +93,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
         )
 
     def fill(folder: Path) -> None:
+        folder.with_name(SUMS).touch()
         for parent in {(folder / item.name).parent for item in far_objects}:
             parent.mkdir(parents=True, exist_ok=True)
         for item in far_objects:
@@ -104,9 +108,13 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
                 )
 
     folder = _entry(remote, objects, f"{far} {keeps_parts}", num_bytes, fill)
+    first_sum = 0
     for item in far_objects:
         path = folder / item.name
-        _far[str(path)] = FarFile(remote.child(item.name), item, path if keeps_parts else None)
+        kept = path if keeps_parts else None
+        sums = folder.with_name(SUMS)
+        _far[str(path)] = FarFile(remote.child(item.name), item, kept, sums, first_sum)
+        first_sum += item.num_bytes + -item.num_bytes % SUM_BYTES
     return Path(folder, *tail)
 
 

@@ -34,11 +34,15 @@ class FarFile:
         remote: where the object is.
         state: its size and modification time, which must not change.
         kept: a sparse file for the parts that have been read; None: they are not kept.
+        sums: the file with the checksums of all kept parts of the data set.
+        first_sum: where this object's checksums begin in `sums`, in bytes.
     """
 
     remote: Remote
     state: Object
     kept: Path | None
+    sums: Path
+    first_sum: int
     _handle: Any = None
     _checked: float = 0.0
 
@@ -50,14 +54,12 @@ class FarFile:
         """
         if self.kept is None:
             return self.pread(num_bytes, offset)
-        # A second file has each part's checksum, at the part's offset rounded down. It tells
-        # parts from holes, since the CRC-32 of zeros is not 0, and shows if only one of the
-        # files was saved before a power cut.
+        # A part's checksum tells it from a hole, since the CRC-32 of zeros is not 0, and shows if
+        # only one of the two files was saved before a power cut.
         with suppress(OSError):
-            file, sums = _kept_files(self.kept)
-            data = os.pread(file.fileno(), num_bytes, offset)
-            slot = offset - offset % SUM_BYTES
-            if os.pread(sums.fileno(), SUM_BYTES, slot) == _checksum(data):
+            data = os.pread(_opened(self.kept).fileno(), num_bytes, offset)
+            stored = os.pread(_opened(self.sums).fileno(), SUM_BYTES, self._sum_offset(offset))
+            if stored == _checksum(data):
                 return data
         data = self.pread(num_bytes, offset)
         self.keep(data, offset)
@@ -68,9 +70,12 @@ class FarFile:
         if self.kept is None:
             return
         with suppress(OSError):
-            file, sums = _kept_files(self.kept)
-            os.pwrite(file.fileno(), data, offset)
-            os.pwrite(sums.fileno(), _checksum(data), offset - offset % SUM_BYTES)
+            os.pwrite(_opened(self.kept).fileno(), data, offset)
+            os.pwrite(_opened(self.sums).fileno(), _checksum(data), self._sum_offset(offset))
+
+    def _sum_offset(self, offset: int) -> int:
+        """Returns where the checksum of the part at an offset stands in `sums`."""
+        return self.first_sum + offset - offset % SUM_BYTES
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
         """Reads num_bytes at an offset from the store without keeping them. Raises StorageError."""
@@ -124,16 +129,14 @@ class FarFile:
         return io.BufferedReader(_Positioned(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
 
 
-# Few, since each takes two of the file descriptors of a process, often limited to 1,024.
-@lru_cache(maxsize=16)
-def _kept_files(path: Path) -> tuple[IO[bytes], IO[bytes]]:
-    """Opens the file of kept parts, and the file of their checksums.
+# Few, since a process may often open only 1,024 files.
+@lru_cache(maxsize=32)
+def _opened(path: Path) -> IO[bytes]:
+    """Opens a file for reading and writing in parts.
 
-    They are closed once they have left this function's cache and no thread uses them.
+    It is closed once it has left this function's cache and no thread uses it.
     """
-    sums = path.with_name(f".{path.name}.sums")
-    sums.touch()
-    return path.open("r+b", buffering=0), sums.open("r+b", buffering=0)
+    return path.open("r+b", buffering=0)
 
 
 def _checksum(data: bytes) -> bytes:
@@ -202,8 +205,14 @@ class _Positioned(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._num_bytes - self._position))
-        if size:
-            buffer[:size] = self._read(size, self._position)
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    # RawIOBase would read into a buffer of its own and copy that.
+    def read(self, size: int = -1) -> bytes:
+        rest = max(0, self._num_bytes - self._position)
+        size = rest if size < 0 else min(size, rest)
+        data = self._read(size, self._position) if size else b""
         self._position += size
-        return size
+        return data

@@ -232,7 +232,11 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
         return _azure(authority)
     try:
         with suppress(ValueError):
-            return fs.FileSystem.from_uri(_google_uri(authority) if scheme == "gs" else root)
+            opened = fs.FileSystem.from_uri(_google_uri(authority) if scheme == "gs" else root)
+            # pyarrow reports that nothing is there, too, if HDFS does not answer.
+            if scheme == "hdfs" and opened[0].get_file_info("/").type is fs.FileType.NotFound:
+                raise OSError("it does not answer")
+            return opened
         return fs.FileSystem.from_uri(f"fsspec+{root}")
     except (ImportError, ValueError) as error:
         raise ConfigError(
