@@ -85,6 +85,8 @@ class Inputs(Experiment):
             works = ["resize"] if is_trained else self.works
             for work, file_format in product(works, FORMATS):
                 contenders = ["hvtrain", "by-hand"]
+                if work == "central-crop":
+                    contenders.append("crop-first")
                 if file_format == "image_folder" and work in KERAS_WORKS:
                     contenders.append("keras")
                 cases += [

@@ -2,14 +2,15 @@
 `benchmarks input`.
 
 All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on the same number of
-threads. Within a work of benchmarks.input.WORKS all do the same to an image; only where files have the size that
-is trained on, Keras resizes them all the same.
+threads. Within a work of benchmarks.input.WORKS all do the same to an image, with two exceptions: Keras also resizes
+files of the trained size, and crop-first resizes less of an image than the others, to other pixels.
 """
 
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,17 @@ def keras_folder(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
     return scaled.repeat().prefetch(AUTO)
 
 
-def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
+def by_hand(
+    folder: Path, file_format: str, work: str, crops_first: bool = False
+) -> tf.data.Dataset:
     """As the guides of TensorFlow write it: encoded images are shuffled, then decoded one by one, in parallel.
 
-    Only the part of a JPEG that is needed is decoded. Crops have the areas and aspects of Szegedy et al.
-    (2015), as torchvision draws them; those of tf.image.sample_distorted_bounding_box are smaller.
+    Of a random crop, only the part of a JPEG that is needed is decoded. Random crops have the areas and aspects
+    of Szegedy et al. (2015), as torchvision draws them; those of tf.image.sample_distorted_bounding_box are smaller.
+
+    Args:
+        crops_first: Crop the middle while decoding, and then resize it. Otherwise a central crop is made as ImageNet
+            is validated and as Keras's layers do it: the square is resized, and then its border is cut off.
     """
     # Whoever writes it by hand knows the size of the files.
     height, width = map(int, folder.parent.name.split("x"))
@@ -104,12 +111,23 @@ def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
         side = tf.cast(CROP_FRACTION * tf.cast(tf.reduce_min(shape[:2]), tf.float32), tf.int32)
         return tf.concat([(shape[:2] - side) // 2, [side, side]], axis=0)
 
+    def resized_square(image: tf.Tensor) -> tf.Tensor:
+        """Resizes the central square, and cuts off its border."""
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        larger = [round(length / CROP_FRACTION) for length in TRAINED[:2]]
+        image = tf.image.resize(image[top : top + side, left : left + side], larger)
+        rows, columns = ((whole - kept) // 2 for whole, kept in zip(larger, TRAINED))
+        return image[rows : rows + TRAINED[0], columns : columns + TRAINED[1]]
+
     def pixels(encoded: tf.Tensor) -> tf.Tensor:
-        if work.endswith("crop"):
+        if work == "random-crop" or crops_first:
             image = tf.image.decode_and_crop_jpeg(encoded, window(encoded), channels=TRAINED[2])
         else:
             image = tf.io.decode_jpeg(encoded, channels=TRAINED[2])
-        if is_resized:
+        if work == "central-crop" and not crops_first:
+            image = resized_square(image)
+        elif is_resized:
             image = tf.image.resize(image, TRAINED[:2], antialias=work == "antialias")
         return tf.ensure_shape(tf.cast(image, tf.float32) / 255.0, TRAINED)
 
@@ -166,6 +184,7 @@ PIPELINES: dict[str, Callable[[Path, str, str], tf.data.Dataset]] = {
     "hvtrain": hvtrain_source,
     "keras": keras_folder,
     "by-hand": by_hand,
+    "crop-first": partial(by_hand, crops_first=True),
 }
 
 
