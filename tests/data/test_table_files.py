@@ -227,7 +227,7 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
 REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a gap", text(["", *NUMBERS[1:]]), {}, r"t.csv: row 0 has no x \(rows without it: 1\); fill or drop them, or train with dataset.missing=median"),
     ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '\?'\)"),
-    ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y \(rows without it: 1\); fill them, or leave them out with dataset.missing=drop"),
+    ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y \(rows without it: 1\); fill or drop them, or train with dataset.missing="),
     ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=number with task=regression"),
     ("a target that is always the same", text(NUMBERS).replace("yes", "no"), {}, r"dataset.target=y is 'no' in every row, and nothing can be learned"),
     ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns named x; rename them"),
@@ -250,7 +250,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("an old Excel file", b"\xd0\xcf\x11\xe0" + bytes(40), {}, r"t.csv is an old Excel file, and CSV or Parquet is needed"),
     ("JSON lines", '{"x": 1, "y": "a"}\n' * 20, {}, r"t.csv is JSON, and CSV or Parquet is needed; convert it"),
     ("a web page", "<!doctype html>\n<table>", {}, r"t.csv is a web page, and CSV or Parquet is needed"),
-    ("a zip file of two tables", b"", {}, r"it is a zip file with 2 tables instead of one"),
+    ("a zip file of two tables", b"", {}, r"it is a zip or Excel file with 2 CSV or Parquet tables instead of one"),
 ]  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    if "zip file" in message:
+    if "zip or Excel file" in message:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("a.csv", PLAIN)
             archive.writestr("b.csv", PLAIN)

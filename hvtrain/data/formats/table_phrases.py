@@ -37,9 +37,6 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
         phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
         phrases |= {kind: f"{count:,} columns: {kind}" for kind, count in counts.items()}
     result = list(phrases.values())
-    hidden = len(result) - 2 * MAX_PHRASES
-    if hidden > 0:
-        result = [*result[: 2 * MAX_PHRASES], f"and {hidden:,} more"]
     if schema.left_out:
         result.append(
             "left out: "
