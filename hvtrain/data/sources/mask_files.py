@@ -13,7 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps
 
 from hvtrain.data.formats.folders import visible
-from hvtrain.data.formats.image_files import MAX_PIXELS, is_image
+from hvtrain.data.formats.image_files import is_image
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
@@ -139,27 +139,19 @@ class MaskReader:
                 is_image = np.asarray(
                     self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
                 )
-                is_jpeg = labels.format == "JPEG"
-        except Image.DecompressionBombError as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles"
+                f"{mask} or its image cannot be read: {error}; fix both, cut them into tiles, or remove them"
             ) from error
-        except (OSError, SyntaxError) as error:
-            raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
 
-        if self.is_binary:
-            is_outside = (values != 0) & (values != IGNORED)
-            needed = "but all others are 0 and 255"
-            classes = values != 0
-        else:
-            is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
-            needed = f"outside 0 ... {self.num_classes - 1}"
-            classes = values
+        last = 0 if self.is_binary else self.num_classes - 1
+        is_outside = ((values > last) & (values != IGNORED)) | (values < 0)
         if is_outside.any():
-            fix = "fix the mask or dataset.num_classes"
-            if is_jpeg:
-                fix = "write masks as PNG, since JPEG changes labels"
-            raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
+            raise DataError(
+                f"{mask} has the label {values[is_outside][0]}, outside 0 ... {last} and {IGNORED}; "
+                "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
+            )
+        classes = values == IGNORED if self.is_binary else values
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
@@ -177,11 +169,9 @@ class MaskReader:
         image_size = self._size(picture)
         mask_size = self._size(labels)
         if image_size != mask_size:
-            turned = ""
-            if image_size != picture.size:
-                turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
             raise DataError(
-                f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size{turned}"
+                f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size, upright or, with "
+                "dataset.exif=false, as they are stored"
             )
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
