@@ -541,7 +541,7 @@ TEXTS = [
     (
         {"t.jsonl": '{"tale": "a tree"}'},
         None,
-        "dataset.column is not set; it names the column of text, one of tale",
+        "dataset.column=null is not a column of t.jsonl; choose one of tale",
     ),
     (
         {"t.json": '[{"tale": "a tree"}]'},
@@ -659,7 +659,7 @@ REFUSED_ARRAYS = [
         np.array(["2024-01-01"] * 6, "M8[D]"),
         Y,
         {},
-        r"x_train holds dates or times \(datetime64\[D\]\); convert them",
+        r"x_train holds datetime64\[D\]; numbers or text are needed \(of dates, such as days: ",
     ),
     (
         MIXED,

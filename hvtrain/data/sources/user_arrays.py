@@ -146,10 +146,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         if x is None:
             continue
         if (w is not None) != has_weights:
-            state = "missing" if has_weights else "given"
-            raise DataError(
-                f"{name}: w_{split} is {state}, unlike w_train; give all weights or none"
-            )
+            raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
 
         # tf.nest treats a sparse matrix or a data frame as a single value.
         arrays[split] = tuple(
@@ -207,13 +204,11 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     except ValueError as error:
         raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
 
-    if array.dtype.kind in "mM":
-        raise DataError(
-            f"{where} holds dates or times ({array.dtype}); convert them to numbers, such as days: "
-            "(x - x.min()) / numpy.timedelta64(1, 'D')"
-        )
     if array.dtype.kind not in TAKEN_KINDS:
-        raise DataError(f"{where} holds {array.dtype}; numbers or text are needed")
+        raise DataError(
+            f"{where} holds {array.dtype}; numbers or text are needed (of dates, such as days: "
+            "(x - x.min()) / numpy.timedelta64(1, 'D'))"
+        )
     return array.astype(np.float64) if array.dtype == np.longdouble else array
 
 
@@ -363,23 +358,16 @@ def _frame_cells(
     where: str, frame: Any, num_pixels: int, image_column: str | Sequence[str]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have there."""
-    if not isinstance(image_column, str):
-        if len(image_column) != num_pixels:
-            raise DataError(
-                f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed"
-            )
-        return list(
-            np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
-        )
-
+    if isinstance(image_column, str):
+        rows = _frame_column(where, frame, image_column)
+    else:
+        rows = np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
     # A cell may hold an array of any shape.
-    cells = [np.atleast_1d(cell) for cell in _frame_column(where, frame, image_column)]
+    cells = list(map(np.atleast_1d, rows))
     for row, cell in enumerate(cells):
-        has_numbers = cell.dtype.kind in "biuf"
-        if cell.size != num_pixels or not has_numbers:
-            content = f"{cell.size} numbers" if has_numbers else f"a {type(cell.flat[0]).__name__}"
+        if cell.size != num_pixels or cell.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}, row {row}: {image_column} holds {content}; {num_pixels} numbers are "
+                f"{where}, row {row}: the image has {cell.size} values of type {cell.dtype}; {num_pixels} numbers are "
                 "needed (encoded images: write Parquet and choose dataset=parquet)"
             )
     return cells
