@@ -71,7 +71,7 @@ class Task(ABC):
     """The layer with which a model for this task ends, for messages; {0} is its number of outputs."""
     best = "loss"
     loss_weights: Mapping[str, float] | None = None
-    """Factors of the losses, by output name."""
+    """Factors of all losses, by output name."""
     has_one_output = False
     """True if the model has a single output with a name."""
     label_smoothing = 0.0
@@ -290,10 +290,6 @@ class Task(ABC):
         if distribute_loss and loss is not None:
             loss = keras.tree.map_structure(distribute_loss, loss)
 
-        loss_weights = None
-        if self.loss_weights is not None:
-            loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
-
         # Copies, because metrics have state and a task may compile several models.
         metrics = fresh_all(self.metrics)
         losses = keras.tree.flatten(loss)
@@ -303,7 +299,7 @@ class Task(ABC):
         model.compile(
             optimizer=optimizer,
             loss=loss,
-            loss_weights=loss_weights,
+            loss_weights=self.loss_weights,
             jit_compile=jit_compile,
             **{metrics_argument: metrics or None},
         )
