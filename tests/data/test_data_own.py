@@ -148,7 +148,7 @@ def first(source, size=2, rank=0, steps=5):
     [
         (
             lambda d: d.batch(4),
-            r"numbers\(shard=0, num_shards=1\) gives tensors of shape \(None,\); single examples",
+            r"numbers\(shard=0, num_shards=1\) gives TensorSpec\(shape=\(None,\), .*; single examples",
         ),
         (
             lambda d: d.map(lambda x, y: {"x": x}),
@@ -157,7 +157,7 @@ def first(source, size=2, rank=0, steps=5):
         (lambda d: d.map(lambda x, y: (x,)), r"gives elements of 1 parts; \(inputs, targets\) or"),
         (
             lambda d: d.map(lambda x, y: (tf.RaggedTensor.from_row_lengths([x], [1]), y)),
-            "gives a RaggedTensor; make it",
+            "gives RaggedTensorSpec.* make tensors dense",
         ),
         (lambda d: [1], r"returned a list; a tf.data.Dataset or a keras.utils.PyDataset is needed"),
         (

@@ -59,13 +59,10 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
         raise DataError(f"{name} gives elements of {_parts_in_words(spec)}; {PARTS_NEEDED}")
     for part in nest.flatten(spec):
         # Ragged and sparse tensors have specs of other types.
-        if not isinstance(part, TensorSpec):
-            kind = type(part).__name__.removesuffix("Spec")
-            raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
-        if not part.shape.is_fully_defined():
+        if not isinstance(part, TensorSpec) or not part.shape.is_fully_defined():
             raise DataError(
-                f"{name} gives tensors of shape {part.shape}; single examples of a known shape "
-                "are needed: remove .batch(), since the run makes batches, or set the shape with tf.ensure_shape"
+                f"{name} gives {part}; single examples of dense tensors of a known shape are needed: remove .batch(), "
+                "since the run makes batches, make tensors dense (to_tensor), or set the shape with tf.ensure_shape"
             )
     if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
         dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
@@ -100,14 +97,14 @@ class PyDatasetExamples:
         if num_batches < 1:
             raise self._fail("__len__ gives no number of batches; at least one is needed")
 
-        first = self._batch(0)
+        first, size = self._batch(0)
         self.element_spec = spec_of(first)
 
         # All sizes follow from the first and the last batch; _read() checks the others.
-        self._sizes = np.full(num_batches, self._batch_size(first, 0))
+        self._sizes = np.full(num_batches, size)
         last = num_batches - 1
-        last_size = self._batch_size(self._batch(last), last)
-        if not 0 < last_size <= self._sizes[0]:
+        _, last_size = self._batch(last)
+        if not 0 < last_size <= size:
             raise self._wrong_size(last_size, last)
         self._sizes[last] = last_size
 
@@ -152,35 +149,33 @@ class PyDatasetExamples:
 
     def _read(self, number: np.int64) -> list[np.ndarray]:
         """Reads a batch, checks that it resembles the first, and returns its arrays."""
-        batch = self._batch(int(number))
+        batch, size = self._batch(int(number))
         if spec_of(batch) != self.element_spec:
             raise self._fail(
                 f"batch {number} holds {kinds_in_words(spec_of(batch))}, but batch 0 "
                 f"{kinds_in_words(self.element_spec)}; give all batches the same parts, types and shapes"
             )
-
-        size = self._batch_size(batch, int(number))
         if size != self._sizes[number]:
             raise self._wrong_size(size, int(number))
         return nest.flatten(batch)
 
-    def _batch(self, number: int) -> Parts:
-        """Reads a batch in the types that models take. Raises DataError unless it has two or three parts."""
+    def _batch(self, number: int) -> tuple[Parts, int]:
+        """Reads a batch in the types that models take; returns it with its number of rows.
+
+        Raises DataError unless it has two or three parts, all with as many rows.
+        """
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
-        return nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
-
-    def _batch_size(self, batch: Parts, number: int) -> int:
-        """Returns the number of rows of a batch. Raises DataError if it differs among the batch's arrays."""
+        parts = nest.map_structure(lambda part: as_models_take(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(batch)}
+        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
                 "rows; each example needs one in each"
             )
-        return sizes.pop()
+        return parts, sizes.pop()
 
     def _wrong_size(self, size: int, number: int) -> UserError:
         return self._fail(
