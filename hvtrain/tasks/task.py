@@ -31,7 +31,6 @@ from hvtrain.tasks.examples import (
     fresh_all,
     of_logits,
     out_of_range,
-    spec_in_words,
 )
 
 Losses: TypeAlias = Loss | Mapping[str, Loss] | None
@@ -118,7 +117,10 @@ class Task(ABC):
         """Raises ConfigError if the targets in the source's element_spec do not fit this task."""
         target = source.element_spec[1]
         if not self.takes(target):
-            types = ", ".join(map(spec_in_words, tf.nest.flatten(target)))
+            types = ", ".join(
+                f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
+                for spec in tf.nest.flatten(target)
+            )
             advice = {"float32 numbers": "task=regression"}.get(types, "another task")
             names = source.facts().get("class_names")
             if names:  # Classes are given as numbers; their names say more.

@@ -118,7 +118,7 @@ class Sharded(ListedImages):
         self._label_key = label_key
         # The ending of labels' names, and the keys that lead to a field in a JSON file.
         suffix, *fields = label_key.split(".")
-        self._label_parts = (suffix, fields) if suffix == "json" else (label_key, [])
+        self._label_suffix, self._fields = (suffix, fields) if suffix == "json" else (label_key, [])
         self._num_validation = num_validation
         super().__init__(*settings, **images)
 
@@ -207,7 +207,7 @@ class Sharded(ListedImages):
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
-        suffix, _ = self._label_parts
+        suffix = self._label_suffix
         for key, parts in keys.items():
             images = [parts[image_key] for image_key in self._image_keys if image_key in parts]
             try:
@@ -239,12 +239,11 @@ class ShardedImages(Sharded, LabelledImages):
     def target_of(self, shard: Path, member: Member) -> int:
         content = member["text"] or member_bytes(address(shard, member)) or b""
         value: Any = content.decode(errors="replace")
-        _, fields = self._label_parts
         label = -1
         with suppress(ValueError, LookupError, TypeError, RecursionError):
-            if fields:
+            if self._fields:
                 value = json.loads(content)
-            for name in fields:
+            for name in self._fields:
                 value = value[name]
             text = str(value).strip()
             label = self._numbers[text] if text in self._numbers else int(text)
