@@ -87,9 +87,7 @@ def from_arrays(
             num_classes = num_classes or 2
     if num_classes is not None:
         for split, (inputs, targets, *weights) in arrays.items():
-            numbers = _class_targets(
-                inputs, targets, num_classes, class_names, f"{name}, y_{split}"
-            )
+            numbers = _class_targets(targets, num_classes, class_names, f"{name}, y_{split}")
             arrays[split] = inputs, numbers, *weights
 
     x, y = arrays["train"][:2]
@@ -234,14 +232,14 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
 
 
 def _class_targets(
-    inputs: Any, targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
+    targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
 ) -> Any:
     """Converts targets that are clearly classes, or masks of them, to whole numbers; returns others unchanged.
 
     Classes are one-hot rows of num_classes, whole numbers as floats, booleans, or class_names.
 
     >>> labels = np.eye(3)[[2, 0]], np.array([1.0, 0.0]), np.array(["b", "a"])
-    >>> [_class_targets(None, array, 3, ["a", "b"], "y").tolist() for array in labels]
+    >>> [_class_targets(array, 3, ["a", "b"], "y").tolist() for array in labels]
     [[2, 0], [1, 0], [1, 0]]
     """
     if not isinstance(targets, np.ndarray):
@@ -259,7 +257,7 @@ def _class_targets(
         return class_indices(targets, where) if targets.ndim == 1 else targets
 
     # Masks may have an axis for their one channel, as images do.
-    if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
+    if targets.ndim == 4 and targets.shape[3] == 1:
         targets = targets[..., 0]
     if targets.ndim == 3 and targets.dtype.kind == "b":
         targets = targets.astype(np.uint8)
