@@ -84,8 +84,7 @@ class SplitFacts:
         name: train, validation or test.
         num_examples: the size of the split.
         step: every step-th example is read.
-        num_asked: how many examples were to be read.
-        num_skipped: how many unreadable items, an example or the rest of a file, were left out.
+        is_whole: true if no example was left out, so that each one's number in the split is known.
         values: by "inputs" or "targets", followed by ".name" where they have names.
         class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
         num_outside: the number of labels that are not a class.
@@ -96,8 +95,7 @@ class SplitFacts:
     name: str
     num_examples: int
     step: int = 1
-    num_asked: int = 0
-    num_skipped: int = 0
+    is_whole: bool = False
     values: dict[str, Values] = field(default_factory=dict)
     class_counts: np.ndarray | None = None
     num_outside: int = 0
@@ -107,11 +105,6 @@ class SplitFacts:
     @property
     def num_read(self) -> int:
         return len(self.digests)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if no example was skipped, so that each one's number in the split is known."""
-        return self.num_read == self.num_asked and not self.num_skipped
 
     def example(self, number: int) -> str:
         """Names an example by its number in the split, or by that among the readable ones if some were skipped."""
@@ -317,13 +310,12 @@ def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Se
     topology = Topology(0, facts.step)
     number = min(topology.share_size(facts.num_examples), limit)
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
-    facts.num_asked = number
     batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
     for elements in batches.unbatch().take(number).batch(BATCH_SIZE).as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
     left_out = source.unreadable()
-    facts.num_skipped = len(left_out)
+    facts.is_whole = facts.num_read == number and not left_out
     return left_out
 
 

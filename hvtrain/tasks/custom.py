@@ -57,7 +57,8 @@ class Custom(Task):
                 f"task.loss_weights names {', '.join(loss_weights)} and task.loss has "
                 f"{', '.join(outputs) or 'no outputs by name'}; give each output a loss"
             )
-        self.loss_weights = dict(loss_weights)
+        # Keras needs a weight for each.
+        self.loss_weights = {output: loss_weights.get(output, 1.0) for output in outputs}
 
     def output_shape(self, source: Source) -> None:
         return None

@@ -33,11 +33,6 @@ Fault = tuple[int, str] | None
 Columns = dict[str, np.ndarray]
 
 
-def spec_in_words(spec: Any) -> str:
-    """Describes what a tf.TensorSpec of one example holds: "float32 numbers", or "int32 (3,)"."""
-    return f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
-
-
 def draw(*specs: Any) -> tuple[Any, ...]:
     """Draws NUM_CHECKED examples with the shapes and types of nested tf.TensorSpecs.
 

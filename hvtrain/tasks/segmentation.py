@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from PIL import ImageColor
 
 from hvtrain.core.figures import Figure, Pictures, Table
@@ -87,19 +88,20 @@ class Segmentation(ClassTask):
         predicted = self.decode(reviewed.outputs)
         names = output_names(source, reviewed.outputs.shape[-1])
 
-        # Pixels that count; all of them, if ignored_label is None.
-        counts = targets != self.ignored_label
-        # For each example and class, the pixels in both masks, and those in at least
-        # one of them. Computed for one class at a time, since all at once would need a
-        # copy of the masks for each class.
-        intersection = np.zeros((len(targets), len(names)), np.int64)
-        union = np.zeros_like(intersection)
-        for label in range(len(names)):
-            in_target = targets == label
-            in_prediction = predicted == label
-
-            intersection[:, label] = (in_target & in_prediction & counts).sum(axis=(1, 2))
-            union[:, label] = ((in_target | in_prediction) & counts).sum(axis=(1, 2))
+        # The pixels of each example, by true and predicted class, without those that do not count.
+        confusion = np.stack(
+            [
+                tf.math.confusion_matrix(
+                    mask[counts], prediction[counts], len(names), dtype=tf.int64
+                )
+                for mask, prediction, counts in zip(
+                    targets, predicted, targets != self.ignored_label
+                )
+            ]
+        )
+        # For each example and class, the pixels in both masks, and those in at least one of them.
+        intersection = confusion.diagonal(axis1=1, axis2=2)
+        union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection
 
         # A class that occurs nowhere has no IoU.
         rows = [

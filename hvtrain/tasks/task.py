@@ -31,7 +31,6 @@ from hvtrain.tasks.examples import (
     fresh_all,
     of_logits,
     out_of_range,
-    spec_in_words,
 )
 
 Losses: TypeAlias = Loss | Mapping[str, Loss] | None
@@ -71,7 +70,7 @@ class Task(ABC):
     """The layer with which a model for this task ends, for messages; {0} is its number of outputs."""
     best = "loss"
     loss_weights: Mapping[str, float] | None = None
-    """Factors of the losses, by output name."""
+    """Factors of all losses, by output name."""
     has_one_output = False
     """True if the model has a single output with a name."""
     label_smoothing = 0.0
@@ -118,7 +117,10 @@ class Task(ABC):
         """Raises ConfigError if the targets in the source's element_spec do not fit this task."""
         target = source.element_spec[1]
         if not self.takes(target):
-            types = ", ".join(map(spec_in_words, tf.nest.flatten(target)))
+            types = ", ".join(
+                f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
+                for spec in tf.nest.flatten(target)
+            )
             advice = {"float32 numbers": "task=regression"}.get(types, "another task")
             names = source.facts().get("class_names")
             if names:  # Classes are given as numbers; their names say more.
@@ -290,10 +292,6 @@ class Task(ABC):
         if distribute_loss and loss is not None:
             loss = keras.tree.map_structure(distribute_loss, loss)
 
-        loss_weights = None
-        if self.loss_weights is not None:
-            loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
-
         # Copies, because metrics have state and a task may compile several models.
         metrics = fresh_all(self.metrics)
         losses = keras.tree.flatten(loss)
@@ -303,7 +301,7 @@ class Task(ABC):
         model.compile(
             optimizer=optimizer,
             loss=loss,
-            loss_weights=loss_weights,
+            loss_weights=self.loss_weights,
             jit_compile=jit_compile,
             **{metrics_argument: metrics or None},
         )

@@ -14,7 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
 from hvtrain.data.sources.memory import as_models_take
-from hvtrain.data.sources.user_shards import PipelineExamples
+from hvtrain.data.sources.user_shards import checked_pipeline
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
 
@@ -138,12 +138,12 @@ def test_integers_beyond_32_bits_are_refused(value):
         DataError, match=f"{value} is among the integers, and models take those of 32 bits; number"
     ):
         as_models_take(ids)
-    examples = PipelineExamples(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
+    examples = checked_pipeline(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
     with pytest.raises(
         tf.errors.InvalidArgumentError,
         match="models take integers of 32 bits; number the ids",
     ):
-        list(examples.examples(0))
+        list(examples)
 
 
 def test_bad_options_are_refused():

@@ -310,9 +310,9 @@ REFUSED_MASKS = [
     (
         {"1_mask.png": LABELS, "1_gt.png": LABELS},
         TWO,
-        "has several masks .*1_gt.png and 1_mask.png; keep one",
+        "1.png needs one mask, .* and has 1_gt.png and 1_mask.png",
     ),
-    ({"2_mask.png": LABELS}, TWO, "1.png has no mask"),
+    ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, and has none"),
     ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},
@@ -323,7 +323,7 @@ REFUSED_MASKS = [
     (
         {"1.png": LABELS},
         {**RED, "colors": [[0, 0, 0]]},
-        "dataset.colors has 1 colors for 2 classes",
+        r"dataset.colors=\[\(0, 0, 0\)\] does not suit 2 classes",
     ),
     ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is not a color; give"),
 ]
@@ -541,7 +541,7 @@ TEXTS = [
     (
         {"t.jsonl": '{"tale": "a tree"}'},
         None,
-        "dataset.column is not set; it names the column of text, one of tale",
+        "dataset.column=null is not a column of t.jsonl; choose one of tale",
     ),
     (
         {"t.json": '[{"tale": "a tree"}]'},
@@ -659,7 +659,7 @@ REFUSED_ARRAYS = [
         np.array(["2024-01-01"] * 6, "M8[D]"),
         Y,
         {},
-        r"x_train holds dates or times \(datetime64\[D\]\); convert them",
+        r"x_train holds datetime64\[D\]; numbers or text are needed \(of dates, such as days: ",
     ),
     (
         MIXED,

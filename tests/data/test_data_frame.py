@@ -53,17 +53,17 @@ def test_a_table_that_does_not_fit_is_refused():
         (
             lists,
             {"image_shape": (6, 5, 1)},
-            "frame, train, row 0: image holds 36 numbers; 30 numbers are needed",
+            "frame, train, row 0: the image has 36 values of type int64; 30 numbers are needed",
         ),
         (
             columns,
             {"image_column": names[:-1]},
-            "frame, train: 35 image columns were given; 36 are needed",
+            "frame, train, row 0: the image has 35 values of type uint8; 36 numbers are needed",
         ),
         (
             pa.table({"image": [b"png"], "label": [0]}),
             {},
-            "image holds a bytes.*choose dataset=parquet",
+            "the image has 1 values of type .S3.*choose dataset=parquet",
         ),
     ]:
         with pytest.raises(DataError, match=message):

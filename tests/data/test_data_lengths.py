@@ -203,7 +203,7 @@ def test_labels_are_classes(file, tmp_path):
 def test_labels_that_do_not_do_are_refused(file, tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"dataset.label=n is not a column of texts.parquet; it names the column of ",
+        match=r"dataset.label=n is not a column of texts.parquet; choose one of ",
     ):
         texts(file, label="n").num_examples("train")
     with pytest.raises(

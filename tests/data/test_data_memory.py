@@ -109,7 +109,7 @@ def test_equal_texts_have_equal_digests():
         (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),
             {"w_train": AGES},
-            r"w_test is missing, unlike w_train",
+            r"w_test and w_train belong together; give both or none",
         ),
         ((AGES * 1.0, AGES), {"flip": True}, r"flip are for images, and x_train holds none"),
         (

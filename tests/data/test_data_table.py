@@ -157,3 +157,13 @@ def test_gaps_and_missing_files_are_named(tmp_path):
         DataError, match=r"t.csv: row 1 has no a \(rows without it: 1\); fill or drop them"
     ):
         Table(str(tmp_path / "t.csv"), "c", num_test=1).num_examples("train")
+
+
+def test_cells_of_another_kind_are_named_in_a_warning(tmp_path):
+    lines = ["a,b", *(f"{number}.5,{number % 2}" for number in range(19)), "?,1"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    source = Table(str(tmp_path / "t.csv"), "b", num_test=2, missing="median")
+    assert source.num_examples("train") == 18
+    assert source.description()["warnings"] == [
+        "a holds '?', which is not a number and counts as a gap"
+    ]

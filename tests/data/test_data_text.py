@@ -215,14 +215,14 @@ def test_a_tokenizer_of_ones_own(file, tmp_path):
 def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
     path = tmp_path / "own.model"
     with pytest.raises(
-        DataError, match=r"dataset.tokenizer=.*own.model cannot be read \(No such file"
+        DataError, match=r"dataset.tokenizer=.*own.model cannot be read: .*No such file"
     ):
         tales(file, tokenizer=str(path)).num_examples("train")
     for content in (b"nothing", b""):
         path.write_bytes(content)
         with pytest.raises(
             DataError,
-            match=r"dataset.tokenizer=.*own.model is not a sentencepiece model; give a .model",
+            match=r"dataset.tokenizer=.*own.model cannot be read: .*; give a sentencepiece .model file",
         ):
             tales(file, tokenizer=str(path)).num_examples("train")
     with path.open("wb") as model:
@@ -245,35 +245,35 @@ def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
     [
         (
             {"column": None},
-            r"dataset.column is not set; it names the column of text, one of title, tale$",
+            r"dataset.column=null is not a column of tales.parquet; choose one of title, tale$",
         ),
         (
             {"column": "tail"},
-            r"dataset.column=tail is not a column of tales.parquet; it names .* one of title, tale$",
+            r"dataset.column=tail is not a column of tales.parquet; choose one of title, tale$",
         ),
         ({"objective": "next"}, r"dataset.objective=next is not one of causal, masked"),
         ({"length": 1}, r"dataset.length=1 is out of range; it must be at least 2"),
         (
             {"length": 99999},
-            r"length=99999 does not fit the [\d,]+ tokens of tales, train; lower it or give more",
+            r"length=99999 does not fit the [\d,]+ tokens of tales, train; lower it, give more",
         ),
         (
             {"length": 1000},
-            r"of tales, validation; lower it or change dataset.validation_share=0.1$",
+            r"of tales, validation; lower it, give more text, or change dataset.validation_share",
         ),
-        ({"test_share": 1.0}, r"dataset.test_share=1.0 is not a share between 0 and 1"),
-        ({"masked_share": 0}, r"dataset.masked_share=0 is not a share between 0 and 1"),
+        ({"test_share": 1.0}, r"dataset.test_share=1.0: each must be 0 or more, their sum less"),
+        ({"masked_share": 0}, r"dataset.masked_share=0 is not between 0 and 1"),
         (
             {"test_share": 0.5, "validation_share": 0.5},
-            r"validation_share=0.5 and test_share=0.5 leave nothing",
+            r"dataset.validation_share=0.5 and dataset.test_share=0.5: each must be 0 or more",
         ),
         (
             {"vocabulary_size": 9999},
-            r"dataset.vocabulary_size=9999 is too large for the training text, which has \d+",
+            r"vocabulary_size=9999 does not suit .*: Vocabulary size too high .* value <= \d+",
         ),
         (
             {"vocabulary_size": 99},
-            r"dataset.vocabulary_size=99 is too small: 256 bytes and the text's .* need \d+;",
+            r"vocabulary_size=99 does not suit .* smaller than required_chars. 99 vs \d+. Increase",
         ),
     ],
 )

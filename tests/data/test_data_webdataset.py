@@ -449,7 +449,7 @@ def test_a_mask_that_is_wrong_is_named(tmp_path):
     with pytest.raises(tf.errors.OpError) as caught:
         arrays_of(shards.evaluation("train", Topology(), 4))
     assert (
-        "/0.seg.png has the label 7, outside 0 ... 2; fix the mask or dataset.num_classes"
+        "/0.seg.png has the label 7, outside 0 ... 2 and 255; fix the mask (write PNG, since JPEG changes labels)"
         in str(shards.explain(caught.value))
     )
 

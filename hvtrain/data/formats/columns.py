@@ -341,14 +341,13 @@ def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
     lists = values.drop_null()
     if not len(lists):
         return numbers
-    if not _is_vector(lists.type):
-        raise DataError(
-            f"{where}: the column {column.source} holds {lists.type}, and lists of numbers are needed"
-        )
-    lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
+    lengths = []
+    if _is_vector(lists.type):
+        lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if lengths != [column.length]:
         raise DataError(
-            f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}"
+            f"{where}: the column {column.source} holds {lists.type} of the lengths {lengths}; lists of "
+            f"{column.length} numbers are needed"
         )
     flat = np.asarray(lists.flatten().cast(pa.float64(), safe=False))
     numbers[np.asarray(values.is_valid())] = flat.reshape(-1, column.length)

@@ -89,11 +89,6 @@ def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
     return texts, others
 
 
-def is_web_page(document: str) -> bool:
-    """True for text that begins like an HTML page."""
-    return document[:200].lstrip().lower().startswith(("<!doctype html", "<html"))
-
-
 def read_labelled(
     file: str, column: str | None, label: str
 ) -> tuple[list[str], list[int], list[str]]:
@@ -181,10 +176,8 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
         table = read_table(path, "dataset.file", column=column or "")
     names = table.column_names
     if column is None or column not in names:
-        problem = " is not set" if column is None else f"={column} is not a column of {path.name}"
-        purpose = "labels" if setting == "dataset.label" else "text"
         raise ConfigError(
-            f"{setting}{problem}; it names the column of {purpose}, one of {', '.join(names)}"
+            f"{setting}={column or 'null'} is not a column of {path.name}; choose one of {', '.join(names)}"
         )
     return table[column]
 

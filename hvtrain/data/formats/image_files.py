@@ -74,7 +74,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     formats = Counter[str]()
     sizes = set()
     num_turned = 0
-    deep = {}  # The largest value of each 16-bit image, by location.
+    deep = []  # The largest value and the location of each 16-bit image.
     for location, content in images:
         try:
             if isinstance(content, str):
@@ -85,7 +85,8 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
                 num_turned += image.getexif().get(ExifTags.Base.Orientation, 1) > 1
                 is_deep = image.format == "PNG" and content[24:25] == DEEP_PNG
             if is_deep:
-                deep[location] = int(tf.reduce_max(tf.io.decode_png(content, dtype=tf.uint16)))
+                values = tf.io.decode_png(content, dtype=tf.uint16)
+                deep.append((int(tf.reduce_max(values)), location))
         except StorageError:
             raise
         except Exception:
@@ -94,16 +95,15 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
 
     if not formats:
         return []
-    if deep and max(deep.values()) < LEAST_DEEP_VALUE:
-        location, largest = max(deep.items(), key=lambda item: item[1])
+    largest, location = max(deep, default=(LEAST_DEEP_VALUE, ""))
+    if largest < LEAST_DEEP_VALUE:
         raise DataError(
             f"{location} has 16 bits a channel and no value above {largest:,}, which would become "
             f"{largest >> 8} of 255; rescale the images to 8 bits (value x 255 / largest possible value)"
         )
 
     kinds = " and ".join(name for name, _ in formats.most_common())
-    scope = f"{formats.total()} sampled"
-    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing.phrase()}"]
+    phrases = [f"{kinds} of {_size_phrase(sizes)} ({formats.total()} sampled), {sizing.phrase()}"]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")
@@ -145,8 +145,6 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
             problem = f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); write it with 8 bits"
-    except Image.DecompressionBombError:
-        problem = f"Image has more than {MAX_PIXELS:,} pixels"
     except Exception as error:  # Pillow raises errors of many types, SyntaxError among them.
         # Pillow's message for an unknown format is left out: it contains a memory address.
         if not isinstance(error, UnidentifiedImageError):

@@ -112,13 +112,13 @@ def has_text_labels(path: Path, columns: Columns) -> bool:
     return is_text(_type_of(path, opened(path).schema_arrow, columns.label))
 
 
-def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
-    """Reads the label column of some files, whose labels are text, and no other column.
+def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
+    """Returns the distinct labels of some files, whose labels are text. Reads no other column.
 
     Raises:
         DataError: A file is damaged.
     """
-    chunks = []
+    names: set[str] = set()
     for path in paths:
         try:
             table = opened(path).read(columns=[columns.label], use_threads=False)
@@ -126,9 +126,8 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}; write it again, {LEAVE_OUT}"
             ) from error
-        # Some writers use large strings, and the chunks need one type.
-        chunks += _column(table, columns.label).cast(pa.string()).chunks
-    return pa.chunked_array(chunks)
+        names.update(_column(table, columns.label).unique().drop_null().to_pylist())
+    return names
 
 
 def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
@@ -187,7 +186,7 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the
     # source replaces or leaves out such rows. If a row has several problems, the first is kept.
     problems: dict[int, str] = {}
-    labels = _classes(_plain(_column(table, columns.label)), columns, problems)
+    labels = _classes(_column(table, columns.label), columns, problems)
     images = _column(table, columns.image)
     for row in np.flatnonzero(pc.is_null(images)):
         problems.setdefault(int(row), f"{columns.image} is null")
@@ -203,7 +202,9 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
 def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
     """Turns labels into class indices, int32 [n]; labels of no class become -1 and are added to `problems`."""
     if columns.class_names:
-        classes = pa.array(columns.class_names, labels.type)
+        # Files may hold large strings, or categories as pandas writes them.
+        labels = labels.cast(pa.string())
+        classes = pa.array(columns.class_names)
         scope = f"is none of {listed(columns.class_names)}"
     else:
         # The cast turns large uint64 labels into negative ones, never into a class.
@@ -245,12 +246,6 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     pixels = np.zeros([len(lengths), *columns.image_shape], values.dtype)
     pixels[is_whole] = values
     return pixels
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns the texts of a column that pandas wrote as categories; other columns unchanged."""
-    is_categories = types.is_dictionary(column.type)
-    return column.cast(column.type.value_type) if is_categories else column
 
 
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:

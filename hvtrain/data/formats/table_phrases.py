@@ -37,9 +37,6 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
         phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
         phrases |= {kind: f"{count:,} columns: {kind}" for kind, count in counts.items()}
     result = list(phrases.values())
-    hidden = len(result) - 2 * MAX_PHRASES
-    if hidden > 0:
-        result = [*result[: 2 * MAX_PHRASES], f"and {hidden:,} more"]
     if schema.left_out:
         result.append(
             "left out: "
@@ -72,8 +69,7 @@ def _phrase(column: Column, cells: Cells) -> str:
     num_gaps = int(cells.is_gap.sum())
     if num_gaps:
         noun = "gap" if num_gaps == 1 else "gaps"
-        among_them = f", among them {' and '.join(odd_texts(cells))}" if cells.odd else ""
-        details.append(f"{num_gaps:,} {noun}{among_them}, {_treatment(column)}")
+        details.append(f"{num_gaps:,} {noun}, {_treatment(column)}")
     details += _odd_names(cells.values) if column.is_category else _odd_numbers(cells.values)
     return f"{text} ({', '.join(details)})" if details else text
 

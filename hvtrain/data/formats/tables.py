@@ -221,10 +221,10 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
             for name in archive.namelist()
             if is_table(Path(name)) and not name.startswith("__MACOSX")
         ]
-        if "xl/workbook.xml" in archive.namelist():
-            raise ValueError("it is an Excel file; save it as CSV")
         if len(names) != 1:
-            raise ValueError(f"it is a zip file with {len(names)} tables instead of one")
+            raise ValueError(
+                f"it is a zip or Excel file with {len(names)} CSV or Parquet tables instead of one"
+            )
         return _decompressed(pa.py_buffer(archive.read(names[0])))
 
 

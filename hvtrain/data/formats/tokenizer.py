@@ -1,14 +1,14 @@
 """Tokenizes text with sentencepiece models, trained on documents or read from a file."""
 
 import io
-import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import sentencepiece
 
 from hvtrain.data.manifest import user_path
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, first_line
 
 # A tokenizer is trained on about this many characters; of longer texts, on evenly spaced lines.
 TRAINED_CHARACTERS = 20_000_000
@@ -42,9 +42,8 @@ class Tokenizer:
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
         """Concatenates the tokens of all documents, int32, with the end token after each."""
-        parts = [np.array([*self.encode(text), self.end], np.int32) for text in documents]
-        # np.concatenate() refuses an empty list, so an empty part comes first.
-        return np.concatenate([np.zeros(0, np.int32), *parts])
+        rows = ([*self.encode(text), self.end] for text in documents)
+        return np.fromiter(chain.from_iterable(rows), np.int32)
 
 
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
@@ -80,7 +79,11 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             minloglevel=3,
         )
     except RuntimeError as error:
-        raise ConfigError(_training_problem(size, str(error))) from error
+        # The name of a place in sentencepiece's source comes before the problem.
+        problem = first_line(error).rpartition("] ")[2]
+        raise ConfigError(
+            f"dataset.vocabulary_size={size} does not suit the training text: {problem}"
+        ) from error
     return Tokenizer(model.getvalue())
 
 
@@ -92,13 +95,9 @@ def load_tokenizer(file: str) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer(user_path(file).read_bytes())
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path"
-        ) from error
-    except (RuntimeError, ValueError) as error:
-        raise DataError(
-            f"dataset.tokenizer={file} is not a sentencepiece model; give a .model file"
+            f"dataset.tokenizer={file} cannot be read: {first_line(error)}; give a sentencepiece .model file"
         ) from error
     if tokenizer.end < 0:
         raise DataError(
@@ -117,15 +116,3 @@ def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
     lines = [line for document in documents for line in document.splitlines() if line]
     step = -(-sum(map(len, lines)) // max_characters)
     return lines[:: step or 1]
-
-
-def _training_problem(size: int, message: str) -> str:
-    """Turns sentencepiece's training error into a one-line message with a fix."""
-    setting = f"dataset.vocabulary_size={size}"
-    too_high = re.search(r"size too high .* value <= (\d+)", message)
-    if too_high:
-        return f"{setting} is too large for the training text, which has {too_high[1]} tokens; lower it"
-    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
-    if too_small:
-        return f"{setting} is too small: 256 bytes and the text's characters need {too_small[1]}; raise it"
-    return f"{setting}: sentencepiece cannot train a tokenizer: {message.splitlines()[0]}"

@@ -101,41 +101,34 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     return replace(column, fill=fill, names=ordered)
 
 
-def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = None) -> Any:
+def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) -> Any:
     """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
         column: the fitted column.
         cells: its cells.
         where: the file, for messages.
-        rows: indices of the rows that are used; None: all.
+        rows: indices of the rows that are used; by default all.
 
     Raises:
         DataError: There are gaps, and nothing to fill them with.
     """
-    is_gap = cells.is_gap
-    if rows is not None:
-        # Gaps in rows that are left out do not matter.
-        is_gap = is_gap[rows]
-    if not is_gap.any():
+    # Gaps in rows that are left out do not matter.
+    if not cells.is_gap[rows].any():
         return cells.values
     if not column.fill:
         raise refused_gaps(column, cells, where)
     return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
 
 
-def refused_gaps(column: Column, cells: Cells, where: str, *, is_target: bool = False) -> DataError:
+def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:
     """Makes the error about gaps that nothing fills."""
     is_gap = cells.is_gap
     examples = ", ".join(odd_texts(cells))
     odd = f", among them {examples}" if examples else ""
-    advice = (
-        "fill or drop them, or train with dataset.missing=median, most_frequent, indicator or drop"
-    )
-    if is_target:
-        advice = "fill them, or leave them out with dataset.missing=drop"
     return DataError(
-        f"{where}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); {advice}"
+        f"{where}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or drop "
+        "them, or train with dataset.missing=median, most_frequent, indicator or drop (a target is always dropped)"
     )
 
 

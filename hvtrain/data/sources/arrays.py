@@ -88,9 +88,8 @@ class ArraySource(MemorySource):
         self._standardize = standardize
         self._max_value = max_value
         self._example_shape = example_shape
-        # The smallest and the largest training pixel; None until they are fitted.
-        self._range: tuple[float, float] | None = None
-        self._dtype = np.dtype(np.float32)
+        # The arrays in FITTED_FILE; empty until they are fitted.
+        self._fitted: dict[str, np.ndarray] = {}
 
     @property
     def element_spec(self) -> Parts:
@@ -103,48 +102,44 @@ class ArraySource(MemorySource):
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
-        if self._range:  # Already fitted, or restored by fit_as().
+        if self._fitted:  # Already fitted, or restored by fit_as().
             return
 
         images = train.elements[0]
         mean, scale = fit(images, train.rows, self._standardize, self._max_value)
-        self.transform = replace(self.transform, mean=mean, scale=scale)
-        self._range = float(images.min()), float(images.max())
-        self._dtype = images.dtype
+        self._use(
+            {
+                "mean": np.asarray(mean),
+                "scale": np.asarray(scale),
+                "range": np.array([images.min(), images.max()], np.float64),
+                # The file stores the type of an empty array.
+                "dtype": np.zeros(0, images.dtype),
+            }
+        )
+
+    def _use(self, fitted: dict[str, np.ndarray]) -> None:
+        self._fitted = fitted
+        self.transform = replace(self.transform, mean=fitted["mean"], scale=fitted["scale"])
 
     def fitted(self) -> dict[str, bytes]:
-        self._fit_once()
-        arrays = {
-            "mean": np.asarray(self.transform.mean),
-            "scale": np.asarray(self.transform.scale),
-            "range": np.asarray(self._range),
-            # The file stores the type of an empty array.
-            "dtype": np.zeros(0, self._dtype),
-        }
-        return {FITTED_FILE: safetensors.save(arrays)}
-
-    def fit_as(self, files: Mapping[str, bytes]) -> None:
-        if FITTED_FILE not in files:
-            return
-
-        arrays = safetensors.load(files[FITTED_FILE])
-        self.transform = replace(self.transform, mean=arrays["mean"], scale=arrays["scale"])
-        self._range = tuple(arrays["range"].tolist())
-        self._dtype = arrays["dtype"].dtype
-
-    def _fit_once(self) -> None:
-        if not self._range:
-            self.fit(self.parts()["train"])
-
-    def preprocessing(self) -> Preprocessing:
         # Usually, the first stream fits the normalization, but a run with
         # nothing left to do opens no stream.
-        self._fit_once()
+        if not self._fitted:
+            self.fit(self.parts()["train"])
+        return {FITTED_FILE: safetensors.save(self._fitted)}
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:
+        if FITTED_FILE in files:
+            self._use(safetensors.load(files[FITTED_FILE]))
+
+    def preprocessing(self) -> Preprocessing:
+        self.fitted()
+        low, high = self._fitted["range"].tolist()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
             self.image_shape,
-            f"as in the arrays ({self._dtype}); any numeric type is taken",
-            self._range,
+            f"as in the arrays ({self._fitted['dtype'].dtype}); any numeric type is taken",
+            (low, high),
         )
 
     def description(self) -> Phrases:
@@ -164,7 +159,8 @@ class ArraySource(MemorySource):
     def value_range(self) -> tuple[float, float] | None:
         """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
         low, high = self.preprocessing().range or (0.0, 0.0)
-        top = float(self._max_value) if np.issubdtype(self._dtype, np.integer) else 1.0
+        is_integer = self._fitted["dtype"].dtype.kind in "iu"
+        top = float(self._max_value) if is_integer else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> Parts:

@@ -1,14 +1,13 @@
 """scikit-learn's 1,797 handwritten digits of 8x8 pixels: real data that needs no download."""
 
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
+from importlib.metadata import distribution
 
 import numpy as np
 
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.data.sources.memory import SPLIT_SEED
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797
 MAX_VALUE = 16.0  # The largest value of a pixel.
@@ -80,14 +79,8 @@ digits_traits = partial(_digits, "digits_traits", True)
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
     # The file is read directly: importing the package would take longer than training on its data.
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise DataError(
-            "dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn"
-        )
-
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    rows = np.loadtxt(file, np.uint8, delimiter=",")
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hvtrain.config.validate import check_least
-from hvtrain.data.sources.memory import MemorySource, take
+from hvtrain.data.sources.memory import MemorySource, check_counts, take
 from hvtrain.errors import ConfigError
 
 # Exponent of the Zipf distribution of ids. As in real logs, most ids are rare.
@@ -41,8 +40,8 @@ def clicks(
         raise ConfigError(
             f"dataset.category_sizes={list(category_sizes)} has fewer than two features; add some"
         )
-    _check_counts(num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
-    check_least("dataset.seed", seed, 0)
+    check_counts(1, num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
+    check_counts(seed=seed)
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng(seed)
@@ -93,14 +92,15 @@ def purchases(
     Raises:
         ConfigError: a number is out of range, or num_items is not a multiple of num_clusters.
     """
-    _check_counts(
+    check_counts(
+        1,
         num_train=num_train,
         num_test=num_test,
         num_users=num_users,
         num_items=num_items,
         num_clusters=num_clusters,
     )
-    check_least("dataset.seed", seed, 0)
+    check_counts(seed=seed)
     if num_items % num_clusters:
         raise ConfigError(
             f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; change one of them"
@@ -123,11 +123,6 @@ def purchases(
         item_sizes=[num_items],
         catalogue=np.arange(num_items)[:, None],
     )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        check_least(f"dataset.{name}", count, 1)
 
 
 def _source(

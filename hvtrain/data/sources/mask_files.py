@@ -13,7 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps
 
 from hvtrain.data.formats.folders import visible
-from hvtrain.data.formats.image_files import MAX_PIXELS, is_image
+from hvtrain.data.formats.image_files import is_image
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
@@ -56,11 +56,11 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
         # If there are several, the PNG with the image's name is taken, since PNG is lossless.
         matches = [path for path in matches if path.name == f"{image.stem}.png"] or matches
-        if not matches:
-            raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
-        if len(matches) > 1:
+        if len(matches) != 1:
             names = " and ".join(path.name for path in matches)
-            raise DataError(f"{image} has several masks in {masks}: {names}; keep one of them")
+            raise DataError(
+                f"{image} needs one mask, such as {masks / image.stem}.png, and has {names or 'none'}"
+            )
         pairs.append((str(image), str(matches[0])))
 
     used = {mask for _, mask in pairs}
@@ -89,13 +89,11 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
             )
         parsed.append((red, green, blue))
 
-    if parsed and len(parsed) not in (num_classes, num_classes + 1):
+    if parsed and not num_classes <= len(set(parsed)) == len(parsed) <= num_classes + 1:
         raise ConfigError(
-            f"dataset.colors has {len(parsed)} colors for {num_classes} classes; give one for each class, and at most "
-            "one more for ignored pixels"
+            f"dataset.colors={parsed} does not suit {num_classes} classes; give each class a color of its own, and at "
+            "most one more for ignored pixels"
         )
-    if len(set(parsed)) < len(parsed):
-        raise ConfigError(f"dataset.colors={parsed} has a color twice; give each class its own")
     return parsed
 
 
@@ -132,34 +130,30 @@ class MaskReader:
         image, mask = pair
         try:
             with _opened(image) as picture, _opened(mask) as labels:
-                self._check_size(mask, picture, labels)
+                mask_size = self._size(labels)
+                image_size = self._size(picture)
+                if image_size != mask_size:
+                    raise DataError(
+                        f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size, upright "
+                        "or, with dataset.exif=false, as they are stored"
+                    )
                 values = self._values(mask, labels, is_sized=True)
                 # An image of ones, resized in the same way and padded with
                 # zeros, shows where padding is.
-                is_image = np.asarray(
-                    self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
-                )
-                is_jpeg = labels.format == "JPEG"
-        except Image.DecompressionBombError as error:
+                is_image = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles"
+                f"{mask} or its image cannot be read: {error}; fix both, cut them into tiles, or remove them"
             ) from error
-        except (OSError, SyntaxError) as error:
-            raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
 
-        if self.is_binary:
-            is_outside = (values != 0) & (values != IGNORED)
-            needed = "but all others are 0 and 255"
-            classes = values != 0
-        else:
-            is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
-            needed = f"outside 0 ... {self.num_classes - 1}"
-            classes = values
+        last = 0 if self.is_binary else self.num_classes - 1
+        is_outside = ((values > last) & (values != IGNORED)) | (values < 0)
         if is_outside.any():
-            fix = "fix the mask or dataset.num_classes"
-            if is_jpeg:
-                fix = "write masks as PNG, since JPEG changes labels"
-            raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
+            raise DataError(
+                f"{mask} has the label {values[is_outside][0]}, outside 0 ... {last} and {IGNORED}; "
+                "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
+            )
+        classes = values == IGNORED if self.is_binary else values
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
@@ -171,18 +165,6 @@ class MaskReader:
                 values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts
-
-    def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> None:
-        """Raises DataError if the image and its mask differ in size after they are turned upright."""
-        image_size = self._size(picture)
-        mask_size = self._size(labels)
-        if image_size != mask_size:
-            turned = ""
-            if image_size != picture.size:
-                turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
-            raise DataError(
-                f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size{turned}"
-            )
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
         width, height = picture.size

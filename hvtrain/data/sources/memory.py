@@ -74,7 +74,7 @@ class MemorySource(IndexedSource):
         num_validation: int = 0,
         more_facts: Mapping[str, Any] | None = None,
     ) -> None:
-        check_least("dataset.num_validation", num_validation, 0)
+        check_counts(num_validation=num_validation)
         self.name = name
         self.origin = origin
         self._load = load
@@ -164,10 +164,7 @@ class MemorySource(IndexedSource):
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        empty = self.in_model_type(take(whole["train"], np.arange(0)))
-        self._spec = nest.map_structure(
-            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
-        )
+        self._spec = spec_of(self.in_model_type(take(whole["train"], np.arange(0))))
 
         parts = {
             split: Part(elements, np.arange(len(nest.flatten(elements)[0])))
@@ -247,6 +244,17 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
             f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {RENUMBER}"
         )
     return narrow
+
+
+def check_counts(low: int = 0, **counts: int) -> None:
+    """Raises ConfigError unless these settings of the data set are at least `low`."""
+    for name, count in counts.items():
+        check_least(f"dataset.{name}", count, low)
+
+
+def spec_of(batch: Any) -> Any:
+    """Returns the spec of one example in a batch of nested arrays or symbolic tensors."""
+    return nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
 
 
 def no_examples(element_spec: Any) -> Any:

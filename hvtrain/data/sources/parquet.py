@@ -25,7 +25,7 @@ from hvtrain.data.pipeline import streams
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.source import Phrases, Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
-from hvtrain.errors import ConfigError, DataError, StorageError
+from hvtrain.errors import DataError, StorageError
 
 # Images, labels, and the codes of the rows.
 Rows = tuple[np.ndarray, ...]
@@ -84,10 +84,6 @@ class Parquet(DealtSource):
         shuffle_groups: int = 4,
         **images: Any,
     ) -> None:
-        if not scale > 0:
-            raise ConfigError(
-                f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1"
-            )
         check_least("dataset.shuffle_groups", shuffle_groups, 1)
 
         super().__init__(dir, image_shape, num_classes, scale=scale, **images)
@@ -135,8 +131,8 @@ class Parquet(DealtSource):
         train_paths = list(dict.fromkeys(group.path for group in counts["train"]))
         if row_groups.has_text_labels(Path(train_paths[0]), self._columns):
             if self.class_names is None:
-                labels = row_groups.read_labels(train_paths, self._columns)
-                self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
+                names = row_groups.label_names(train_paths, self._columns)
+                self.take_class_names(names, self._columns.label)
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
 

@@ -9,6 +9,7 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
 from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ImagesWithMasks
+from hvtrain.data.sources.memory import check_counts
 
 # The least height and width of an image, in pixels.
 MIN_SIDE = 16
@@ -57,11 +58,10 @@ def shapes(
     shape = check_image_shape(image_shape)
     check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)
 
+    check_counts(1, num_train=num_train)
+    check_counts(num_validation=num_validation, num_test=num_test)
+    check_counts(noise=noise, border=border, seed=seed)
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
-    for split, count in counts.items():
-        check_least(f"dataset.num_{split}", count, int(split == "train"))
-    for name, value in (("noise", noise), ("border", border), ("seed", seed)):
-        check_least(f"dataset.{name}", value, 0)
 
     def load():
         arrays = {}

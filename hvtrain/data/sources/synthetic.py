@@ -6,11 +6,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.data import Dataset
 
-from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import FOREVER, finish
 from hvtrain.data.pipeline.transform import check_image_shape
 from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.sources.memory import check_counts
 
 
 class Synthetic(Source):
@@ -43,10 +43,9 @@ class Synthetic(Source):
     ) -> None:
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
-        check_least("dataset.num_classes", num_classes, 1)
+        check_counts(1, num_classes=num_classes)
+        check_counts(num_train=num_train, num_validation=num_validation, num_test=num_test)
         self._counts = {"train": num_train, "validation": num_validation, "test": num_test}
-        for split, count in self._counts.items():
-            check_least(f"dataset.num_{split}", count, 0)
 
     def num_examples(self, split: str) -> int:
         return self._counts.get(split, 0)

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 import tensorflow as tf
 from tensorflow import TensorSpec, nest
 
-from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.formats.columns import Cells, with_progress
@@ -28,7 +27,14 @@ from hvtrain.data.formats.table_phrases import describe, describe_target, odd_te
 from hvtrain.data.formats.tables import read_table
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
-from hvtrain.data.sources.memory import Elements, MemorySource, Part, random_parts
+from hvtrain.data.sources.memory import (
+    Elements,
+    MemorySource,
+    Part,
+    check_counts,
+    random_parts,
+    spec_of,
+)
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
@@ -96,8 +102,7 @@ class Table(MemorySource):
         # Not MemorySource's num_validation, which would take rows out
         # after features are fitted to them.
         self._num_held_out = {"validation": num_validation, "test": num_test}
-        for split, count in self._num_held_out.items():
-            check_least(f"dataset.num_{split}", count, 0)
+        check_counts(num_validation=num_validation, num_test=num_test)
         if delimiter is not None and len(delimiter) != 1:
             raise ConfigError(
                 f"dataset.delimiter={delimiter!r} is not one character; give one, or null"
@@ -130,9 +135,7 @@ class Table(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        inputs = nest.map_structure(
-            lambda part: TensorSpec(part.shape[1:], part.dtype), self._features.model.output
-        )
+        inputs = spec_of(self._features.model.output)
         return inputs, TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
     def _load_encoded(self) -> Elements:
@@ -198,7 +201,7 @@ class Table(MemorySource):
         cells = read_cells([column], arrays, where)[column.name]
         has_target = ~cells.is_gap
         if column.missing == "refuse" and not has_target.all():
-            raise refused_gaps(column, cells, where, is_target=True)
+            raise refused_gaps(column, cells, where)
         if not schema.classes:
             return cells.values[:, 0].astype(np.float32), has_target
 

@@ -19,7 +19,6 @@ from hvtrain.data.formats.documents import (
     cut,
     deal,
     embedded,
-    is_web_page,
     read_documents,
     read_labelled,
     text_files,
@@ -85,7 +84,6 @@ class Text(MemorySource):
     _tokenizer: Any = None
     _summary = ""
     """Description of the text, set once it is read."""
-    _num_web_pages = 0
 
     def __init__(
         self,
@@ -104,16 +102,13 @@ class Text(MemorySource):
         check_choice("dataset.objective", objective, OBJECTIVES)
         check_choice("dataset.examples", examples, EXAMPLES)
         check_least("dataset.length", length, 2)
-        shares = {"masked": masked_share, "validation": validation_share, "test": test_share}
-        for name, share in shares.items():
-            # Without masked tokens, there would be nothing to learn.
-            lowest = 1e-6 if name == "masked" else 0
-            if not lowest <= share < 1:
-                raise ConfigError(f"dataset.{name}_share={share} is not a share between 0 and 1")
-        if validation_share + test_share >= 1:
+        # Without masked tokens, there would be nothing to learn.
+        if not 0 < masked_share < 1:
+            raise ConfigError(f"dataset.masked_share={masked_share} is not between 0 and 1")
+        if not (min(validation_share, test_share) >= 0 and validation_share + test_share < 1):
             raise ConfigError(
-                f"dataset.validation_share={validation_share} and test_share={test_share} leave "
-                "nothing to train on; lower them"
+                f"dataset.validation_share={validation_share} and dataset.test_share={test_share}: "
+                "each must be 0 or more, their sum less than 1"
             )
         if label is not None and file is None:
             raise ConfigError(
@@ -138,8 +133,8 @@ class Text(MemorySource):
         self._is_packed = examples == "windows" and label is None
         self._is_causal = objective == "causal" and label is None
         self._is_masked = objective == "masked" and label is None
-        self._masked_share = shares.pop("masked")
-        self._shares = shares
+        self._masked_share = masked_share
+        self._shares = {"validation": validation_share, "test": test_share}
         self._lengths: dict[str, np.ndarray] = {}
 
     @property
@@ -210,13 +205,9 @@ class Text(MemorySource):
         description = super().description()
         description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
         others = text_files(user_path(self._file))[1] if self._file else None
-        warnings = description.setdefault("warnings", [])
         if others:
-            warnings.append(f"{self._file}: left out files that are not .txt: {counted(others)}")
-        if self._num_web_pages:
-            warnings.append(
-                f"{self._num_web_pages:,} document(s) are web pages, whose markup is learned as text"
-            )
+            warning = f"{self._file}: left out files that are not .txt: {counted(others)}"
+            description["warnings"] = [warning]
         return description
 
     def manifest(self) -> dict[str, Any]:
@@ -275,7 +266,6 @@ class Text(MemorySource):
                 if text.strip()
             ]
 
-        self._num_web_pages = sum(is_web_page(document) for document in documents)
         num_characters = sum(map(len, documents))
         self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
         if self._is_packed and len(documents) < WHOLE_DOCUMENTS:
@@ -333,12 +323,9 @@ class Text(MemorySource):
         # The last token has no next token to predict.
         count = (len(tokens) - self._is_causal) // length
         if count < 1:
-            fix = "give more text"
-            if split in self._shares:
-                fix = f"change dataset.{split}_share={self._shares[split]}"
             raise ConfigError(
-                f"dataset.length={length} does not fit the {len(tokens):,} tokens of "
-                f"{self.name}, {split}; lower it or {fix}"
+                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it, "
+                "give more text, or change dataset.validation_share and dataset.test_share"
             )
 
         rows = tokens[: count * length].reshape(count, length)

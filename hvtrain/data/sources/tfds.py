@@ -134,13 +134,12 @@ class PreparedDataset(FunctionSource):
 
     def _decoded(self, *values: Any) -> Parts:
         """Returns an example with its images decoded and scaled to 0 ... 1."""
-
-        def decoded(key, value):
-            if key not in self._images:
-                return value
-            return tf.cast(decode(value, self.sizing), tf.float32) / 255.0
-
-        return tuple(map(decoded, self._keys, values))
+        return tuple(
+            tf.cast(decode(value, self.sizing), tf.float32) / 255.0
+            if key in self._images
+            else value
+            for key, value in zip(self._keys, values)
+        )
 
     def manifest(self) -> dict[str, Any]:
         folder = Path(self.origin)

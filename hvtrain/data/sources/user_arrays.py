@@ -87,9 +87,7 @@ def from_arrays(
             num_classes = num_classes or 2
     if num_classes is not None:
         for split, (inputs, targets, *weights) in arrays.items():
-            numbers = _class_targets(
-                inputs, targets, num_classes, class_names, f"{name}, y_{split}"
-            )
+            numbers = _class_targets(targets, num_classes, class_names, f"{name}, y_{split}")
             arrays[split] = inputs, numbers, *weights
 
     x, y = arrays["train"][:2]
@@ -146,10 +144,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         if x is None:
             continue
         if (w is not None) != has_weights:
-            state = "missing" if has_weights else "given"
-            raise DataError(
-                f"{name}: w_{split} is {state}, unlike w_train; give all weights or none"
-            )
+            raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
 
         # tf.nest treats a sparse matrix or a data frame as a single value.
         arrays[split] = tuple(
@@ -207,13 +202,11 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     except ValueError as error:
         raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
 
-    if array.dtype.kind in "mM":
-        raise DataError(
-            f"{where} holds dates or times ({array.dtype}); convert them to numbers, such as days: "
-            "(x - x.min()) / numpy.timedelta64(1, 'D')"
-        )
     if array.dtype.kind not in TAKEN_KINDS:
-        raise DataError(f"{where} holds {array.dtype}; numbers or text are needed")
+        raise DataError(
+            f"{where} holds {array.dtype}; numbers or text are needed (of dates, such as days: "
+            "(x - x.min()) / numpy.timedelta64(1, 'D'))"
+        )
     return array.astype(np.float64) if array.dtype == np.longdouble else array
 
 
@@ -239,14 +232,14 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
 
 
 def _class_targets(
-    inputs: Any, targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
+    targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
 ) -> Any:
     """Converts targets that are clearly classes, or masks of them, to whole numbers; returns others unchanged.
 
     Classes are one-hot rows of num_classes, whole numbers as floats, booleans, or class_names.
 
     >>> labels = np.eye(3)[[2, 0]], np.array([1.0, 0.0]), np.array(["b", "a"])
-    >>> [_class_targets(None, array, 3, ["a", "b"], "y").tolist() for array in labels]
+    >>> [_class_targets(array, 3, ["a", "b"], "y").tolist() for array in labels]
     [[2, 0], [1, 0], [1, 0]]
     """
     if not isinstance(targets, np.ndarray):
@@ -264,7 +257,7 @@ def _class_targets(
         return class_indices(targets, where) if targets.ndim == 1 else targets
 
     # Masks may have an axis for their one channel, as images do.
-    if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
+    if targets.ndim == 4 and targets.shape[3] == 1:
         targets = targets[..., 0]
     if targets.ndim == 3 and targets.dtype.kind == "b":
         targets = targets.astype(np.uint8)
@@ -363,23 +356,16 @@ def _frame_cells(
     where: str, frame: Any, num_pixels: int, image_column: str | Sequence[str]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have there."""
-    if not isinstance(image_column, str):
-        if len(image_column) != num_pixels:
-            raise DataError(
-                f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed"
-            )
-        return list(
-            np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
-        )
-
+    if isinstance(image_column, str):
+        rows = _frame_column(where, frame, image_column)
+    else:
+        rows = np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
     # A cell may hold an array of any shape.
-    cells = [np.atleast_1d(cell) for cell in _frame_column(where, frame, image_column)]
+    cells = list(map(np.atleast_1d, rows))
     for row, cell in enumerate(cells):
-        has_numbers = cell.dtype.kind in "biuf"
-        if cell.size != num_pixels or not has_numbers:
-            content = f"{cell.size} numbers" if has_numbers else f"a {type(cell.flat[0]).__name__}"
+        if cell.size != num_pixels or cell.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}, row {row}: {image_column} holds {content}; {num_pixels} numbers are "
+                f"{where}, row {row}: the image has {cell.size} values of type {cell.dtype}; {num_pixels} numbers are "
                 "needed (encoded images: write Parquet and choose dataset=parquet)"
             )
     return cells

@@ -11,6 +11,8 @@ from functools import reduce
 from itertools import chain
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
@@ -78,9 +80,9 @@ class FunctionSource(Source):
         self._splits = self.SPLITS if "split" in function.declared else ("train",)
         unknown = [split for split in self._num_examples if split not in self._splits]
         if unknown:
-            reason = "" if len(self._splits) > 1 else " alone, since the function declares no split"
             raise ConfigError(
-                f"{self.name}: num_examples has {', '.join(unknown)}; it may have {', '.join(self._splits)}{reason}"
+                f"{self.name}: num_examples has {', '.join(unknown)}; it may have {', '.join(self._splits)}, or "
+                f"{', '.join(self.SPLITS)} if the function declares split"
             )
 
     @property
@@ -126,14 +128,10 @@ class FunctionSource(Source):
         sizes = list(chain(*sizes_by_rank))
 
         # If the function ignored its shard, all ranks would train on the same examples.
-        if len(sizes) > 1 and min(sizes) == whole:
-            raise DataError(
-                f"{self.name} returns all {whole:,} examples of {split} for every shard; {USE_SHARD}"
-            )
         if sum(sizes) != whole:
             raise DataError(
                 f"{self.name}: the {len(sizes)} shards of {split} hold {' + '.join(map(str, sizes))} examples, but "
-                f"the whole {whole:,}; each example must be in exactly one shard"
+                f"the whole {whole:,}; {USE_SHARD}"
             )
 
         return list(map(sum, sizes_by_rank))
@@ -263,28 +261,32 @@ class FunctionSource(Source):
             # A function that declares epoch is called for each epoch.
             if "epoch" not in function.declared:
                 kept[key] = shard
-            return shard.examples(epoch, start, values.get("seed")), shard.count()
+            return shard.examples(epoch, start, values.get("seed")), shard.cardinality()
 
         # A function that declares start has left out the examples before it.
         num_left_out = start if "start" in function.declared else 0
         if "seed" in values:
-            function.log_limits(shard, start - num_left_out)
-        number = shard.count()
-        if number is not None:
-            number += num_left_out
-        return shard.examples(start - num_left_out), number
+            function.log_limits(shard)
+        # tf.data returns negative numbers for endless examples, and for those that it has to read to count them.
+        number = int(shard.cardinality())
+        known_number = number + num_left_out if number >= 0 else None
+        return shard.skip(start - num_left_out), known_number
 
     def _count(self, key: ShardKey) -> int:
         """Returns a shard's number of examples, counting them once; 0 if the function returns None."""
         if key not in self._counts:
             examples = self._open(key)
-            number = examples.count() if examples else 0
-            if number is None:
-                call = self._function.call_in_words(key)
+            number = int(examples.cardinality()) if examples else 0
+            call = self._function.call_in_words(key)
+            if number == tf.data.INFINITE_CARDINALITY:
+                raise DataError(
+                    f"{call} never ends; set num_examples to the number of examples in an epoch"
+                )
+            if number == tf.data.UNKNOWN_CARDINALITY:
                 log.info(
                     "%s: reading all examples to count them; set num_examples to avoid that", call
                 )
-                number = examples.count_by_reading()
+                number = int(examples.reduce(np.int64(0), lambda count, _: count + 1))
             self._counts[key] = number
         return self._counts[key]
 

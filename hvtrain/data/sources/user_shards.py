@@ -21,7 +21,7 @@ from hvtrain.data.pipeline.epochs import call_python, seeded
 from hvtrain.data.pipeline.streams import ORDER
 from hvtrain.data.source import Parts
 from hvtrain.data.sources.file_source import NotesFailure
-from hvtrain.data.sources.memory import RENUMBER, as_models_take
+from hvtrain.data.sources.memory import RENUMBER, as_models_take, spec_of
 from hvtrain.errors import ConfigError, DataError, UserError, cause_of
 
 log = logging.getLogger(__name__)
@@ -43,59 +43,30 @@ class ShardKey(NamedTuple):
     split: str
 
 
-class PipelineExamples:
-    """A shard as a tf.data pipeline of single examples.
+def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
+    """Returns a user's pipeline of single examples, in the types that models take.
 
     Args:
-        dataset: the user's pipeline.
+        dataset: the pipeline.
         name: the beginning of messages.
 
     Raises:
         DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
             tensors without a known shape.
     """
-
-    def __init__(self, dataset: Dataset, name: str) -> None:
-        self._name = name
-        spec = dataset.element_spec
-        if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-            raise DataError(f"{name} gives elements of {_parts_in_words(spec)}; {PARTS_NEEDED}")
-        for part in nest.flatten(spec):
-            # Ragged and sparse tensors have specs of other types.
-            if not isinstance(part, TensorSpec):
-                kind = type(part).__name__.removesuffix("Spec")
-                raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
-            if not part.shape.is_fully_defined():
-                raise DataError(
-                    f"{name} gives tensors of shape {part.shape}; single examples of a known shape "
-                    "are needed: remove .batch(), since the run makes batches, or set the shape with tf.ensure_shape"
-                )
-        if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
-            dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
-        self.dataset = dataset
-        self.element_spec = dataset.element_spec
-
-    def count(self) -> int | None:
-        """Returns the number of examples; None if they have to be read to count them, or never end."""
-        # tf.data returns -1 for examples that never end, and -2 for an unknown number.
-        number = int(self.dataset.cardinality())
-        return number if number >= 0 else None
-
-    def count_by_reading(self) -> int:
-        """Counts the examples by reading them all.
-
-        Raises:
-            DataError: if they never end.
-        """
-        if self.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise DataError(f"{name} gives elements of {_parts_in_words(spec)}; {PARTS_NEEDED}")
+    for part in nest.flatten(spec):
+        # Ragged and sparse tensors have specs of other types.
+        if not isinstance(part, TensorSpec) or not part.shape.is_fully_defined():
             raise DataError(
-                f"{self._name} never ends; set num_examples to the number of examples in an epoch"
+                f"{name} gives {part}; single examples of dense tensors of a known shape are needed: remove .batch(), "
+                "since the run makes batches, make tensors dense (to_tensor), or set the shape with tf.ensure_shape"
             )
-        return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
-
-    def examples(self, start: int) -> Dataset:
-        """Returns the examples from `start` on; those before it are read and dropped."""
-        return self.dataset.skip(start)
+    if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
+        dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
+    return dataset
 
 
 class PyDatasetExamples:
@@ -126,19 +97,19 @@ class PyDatasetExamples:
         if num_batches < 1:
             raise self._fail("__len__ gives no number of batches; at least one is needed")
 
-        first = self._batch(0)
-        self.element_spec = _spec_of(first)
+        first, size = self._batch(0)
+        self.element_spec = spec_of(first)
 
         # All sizes follow from the first and the last batch; _read() checks the others.
-        self._sizes = np.full(num_batches, self._batch_size(first, 0))
+        self._sizes = np.full(num_batches, size)
         last = num_batches - 1
-        last_size = self._batch_size(self._batch(last), last)
-        if not 0 < last_size <= self._sizes[0]:
+        _, last_size = self._batch(last)
+        if not 0 < last_size <= size:
             raise self._wrong_size(last_size, last)
         self._sizes[last] = last_size
 
-    def count(self) -> int:
-        """Returns the number of examples."""
+    def cardinality(self) -> int:
+        """Returns the number of examples, like the method of tf.data.Dataset."""
         return int(self._sizes.sum())
 
     def examples(self, epoch: int, start: int, seed: int | None) -> Dataset:
@@ -178,35 +149,33 @@ class PyDatasetExamples:
 
     def _read(self, number: np.int64) -> list[np.ndarray]:
         """Reads a batch, checks that it resembles the first, and returns its arrays."""
-        batch = self._batch(int(number))
-        if _spec_of(batch) != self.element_spec:
+        batch, size = self._batch(int(number))
+        if spec_of(batch) != self.element_spec:
             raise self._fail(
-                f"batch {number} holds {kinds_in_words(_spec_of(batch))}, but batch 0 "
+                f"batch {number} holds {kinds_in_words(spec_of(batch))}, but batch 0 "
                 f"{kinds_in_words(self.element_spec)}; give all batches the same parts, types and shapes"
             )
-
-        size = self._batch_size(batch, int(number))
         if size != self._sizes[number]:
             raise self._wrong_size(size, int(number))
         return nest.flatten(batch)
 
-    def _batch(self, number: int) -> Parts:
-        """Reads a batch in the types that models take. Raises DataError unless it has two or three parts."""
+    def _batch(self, number: int) -> tuple[Parts, int]:
+        """Reads a batch in the types that models take; returns it with its number of rows.
+
+        Raises DataError unless it has two or three parts, all with as many rows.
+        """
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
-        return nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
-
-    def _batch_size(self, batch: Parts, number: int) -> int:
-        """Returns the number of rows of a batch. Raises DataError if it differs among the batch's arrays."""
+        parts = nest.map_structure(lambda part: as_models_take(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(batch)}
+        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
                 "rows; each example needs one in each"
             )
-        return sizes.pop()
+        return parts, sizes.pop()
 
     def _wrong_size(self, size: int, number: int) -> UserError:
         return self._fail(
@@ -269,7 +238,7 @@ class UserFunction(NotesFailure):
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
-    def open(self, key: ShardKey, **values: Any) -> PipelineExamples | PyDatasetExamples | None:
+    def open(self, key: ShardKey, **values: Any) -> Dataset | PyDatasetExamples | None:
         """Calls the function to open a shard.
 
         Args:
@@ -290,7 +259,7 @@ class UserFunction(NotesFailure):
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
                 if isinstance(shard, Dataset):
-                    return PipelineExamples(shard, call)
+                    return checked_pipeline(shard, call)
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.note)
         except UserError as error:
@@ -300,32 +269,23 @@ class UserFunction(NotesFailure):
             message = f"{call} failed: {cause_of(error)}; tracebacks=true shows its traceback"
             raise self.note(ConfigError(message)) from error
 
-        if shard is not None:
+        if shard is not None or key.split == "train":
             raise self.fail(
                 f"{call} returned a {type(shard).__name__}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
             )
-        if key.split == "train":
-            raise self.fail(f"{call} returned None; training needs examples")
         return None
 
-    def log_limits(self, shard: PipelineExamples, num_dropped: int) -> None:
-        """Logs, once, if a training pipeline drops examples on resume, never shuffles, or is not deterministic."""
+    def log_limits(self, pipeline: Dataset) -> None:
+        """Logs, once, if a training pipeline never shuffles, or is not deterministic."""
         if self._has_logged:
             return
 
         self._has_logged = True
         # The list grows while it is read, until it has all operations of the pipeline. tf.data
         # has no public method for that.
-        operations = [shard.dataset]
+        operations = [pipeline]
         for operation in operations:
             operations += operation._inputs()
-        if num_dropped:
-            log.info(
-                "%s: the first %s examples of the epoch are read again and dropped; a function "
-                "that declares start can leave them out",
-                self.name,
-                f"{num_dropped:,}",
-            )
         shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
         if "epoch" not in self.declared and not shuffles:
             log.warning(
@@ -343,11 +303,6 @@ def _parts_in_words(element: Any) -> str:
     if isinstance(element, tuple | list):
         return f"{len(element)} parts"
     return f"a {type(element).__name__}"
-
-
-def _spec_of(batch: Any) -> Any:
-    """Returns the spec of one example in a batch of arrays."""
-    return nest.map_structure(lambda array: TensorSpec(array.shape[1:], array.dtype), batch)
 
 
 def kinds_in_words(spec: Any) -> str:

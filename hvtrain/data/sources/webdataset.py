@@ -2,12 +2,12 @@
 
 import json
 import re
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from hvtrain.data.formats.tar_files import (
     find_members,
     member_bytes,
 )
-from hvtrain.data.manifest import data_path
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.data.sources.image_folder import Files, LabelledImages, ListedImages, read_members
 from hvtrain.data.sources.memory import random_parts
@@ -34,8 +33,6 @@ INDEXED_AT_ONCE = 16
 # WebDataset's rule: the path up to the first dot of the file name is the example's key,
 # and the rest is the part's key.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
-
-TargetOf = Callable[[Path, Member], Any]
 
 
 def web_dataset(
@@ -76,26 +73,61 @@ def web_dataset(
         ConfigError: if num_validation does not fit the shards.
         DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
     """
-    names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
-    shards = Shards(data_path(dir, far=("",)), names, image_key, label_key, num_validation)
-    images["flip"] = flip
+    kind: type[Sharded] = ShardedImages
     if label_key.lower().endswith(SUFFIXES):
-        return ShardedMasks(shards, image_shape, num_classes, colors=colors, **images)
-    return ShardedImages(shards, image_shape, num_classes, **images)
+        kind = ShardedMasks
+        images["colors"] = colors
+    return kind(
+        dir,
+        image_shape,
+        num_classes,
+        names=[[part] if isinstance(part, str) else part for part in (train, validation, test)],
+        image_keys=image_key,
+        label_key=label_key,
+        num_validation=num_validation,
+        flip=flip,
+        **images,
+    )
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Finds the shards of each split and the examples in them; for the attributes, see web_dataset()."""
+class Sharded(ListedImages):
+    """Base class for sources of images in shards, which finds the shards of each split and their examples.
 
-    folder: Path
-    names: Sequence[Sequence[str]]
-    image_keys: Sequence[str]
-    label_key: str
-    num_validation: int
+    Args:
+        names: the shards of train, validation and test, each as paths, globs and ranges.
+        image_keys, label_key, num_validation: see web_dataset().
+        settings, images: those of the other base class.
+    """
+
+    name = "webdataset"
+    ADVICE = "write or fetch the shard again"
+    FAR = ("",)  # type: ignore[assignment]  # Any file: its members are read one by one.
+    read_files = staticmethod(read_members)
+
+    def __init__(
+        self,
+        *settings: Any,
+        names: Sequence[Sequence[str]],
+        image_keys: Sequence[str],
+        label_key: str,
+        num_validation: int,
+        **images: Any,
+    ) -> None:
+        self._names = names
+        self._image_keys = image_keys
+        self._label_key = label_key
+        # The ending of labels' names, and the keys that lead to a field in a JSON file.
+        suffix, *fields = label_key.split(".")
+        self._label_suffix, self._fields = (suffix, fields) if suffix == "json" else (label_key, [])
+        self._num_validation = num_validation
+        super().__init__(*settings, **images)
+
+    @abstractmethod
+    def target_of(self, shard: Path, member: Member) -> Any:
+        """Returns the target in a member. Raises DataError if there is none."""
 
     @cached_property
-    def by_split(self) -> dict[str, list[Path]]:
+    def shards(self) -> dict[str, list[Path]]:
         """The shards of each split.
 
         Raises:
@@ -103,7 +135,7 @@ class Shards:
             DataError: A shard is missing, or is in two splits.
         """
         splits: dict[Path, str] = {}
-        for split, patterns in zip(Source.SPLITS, self.names):
+        for split, patterns in zip(self.SPLITS, self._names):
             for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
                 if not name or name.startswith("/"):
                     raise ConfigError(
@@ -126,27 +158,20 @@ class Shards:
             shards[split].append(path)
         if "train" not in shards:
             raise DataError(
-                f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files"
+                f"{self.folder} has no {listed(self._names[0])}; set dataset.train to its tar files"
             )
         return shards
 
     def paths(self, split: str) -> list[str]:
-        """Returns the shards of a split; those of train if its examples were taken out of train."""
-        return [str(path) for path in self.by_split.get(split, self.by_split["train"])]
+        # Those of train if its examples were taken out of train.
+        return [str(path) for path in self.shards.get(split, self.shards["train"])]
 
-    def examples(
-        self, target_of: TargetOf, refuse: Callable[[Unreadable], None]
-    ) -> dict[str, Files]:
-        """Lists the examples of each split.
-
-        Args:
-            target_of: Returns the target of a member, or raises DataError.
-            refuse: Called with each unusable item, to raise an error or to leave the item out.
-        """
+    def list_examples(self, refuse: Callable[[Unreadable], None]) -> dict[str, Files]:
+        """Lists the examples of each split. Unusable items are passed to `refuse`, which may raise an error."""
         examples = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
-            for split, shards in self.by_split.items():
-                parts = list(pool.map(partial(self._examples_of, target_of), shards))
+            for split, shards in self.shards.items():
+                parts = list(pool.map(self._examples_of, shards))
                 examples[split] = [row for rows, _ in parts for row in rows]
                 for _, problems in parts:
                     for problem in problems:
@@ -157,26 +182,20 @@ class Shards:
             raise DataError(
                 f"{self.folder}: the shards of train hold no example; check dataset.image_key and dataset.label_key"
             )
-        if not 0 <= self.num_validation < len(rows) or (
-            self.num_validation and "validation" in examples
+        if not 0 <= self._num_validation < len(rows) or (
+            self._num_validation and "validation" in examples
         ):
             raise ConfigError(
-                f"dataset.num_validation={self.num_validation} is not possible; give 0 ... {len(rows) - 1}, but only 0 "
-                "if validation has shards of its own"
+                f"dataset.num_validation={self._num_validation} is not possible; give 0 ... {len(rows) - 1}, but "
+                "only 0 if validation has shards of its own"
             )
-        if self.num_validation:
-            validation, train = random_parts(self.num_validation, len(rows) - self.num_validation)
+        if self._num_validation:
+            validation, train = random_parts(self._num_validation, len(rows) - self._num_validation)
             examples["validation"] = [rows[index] for index in validation]
             examples["train"] = [rows[index] for index in train]
         return examples
 
-    @property
-    def label_parts(self) -> tuple[str, list[str]]:
-        """The ending of labels' names, and the keys that lead to a field in a JSON file."""
-        suffix, *names = self.label_key.split(".")
-        return (suffix, names) if suffix == "json" else (self.label_key, [])
-
-    def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Files, list[Unreadable]]:
+    def _examples_of(self, shard: Path) -> tuple[Files, list[Unreadable]]:
         """Lists the examples of a shard, and what cannot be used in it."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
@@ -188,12 +207,12 @@ class Shards:
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
-        suffix, _ = self.label_parts
+        suffix = self._label_suffix
         for key, parts in keys.items():
-            images = [parts[image_key] for image_key in self.image_keys if image_key in parts]
+            images = [parts[image_key] for image_key in self._image_keys if image_key in parts]
             try:
                 if images and suffix in parts:
-                    rows.append((address(shard, images[0]), target_of(shard, parts[suffix])))
+                    rows.append((address(shard, images[0]), self.target_of(shard, parts[suffix])))
                 elif images or suffix in parts:
                     raise DataError(
                         f"has no {suffix if images else 'image'} (it has {listed(sorted(parts))})"
@@ -203,62 +222,47 @@ class Shards:
         return rows, problems
 
 
-class _Sharded(ListedImages):
-    """Base class for sources of images in shards."""
-
-    name = "webdataset"
-    ADVICE = "write or fetch the shard again"
-    read_files = staticmethod(read_members)
-    _shards: Shards
-
-    def paths(self, split: str) -> list[str]:
-        return self._shards.paths(split)
-
-
-class ShardedImages(_Sharded, LabelledImages):
+class ShardedImages(Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
-        super().__init__(str(shards.folder), *settings, **images)
+    def __init__(self, *settings: Any, **images: Any) -> None:
+        super().__init__(*settings, **images)
         self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
-        self._shards = shards
         # Computed here, since it refuses missing shards.
-        shards.by_split  # noqa: B018
+        self.shards  # noqa: B018
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
         """Listed on first use, since on_error, which decides what happens to damaged shards, is set after opening."""
-        return self._shards.examples(self._class_of, self.refuse)
+        return self.list_examples(self.refuse)
 
-    def _class_of(self, shard: Path, member: Member) -> int:
+    def target_of(self, shard: Path, member: Member) -> int:
         content = member["text"] or member_bytes(address(shard, member)) or b""
         value: Any = content.decode(errors="replace")
-        _, names = self._shards.label_parts
         label = -1
         with suppress(ValueError, LookupError, TypeError, RecursionError):
-            if names:
+            if self._fields:
                 value = json.loads(content)
-            for name in names:
+            for name in self._fields:
                 value = value[name]
             text = str(value).strip()
             label = self._numbers[text] if text in self._numbers else int(text)
         if not 0 <= label < self.num_classes:
             raise DataError(
-                f"{self._shards.label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "
+                f"{self._label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "
                 "dataset.class_names"
             )
         return label
 
 
-class ShardedMasks(_Sharded, SegmentationFolder):
+class ShardedMasks(Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
-    def __init__(self, shards: Shards, *settings: Any, **images: Any) -> None:
-        self._shards = shards
-        super().__init__(str(shards.folder), *settings, **images)
-
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
-        return self._shards.examples(address, self._refuse_on_opening), []
+        return self.list_examples(self._refuse_on_opening), []
+
+    def target_of(self, shard: Path, member: Member) -> str:
+        return address(shard, member)
 
     def _refuse_on_opening(self, item: Unreadable) -> None:
         # Pairs are listed before on_error is set, so they cannot be left out.
