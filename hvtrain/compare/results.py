@@ -64,21 +64,18 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         for each in contest.contestants
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
-    for contestant, entry in zip(contest.contestants, entries):
-        speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
-        entry["against_single"] = None
+    for name, entry in zip(speeds, entries):
         # A ratio of `single` to itself would say nothing.
-        if speed_ratio and not contestant.is_single:
-            entry["against_single"] = asdict(speed_ratio)
+        speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
+        entry["against_single"] = speed_ratio and asdict(speed_ratio)
 
-    num_ranks = contest.launcher.num_ranks
     return {
-        "num_ranks": num_ranks,
+        "num_ranks": contest.num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
         "strategies": entries,
         "conclusion": [
             *on_speed(speeds),
-            *on_scaling(speeds, num_ranks),
+            *on_scaling(speeds, contest.num_ranks),
             *_on_whole_runs(contest.whole, target, reached),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
@@ -306,14 +303,10 @@ def panels(comparison: Record) -> Iterator[Panel]:
 
     # Over seconds the faster strategy leads; over examples, the one that
     # learns more from each example.
-    curves = [(loss, "seconds"), (loss, "examples")]
-    if target["metric"] != loss:
-        curves.append((target["metric"], "seconds"))
-    goals = {target["metric"]: target["value"]}
+    curves = dict.fromkeys([(loss, "seconds"), (loss, "examples"), (target["metric"], "seconds")])
     for metric, unit in curves:
-        draw = partial(
-            _draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goals.get(metric)
-        )
+        goal = target["value"] if metric == target["metric"] else None
+        draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
         yield f"{metric} over {_UNITS[unit]}", draw
 
 
