@@ -43,7 +43,7 @@ _HEIGHT = 2.6
 
 @contextmanager
 def picture(
-    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, dpi: int = 130
+    path: Path, width: float, height: float, columns: int = 1, rows: int = 1
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, and saves the figure as `path` when the block ends.
 
@@ -53,7 +53,6 @@ def picture(
         height: height of the whole figure, in inches.
         columns: number of columns of axes.
         rows: number of rows of axes.
-        dpi: pixels per inch.
     """
     # A Figure made without pyplot needs no display, and need not be closed.
     from matplotlib.figure import Figure
@@ -68,17 +67,13 @@ def picture(
 
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     temporary.unlink(missing_ok=True)
-    figure.savefig(temporary, dpi=dpi, format="png")
+    figure.savefig(temporary, dpi=130, format="png")
     # Replaced atomically, since a browser may read the picture at any moment.
     temporary.replace(path)
 
 
 def write_panels(
-    panels: Sequence[Panel],
-    path: Path,
-    columns: int,
-    panel_size: tuple[float, float],
-    dpi: int = 130,
+    panels: Sequence[Panel], path: Path, columns: int, panel_size: tuple[float, float]
 ) -> None:
     """Draws the panels into one picture, row by row.
 
@@ -87,11 +82,10 @@ def write_panels(
         path: the PNG file.
         columns: number of panels in a row.
         panel_size: width and height of a panel, in inches.
-        dpi: pixels per inch.
     """
     width, height = panel_size
     rows = -(-len(panels) // columns)
-    with picture(path, width * columns, height * rows, columns, rows, dpi) as (figure, _):
+    with picture(path, width * columns, height * rows, columns, rows) as (figure, _):
         for axes, (title, draw) in zip(figure.axes, panels):
             draw(axes)
             axes.set_title(title, loc="left", fontsize=10)
@@ -240,13 +234,8 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
     """Draws all charts into one picture on white. There must be at least one."""
-
-    def draw(axes: Any, chart: Chart) -> None:
-        plain_style(axes)
-        _draw(chart, axes)
-
-    panels = [(chart.title, partial(draw, chart=chart)) for chart in charts]
-    write_panels(panels, path, min(3, len(charts)), (_WIDTH, _HEIGHT + 0.3), dpi=110)
+    panels = [(chart.title, partial(_draw, chart)) for chart in charts]
+    write_panels(panels, path, min(3, len(charts)), (_WIDTH, _HEIGHT + 0.3))
 
 
 def _with_points(charts: Iterable[Chart]) -> list[Chart]:
