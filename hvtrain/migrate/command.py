@@ -1,16 +1,12 @@
 """`python -m hvtrain migrate`: shows how scripts for Horovod on Keras 2 change for Keras 3, or rewrites them."""
 
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 from hvtrain.system.files import TEMPORARY, write_atomic
-
-# Colors of the lines of a diff, by their first character.
-COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
 def main() -> int:
@@ -139,10 +135,7 @@ def _report(file: Path, script, is_written: bool) -> None:
         print(f"{file}: written")
     else:
         for line in script.diff(str(file)):
-            text = line.rstrip()
-            if sys.stdout.isatty() and line[0] in COLORS:
-                text = f"{COLORS[line[0]]}{text}\x1b[0m"
-            print(text)
+            print(line.rstrip())
 
     for number, text in script.undecided if is_written else script.undecided_in_old():
         print(f"{file}: line {number}: {text}")

@@ -22,6 +22,10 @@ REWRITTEN = {
     "import tensorflow as tf\ntf.keras.layers.Dense(1)": "import keras\nkeras.layers.Dense(1)",
     "import tensorflow as tf\ntf.abs(tf.keras.Input((1,)))":
         "import keras\nimport tensorflow as tf\ntf.abs(keras.Input((1,)))",
+    "import os, tensorflow as tf\nos, tf.abs(tf.keras.Input((1,)))":
+        "import keras\nimport os, tensorflow as tf\nos, tf.abs(keras.Input((1,)))",
+    "def f():\n    import tensorflow as tf\n    return tf.abs(tf.keras.Input((1,)))":
+        "import keras\ndef f():\n    import tensorflow as tf\n    return tf.abs(keras.Input((1,)))",
     "import tensorflow.keras.layers as L\nL.Dense(1)": "from keras import layers as L\nL.Dense(1)",
     "from tensorflow.keras.layers import *": "from keras.layers import *",
     "from tensorflow.keras.layers import CuDNNGRU\nCuDNNGRU(1)": "from keras.layers import GRU\nGRU(1)",
