@@ -209,8 +209,6 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
 
 def read(path: Path) -> list[Measured]:
     """Reads the median time for each size and kind from a file of `hvtrain allreduce`. Raises ConfigError."""
-    advice = "give the allreduce.json of python -m hvtrain allreduce"
-
     try:
         content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
@@ -224,11 +222,8 @@ def read(path: Path) -> list[Measured]:
         if not measured:
             raise ValueError("it has no measurements")
         return measured
-    except OSError as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--calibrate {path} cannot be read: {error.strerror}; {advice}"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--calibrate {path} is not what hvtrain allreduce writes ({type(error).__name__}: {error}); {advice}"
+            f"--calibrate {path} cannot be read ({type(error).__name__}: {error}); "
+            "give the allreduce.json of python -m hvtrain allreduce"
         ) from None
