@@ -189,21 +189,22 @@ def with_import(text: str, line: str) -> str:
     """Adds an import line above the first statement with a related import, unless the script has it already."""
     module = cst.parse_module(text)
     related = []
-    for statement in module.body:
+    for index, statement in enumerate(module.body):
         nodes = m.findall(statement, m.Import() | m.ImportFrom())
         if isinstance(statement, cst.SimpleStatementLine) and line in map(code_of, nodes):
             return text
         if any(_RELATED.match(item.name) for node in nodes for item in imports(node)):
-            related.append(statement)
+            related.append(index)
 
+    body = list(module.body)
+    old = body[related[0]]
     # The new line gets the comments above the old one.
-    new = cst.parse_statement(line, module.config_for_parsing)
-    new = new.with_changes(leading_lines=related[0].leading_lines)
-    old = related[0].with_changes(leading_lines=[])
-    index = module.body.index(related[0])
-    return module.with_changes(
-        body=[*module.body[:index], new, old, *module.body[index + 1 :]]
-    ).code
+    new = cst.parse_statement(line, module.config_for_parsing).with_changes(
+        leading_lines=old.leading_lines
+    )
+    body[related[0]] = old.with_changes(leading_lines=[])
+    body.insert(related[0], new)
+    return module.with_changes(body=body).code
 
 
 def without_unused(old: str, new: str) -> str:
