@@ -103,12 +103,10 @@ def _read(file: Path) -> str:
     try:
         # utf-8-sig drops the byte order mark with which some editors begin a file.
         return file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is not Python in UTF-8: {error.reason}; name a Python file"
+            f"{file} is not Python in UTF-8 that can be read: {error}; name a Python file"
         ) from error
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable") from error
 
 
 def _write(texts: dict[Path, str]) -> None:
