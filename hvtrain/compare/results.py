@@ -40,9 +40,7 @@ _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 # In inches. Charts on the page leave room for the names of the strategies.
 _CHART_SIZE = (5.2, 3.3)
-_PICTURE_WIDTH = 11.0
-_PANEL_HEIGHT = 4.0
-_UNITS = {"seconds": "seconds of training", "examples": "examples"}
+_PANEL_SIZE = (5.5, 4.0)
 
 
 def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
@@ -98,14 +96,11 @@ def _on_whole_runs(
             yield f"{metric} is not a metric of these runs; they have {', '.join(known)}."
 
     tests = {name: _test_metrics(training) for name, training in whole.items()}
-    # Data sets without test examples have no test metrics.
-    tests = {name: metrics for name, metrics in tests.items() if metrics}
-    # Metrics of some strategies alone cannot be compared.
-    first, *others = tests.values() or [{}]
-    shared = [name for name in first if all(name in metrics for metrics in others)]
-    metric = next((name for name in shared if "accuracy" in name), "")
-    if metric and len(tests) > 1:
-        yield on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
+    for metric in dict.fromkeys(name for metrics in tests.values() for name in metrics):
+        # Data sets without test examples have no test metrics.
+        values = {name: metrics[metric] for name, metrics in tests.items() if metric in metrics}
+        if "accuracy" in metric and len(values) > 1:
+            yield on_test(metric, values)
 
     examples = {
         name: training.result["num_steps"] * training.result["global_batch"]
@@ -203,17 +198,17 @@ def best_of_all(curves: Sequence[Curve]) -> Target | None:
 
     None if the runs have no target metric in common.
     """
-    names = [{name for point in points for name in point} for points in curves]
-    # A target that a run does not measure would say nothing about that run.
-    shared = set.intersection(*names) if names else set()
-    metric = next((name for name in _TARGET_METRICS if name in shared), None)
-    if metric is None:
-        return None
-    sign = _sign(metric)
-    # The worst of the best values: the value that every run reached.
-    bests = [max(sign * point[metric] for point in points if metric in point) for points in curves]
+    for metric in _TARGET_METRICS:
+        sign = _sign(metric)
+        values = [
+            [sign * point[metric] for point in points if metric in point] for points in curves
+        ]
+        # A target that a run does not measure would say nothing about that run.
+        if values and all(values):
+            # The worst of the best values: the value that every run reached.
+            return metric, sign * min(map(max, values))
 
-    return metric, sign * min(bests)
+    return None
 
 
 def _sign(metric: str) -> int:
@@ -279,10 +274,7 @@ def html(comparison: Record) -> str:
 
 def write_png(comparison: Record, path: Path) -> None:
     """Draws all panels into one picture; there must be at least one."""
-    shown = list(panels(comparison))
-    # Two in a row, unless there is only one.
-    columns = min(2, len(shown))
-    write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
+    write_panels(list(panels(comparison)), path, 2, _PANEL_SIZE)
 
 
 def panels(comparison: Record) -> Iterator[Panel]:
@@ -307,7 +299,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     for metric, unit in curves:
         goal = target["value"] if metric == target["metric"] else None
         draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
-        yield f"{metric} over {_UNITS[unit]}", draw
+        yield f"{metric} over {unit}", draw
 
 
 def _draw_curves(
