@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -152,10 +153,11 @@ def machine_of(
     }
     groups = defaultdict(list)
     others = []
-    for measurements in files:
-        reduced = [measurement for measurement in measurements if not measurement.kind]
-        others += [measurement for measurement in measurements if measurement.kind]
-        groups[machine.slowest(measurements[0].num_ranks)].extend(reduced)
+    for measurement in chain.from_iterable(files):
+        if measurement.kind:
+            others.append(measurement)
+        else:
+            groups[machine.slowest(measurement.num_ranks)].append(measurement)
 
     # Fitted by link, since one link may have been measured with several numbers of ranks.
     for name, measurements in groups.items():

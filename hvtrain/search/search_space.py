@@ -218,13 +218,14 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
 
     first_epoch = 1
     if name.startswith("val_"):
-        first_epoch = config.train.validate_every_epochs
+        interval = config.train.validate_every_epochs
         # A data set without num_validation may come with a validation split of its own.
-        if first_epoch is None or config.dataset.get("num_validation") == 0:
+        if interval is None or config.dataset.get("num_validation") == 0:
             raise ConfigError(
                 f"dataset.num_validation=0 or train.validate_every_epochs=null leaves no {name} at the end of epochs; "
                 "give numbers above 0, or choose another --metric"
             )
+        first_epoch = interval
 
     # Only a guess: once a run has started, Goal.check compares it with the task's direction.
     by_name = MIN if lower_is_better(name) else MAX
