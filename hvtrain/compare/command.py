@@ -57,6 +57,8 @@ def main() -> int:
 
     # If the runs were interrupted, the finished ones still have results.
     comparison = {**facts, "interrupted": ended_by is not None, **summary(contest, target)}
+    # Warnings qualify the conclusions, so they are shown with them.
+    comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
     if options.plan and ended_by is None:
@@ -106,6 +108,25 @@ def parse_target(text: str) -> tuple[str, float]:
     return metric, number
 
 
+def busy_warning(load: float, cores: int) -> list[str]:
+    """Returns a warning if other processes use more than half of the cores, else nothing.
+
+    Args:
+        load: the load average over the minute before the first run, in processes.
+        cores: the number of cores that this process may use.
+
+    >>> busy_warning(0.2, 2)
+    []
+    >>> busy_warning(3.1, 2)
+    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat this when it is idle.']
+    """
+    if load <= cores / 2:
+        return []
+    return [
+        f"This machine was busy before the first run (load {load:.1f} on {cores} cores); repeat this when it is idle."
+    ]
+
+
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """Returns facts about this comparison and its machine, for the results."""
     load = os.getloadavg()[0]  # Over the last minute.
@@ -124,6 +145,8 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version for name, version in versions().items() if version},
         "num_rounds": options.rounds,
         "speed_steps": options.speed_steps,
+        # Also shown with the conclusions: it says how far they can be trusted.
+        "warnings": busy_warning(load, cores),
     }
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 from hvtrain.config.compose import composed, override
 from hvtrain.config.make_plan import learning_rate_factor
@@ -17,6 +18,7 @@ from hvtrain.launch.measure import ONLY_STEPS, Training, in_turns, train
 from hvtrain.system.command import take_values
 from hvtrain.system.console import progress
 from hvtrain.system.files import remove
+from hvtrain.system.text import duration
 
 SINGLE = "single"
 JOINT = "joint"
@@ -75,7 +77,7 @@ def contestants(
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    values, common = take_values(overrides, "strategy", "run.dir", "run.name")
+    values, common = take_values(overrides, "strategy")
     choice = values.get("strategy", "")
     # Commas separate strategies, so each strategy's own settings begin with @.
     names = choice.split(",")
@@ -85,9 +87,10 @@ def contestants(
             "strategy=single,horovod,horovod@compression=fp16"
         )
 
-    if len(values) > 1:
+    folder = next((text for text in common if text.startswith(("run.dir=", "run.name="))), None)
+    if folder:
         raise ConfigError(
-            "run.dir= or run.name= was given, but each strategy has its own run folder; choose --output DIR instead"
+            f"{folder} was given, but each strategy has its own run folder; choose --output DIR instead"
         )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.
@@ -208,7 +211,7 @@ class Contest:
                 continue
             about = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
             title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {about}"
-            progress(f"{title} ...")
+            progress(f"{title}; {self.time_left(schedule[index:])} ...")
             try:
                 outcome = _in_short(self._train(contestant, number))
             except LostRankError as error:
@@ -220,7 +223,7 @@ class Contest:
 
             progress("")
             # Padded, so that the results line up as in a table.
-            print(f"{title:<58} {outcome}", flush=True)
+            print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
         """Returns the command of a run that leaves its results in this folder."""
@@ -244,6 +247,30 @@ class Contest:
             cores = cores[: self.single_cores]
 
         return set(cores)
+
+    def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
+        """Estimates the time left from the runs so far; the length of whole runs is unknown until one has ended."""
+        short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
+
+        known_seconds = 0.0
+        num_unknown = 0
+        for contestant, number in schedule:
+            if contestant.name in self.errors:
+                continue
+            # A short run says nothing about a whole one, which also validates and saves.
+            similar = list(self.whole.values()) if number == WHOLE else short_runs
+            if similar:
+                known_seconds += mean(training.seconds for training in similar)
+            else:
+                num_unknown += 1
+
+        parts = []
+        if known_seconds:
+            parts.append(f"about {duration(known_seconds)}")
+        if num_unknown:
+            parts.append(f"{num_unknown} runs of unknown length")
+
+        return f"left: {' and '.join(parts) or 'nothing'}"
 
     def _train(self, contestant: Contestant, number: int) -> Training:
         folder = self._folder(contestant, number)

@@ -231,6 +231,7 @@ def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
         *(("single", WHOLE), ("horovod", WHOLE)),
     ]
     assert len(replace(contest, speed_only=True).schedule()) == 4
+    assert contest.time_left(contest.schedule()) == "left: 6 runs of unknown length"
 
 
 def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None:
@@ -305,7 +306,7 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
         (["strategy=single,horovod,single"], "two strategies or more, each once; for example"),
         (
             ["strategy=single,horovod", "run.dir=x"],
-            "run.dir= or run.name= was given, but each strategy has its own run folder",
+            "run.dir=x was given, but each strategy has its own run folder",
         ),
         (["strategy=single,horovod", "model=cnnn"], "model=cnnn is not one of application, cnn"),
         (["strategy=single,horovod@compresion=fp16"], "did you mean 'strategy.compression'?"),
