@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
-from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
+from hvtrain.compare.contest import JOINT, RANK, Contest, contestants
 from hvtrain.compare.results import html, summary, table, write_png
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.launch.child import exit_at_signals
@@ -29,9 +29,16 @@ def main() -> int:
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    launcher = Launcher(options.np, options.hosts, options.num_ps, options.single_cores)
     contest = Contest(
-        strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only
+        strategies,
+        options.np,
+        folder,
+        options.rounds,
+        options.speed_steps,
+        options.speed_only,
+        options.hosts,
+        options.num_ps,
+        options.single_cores,
     )
     # Only now: a mistake on the command line leaves no folder behind.
     make_output(folder)

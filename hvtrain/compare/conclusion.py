@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -63,36 +64,24 @@ def on_speed(speeds: Speeds) -> list[str]:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
     first, *others = sorted(medians, key=lambda name: -medians[name])
 
-    equal: list[str] = []
-    unknown: list[str] = []
-    slower: list[str] = []
+    groups = defaultdict(list)
     apart = []
     for name in others:
         speed_ratio = against(speeds[name], speeds[first])
         if speed_ratio is None:
             apart.append(name)
             continue
-        group = equal
+        title = "Not distinguishable from it"
         if speed_ratio.coverage <= NO_CONFIDENCE:
-            group = unknown
+            title = "Too few rounds to say"
         elif speed_ratio.high < 1:
-            group = slower
-        group.append(f"{name} {ratio_text(speed_ratio)}")
+            title = "Slower"
+        groups[title].append(f"{name} {ratio_text(speed_ratio)}")
 
     # "Fastest" claims a difference from all others.
-    verdict = "Most examples/s" if equal or unknown or apart else "Fastest"
-    groups = {
-        "Not distinguishable from it": equal,
-        "Too few rounds to say": unknown,
-        "Slower": slower,
-    }
-
+    verdict = "Fastest" if list(groups) == ["Slower"] and not apart else "Most examples/s"
     lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
-    lines += [
-        f"{title}: {'; '.join(group)} as fast as {first}."
-        for title, group in groups.items()
-        if group
-    ]
+    lines += [f"{title}: {'; '.join(group)} as fast as {first}." for title, group in groups.items()]
     if apart:
         lines.append(f"No round in common with {first}, so not compared: {', '.join(apart)}.")
     return lines

@@ -77,20 +77,14 @@ def contestants(
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    own, common = take_values(overrides, "strategy")
-    choice = own.get("strategy", "")
+    values, common = take_values(overrides, "strategy")
+    choice = values.get("strategy", "")
     # Commas separate strategies, so each strategy's own settings begin with @.
     names = choice.split(",")
-    if len(names) < 2:
-        given = f"strategy={choice}" if own else "no strategy=A,B"
+    if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(
-            f"{given}: at least two strategies are needed; for example: strategy=single,horovod"
-        )
-
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated:
-        raise ConfigError(
-            f"strategy={choice} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
+            f"strategy={choice} does not name two strategies or more, each once; for example "
+            "strategy=single,horovod,horovod@compression=fp16"
         )
 
     folder = next((text for text in common if text.startswith(("run.dir=", "run.name="))), None)
@@ -165,68 +159,34 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
     return overrides
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """Makes the command lines of runs.
-
-    Attributes:
-        num_ranks: ranks for all strategies but `single`.
-        host_options: -H or --hostfile, for `hvtrain launch`.
-        num_ps: parameter servers, for strategies that have some.
-        single_cores: cores that `single` may use; None: all.
-    """
-
-    num_ranks: int
-    host_options: Sequence[str] = ()
-    num_ps: int | None = None
-    single_cores: int | None = None
-
-    def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
-        """Returns the command of a run that leaves its results in this folder."""
-        python = [sys.executable, "-m", "hvtrain"]
-        # The user waits for the comparison as a whole, so its runs send no notices.
-        settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
-        if contestant.is_single:
-            return [*python, *settings]
-        # All other strategies use the same launcher, even on one host.
-        options = ["-np", str(self.num_ranks), *self.host_options]
-        # The launcher refuses servers for a strategy that has none.
-        if self.num_ps and contestant.has_servers:
-            options += ["--num-ps", str(self.num_ps)]
-
-        return [*python, "launch", *options, "--", *settings]
-
-    def cores(self, contestant: Contestant) -> set[int]:
-        """Returns the cores that the run may use; a launcher divides them among its ranks."""
-        cores = sorted(os.sched_getaffinity(0))
-        if contestant.is_single:
-            cores = cores[: self.single_cores]
-
-        return set(cores)
-
-
 @dataclass
 class Contest:
     """Starts the runs one after the other, and keeps what was measured so far.
 
     Attributes:
         contestants: the strategies.
-        launcher: how their runs are started.
+        num_ranks: ranks for all strategies but `single`.
         folder: the output folder.
         num_rounds: rounds of short runs.
         speed_steps: steps of a short run.
         speed_only: True leaves out the whole runs.
+        host_options: -H or --hostfile, for `hvtrain launch`.
+        num_ps: parameter servers, for strategies that have some.
+        single_cores: cores that `single` may use; None: all.
         rounds: short runs by contestant and round number.
         whole: whole runs by contestant.
         errors: error messages, by contestant that failed.
     """
 
     contestants: Sequence[Contestant]
-    launcher: Launcher
+    num_ranks: int
     folder: Path
     num_rounds: int
     speed_steps: int
     speed_only: bool = False
+    host_options: Sequence[str] = ()
+    num_ps: int | None = None
+    single_cores: int | None = None
     rounds: dict[str, dict[int, Training]] = field(default_factory=dict)
     whole: dict[str, Training] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -265,6 +225,29 @@ class Contest:
             # Padded, so that the results line up as in a table.
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
+    def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
+        """Returns the command of a run that leaves its results in this folder."""
+        python = [sys.executable, "-m", "hvtrain"]
+        # The user waits for the comparison as a whole, so its runs send no notices.
+        settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
+        if contestant.is_single:
+            return [*python, *settings]
+        # All other strategies use the same launcher, even on one host.
+        options = ["-np", str(self.num_ranks), *self.host_options]
+        # The launcher refuses servers for a strategy that has none.
+        if self.num_ps and contestant.has_servers:
+            options += ["--num-ps", str(self.num_ps)]
+
+        return [*python, "launch", *options, "--", *settings]
+
+    def cores(self, contestant: Contestant) -> set[int]:
+        """Returns the cores that the run may use; a launcher divides them among its ranks."""
+        cores = sorted(os.sched_getaffinity(0))
+        if contestant.is_single:
+            cores = cores[: self.single_cores]
+
+        return set(cores)
+
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
         """Estimates the time left from the runs so far; the length of whole runs is unknown until one has ended."""
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
@@ -294,9 +277,9 @@ class Contest:
         overrides = contestant.overrides
         if number != WHOLE:
             overrides = contestant.speed_overrides(self.speed_steps)
-        command = self.launcher.command(contestant, overrides, folder / "run")
+        command = self.command(contestant, overrides, folder / "run")
         # The launcher divides these cores among its ranks.
-        training = train(command, self.launcher.cores(contestant), folder)
+        training = train(command, self.cores(contestant), folder)
         if number == WHOLE:
             self.whole[contestant.name] = training
             return training

@@ -40,9 +40,7 @@ _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 # In inches. Charts on the page leave room for the names of the strategies.
 _CHART_SIZE = (5.2, 3.3)
-_PICTURE_WIDTH = 11.0
-_PANEL_HEIGHT = 4.0
-_UNITS = {"seconds": "seconds of training", "examples": "examples"}
+_PANEL_SIZE = (5.5, 4.0)
 
 
 def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
@@ -64,21 +62,18 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         for each in contest.contestants
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
-    for contestant, entry in zip(contest.contestants, entries):
-        speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
-        entry["against_single"] = None
+    for name, entry in zip(speeds, entries):
         # A ratio of `single` to itself would say nothing.
-        if speed_ratio and not contestant.is_single:
-            entry["against_single"] = asdict(speed_ratio)
+        speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
+        entry["against_single"] = speed_ratio and asdict(speed_ratio)
 
-    num_ranks = contest.launcher.num_ranks
     return {
-        "num_ranks": num_ranks,
+        "num_ranks": contest.num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
         "strategies": entries,
         "conclusion": [
             *on_speed(speeds),
-            *on_scaling(speeds, num_ranks),
+            *on_scaling(speeds, contest.num_ranks),
             *_on_whole_runs(contest.whole, target, reached),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
@@ -101,14 +96,11 @@ def _on_whole_runs(
             yield f"{metric} is not a metric of these runs; they have {', '.join(known)}."
 
     tests = {name: _test_metrics(training) for name, training in whole.items()}
-    # Data sets without test examples have no test metrics.
-    tests = {name: metrics for name, metrics in tests.items() if metrics}
-    # Metrics of some strategies alone cannot be compared.
-    first, *others = tests.values() or [{}]
-    shared = [name for name in first if all(name in metrics for metrics in others)]
-    metric = next((name for name in shared if "accuracy" in name), "")
-    if metric and len(tests) > 1:
-        yield on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
+    for metric in dict.fromkeys(name for metrics in tests.values() for name in metrics):
+        # Data sets without test examples have no test metrics.
+        values = {name: metrics[metric] for name, metrics in tests.items() if metric in metrics}
+        if "accuracy" in metric and len(values) > 1:
+            yield on_test(metric, values)
 
     examples = {
         name: training.result["num_steps"] * training.result["global_batch"]
@@ -206,17 +198,17 @@ def best_of_all(curves: Sequence[Curve]) -> Target | None:
 
     None if the runs have no target metric in common.
     """
-    names = [{name for point in points for name in point} for points in curves]
-    # A target that a run does not measure would say nothing about that run.
-    shared = set.intersection(*names) if names else set()
-    metric = next((name for name in _TARGET_METRICS if name in shared), None)
-    if metric is None:
-        return None
-    sign = _sign(metric)
-    # The worst of the best values: the value that every run reached.
-    bests = [max(sign * point[metric] for point in points if metric in point) for points in curves]
+    for metric in _TARGET_METRICS:
+        sign = _sign(metric)
+        values = [
+            [sign * point[metric] for point in points if metric in point] for points in curves
+        ]
+        # A target that a run does not measure would say nothing about that run.
+        if values and all(values):
+            # The worst of the best values: the value that every run reached.
+            return metric, sign * min(map(max, values))
 
-    return metric, sign * min(bests)
+    return None
 
 
 def _sign(metric: str) -> int:
@@ -282,10 +274,7 @@ def html(comparison: Record) -> str:
 
 def write_png(comparison: Record, path: Path) -> None:
     """Draws all panels into one picture; there must be at least one."""
-    shown = list(panels(comparison))
-    # Two in a row, unless there is only one.
-    columns = min(2, len(shown))
-    write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
+    write_panels(list(panels(comparison)), path, 2, _PANEL_SIZE)
 
 
 def panels(comparison: Record) -> Iterator[Panel]:
@@ -306,15 +295,11 @@ def panels(comparison: Record) -> Iterator[Panel]:
 
     # Over seconds the faster strategy leads; over examples, the one that
     # learns more from each example.
-    curves = [(loss, "seconds"), (loss, "examples")]
-    if target["metric"] != loss:
-        curves.append((target["metric"], "seconds"))
-    goals = {target["metric"]: target["value"]}
+    curves = dict.fromkeys([(loss, "seconds"), (loss, "examples"), (target["metric"], "seconds")])
     for metric, unit in curves:
-        draw = partial(
-            _draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goals.get(metric)
-        )
-        yield f"{metric} over {_UNITS[unit]}", draw
+        goal = target["value"] if metric == target["metric"] else None
+        draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
+        yield f"{metric} over {unit}", draw
 
 
 def _draw_curves(

@@ -1,16 +1,12 @@
 """`python -m hvtrain migrate`: shows how scripts for Horovod on Keras 2 change for Keras 3, or rewrites them."""
 
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 from hvtrain.system.files import TEMPORARY, write_atomic
-
-# Colors of the lines of a diff, by their first character.
-COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
 def main() -> int:
@@ -107,12 +103,10 @@ def _read(file: Path) -> str:
     try:
         # utf-8-sig drops the byte order mark with which some editors begin a file.
         return file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is not Python in UTF-8: {error.reason}; name a Python file"
+            f"{file} is not Python in UTF-8 that can be read: {error}; name a Python file"
         ) from error
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable") from error
 
 
 def _write(texts: dict[Path, str]) -> None:
@@ -139,10 +133,7 @@ def _report(file: Path, script, is_written: bool) -> None:
         print(f"{file}: written")
     else:
         for line in script.diff(str(file)):
-            text = line.rstrip()
-            if sys.stdout.isatty() and line[0] in COLORS:
-                text = f"{COLORS[line[0]]}{text}\x1b[0m"
-            print(text)
+            print(line.rstrip())
 
     for number, text in script.undecided if is_written else script.undecided_in_old():
         print(f"{file}: line {number}: {text}")

@@ -1,12 +1,11 @@
 """The pass that renames imports and imported names for Keras 3."""
 
-import ast
-import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 import libcst as cst
+import libcst.matchers as m
 from libcst import Attribute, BaseExpression, Import, ImportFrom, parse_expression
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import RemoveImportsVisitor
@@ -24,7 +23,7 @@ from hvtrain.migrate.parsing import (
 )
 from hvtrain.migrate.tables import new_name
 
-_RELATED = re.compile(r"(from|import) (tensorflow|keras|horovod|hvtrain)\b")
+_RELATED = re.compile(r"(tensorflow|tf_keras|keras|horovod|hvtrain)\b")
 # For names that none of the script's imports provides: the prefix to
 # write, and the import that it needs.
 _WRITTEN = {
@@ -187,26 +186,25 @@ def _same_layout(old: ImportFrom, line: cst.BaseStatement) -> ImportFrom:
 
 
 def with_import(text: str, line: str) -> str:
-    """Adds an import line above related imports; returns the script unchanged if it has that import already."""
-    tree = ast.parse(text)
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    if any(ast.unparse(node) == line for node in imports):
-        return text
+    """Adds an import line above the first statement with a related import, unless the script has it already."""
+    module = cst.parse_module(text)
+    related = []
+    for index, statement in enumerate(module.body):
+        nodes = m.findall(statement, m.Import() | m.ImportFrom())
+        if isinstance(statement, cst.SimpleStatementLine) and line in map(code_of, nodes):
+            return text
+        if any(_RELATED.match(item.name) for node in nodes for item in imports(node)):
+            related.append(index)
 
-    related = [node for node in imports if _RELATED.match(ast.unparse(node))]
-    # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
-    lines = io.StringIO(text, newline="").readlines()
-    if related:
-        index = related[0].lineno - 1
-    else:
-        # Below the first comments, the docstring and all other imports.
-        index = next((number for number, old in enumerate(lines) if not old.startswith("#")), 0)
-        has_docstring = ast.get_docstring(tree) is not None
-        head = [*tree.body[: int(has_docstring)], *imports]
-        index = max([index, *(node.end_lineno or 0 for node in head)])
-    end = "\r\n" if "\r\n" in text else "\n"
-    lines.insert(index, line + end)
-    return "".join(lines)
+    body = list(module.body)
+    old = body[related[0]]
+    # The new line gets the comments above the old one.
+    new = cst.parse_statement(line, module.config_for_parsing).with_changes(
+        leading_lines=old.leading_lines
+    )
+    body[related[0]] = old.with_changes(leading_lines=[])
+    body.insert(related[0], new)
+    return module.with_changes(body=body).code
 
 
 def without_unused(old: str, new: str) -> str:

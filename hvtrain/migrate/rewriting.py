@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, Literals
 from hvtrain.migrate.names import rename, with_import, without_unused
@@ -82,14 +82,10 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         ConfigError: It is not Python.
     """
     try:
-        ast.parse(text)
+        ast.parse(text, name)
         module = cst.parse_module(text)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
-        # Python's and libcst's errors have different attributes.
-        line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
-        reason = getattr(error, "msg", None) or getattr(error, "message", None) or error
-        where = f"{name}, line {line}" if line else name
-        raise ConfigError(f"{where} is not Python: {reason}; fix it first") from error
+        raise ConfigError(f"{name} is not Python: {in_one_line(error)}; fix it first") from error
 
     # The name by which the script imports Horovod; empty if it does not.
     aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)

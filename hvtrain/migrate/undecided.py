@@ -14,7 +14,6 @@ from hvtrain.migrate.parsing import (
     code_of,
     dotted,
     imports,
-    is_number,
     method_of,
     names_used,
     parse,
@@ -42,8 +41,6 @@ _REDUCE_OTHERWISE = ("GradientTape", "allreduce", "load_model")
 _REDUCE = ("DistributedOptimizer", *_REDUCE_OTHERWISE)
 _ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
-# Methods of Keras 2's optimizers that Keras 3 never calls.
-_NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # A dict of arguments in which lr is set.
 _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
@@ -93,7 +90,6 @@ class _Undecided(Literals):
         self._callbacks: list[tuple[Call, str, str, bool]] = []
         # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()
-        self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
     def report(self, node: cst.CSTNode, text: str) -> None:
         self.lines.append((self.line_of(node), text))
@@ -161,14 +157,6 @@ class _Undecided(Literals):
         ):
             self.report(node, f"TensorFlow 2 has no {name}; replace it")
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        name = node.name.value
-        if name in _NEVER_CALLED and node.params.params:
-            self.report(
-                node,
-                f"Keras 3 never calls {name}; override build and update_step(gradient, variable, learning_rate)",
-            )
-
     def visit_For(self, node: cst.For | cst.CompFor) -> None:
         # `for v in model.trainable_variables`, or the same in a comprehension
         if _LISTS_OF_WEIGHTS.search(code_of(node.iter)):
@@ -206,8 +194,6 @@ class _Undecided(Literals):
         )
         if is_method_of_name or name.startswith("re."):
             self._name_of_a_weight(node)
-        if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
-            self._schedule(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
             self._warmup(node)
         if name.startswith("keras.callbacks."):
@@ -224,21 +210,6 @@ class _Undecided(Literals):
             )
         if not name and method_of(node):
             self._method(node)
-
-    def _schedule(self, node: Call) -> None:
-        """Reports a multiplier that may be a number: older versions took it as a factor, not as the base of a power."""
-        initial_lr = argument(node, "initial_lr", 0)
-        multiplier = argument(node, "multiplier", 1)
-        if not (initial_lr and multiplier and code_of(initial_lr.value) == "None"):
-            return
-
-        code = code_of(multiplier.value)
-        is_function = isinstance(multiplier.value, cst.Lambda) or code in self._functions
-        if not is_function and not is_number(multiplier.value):
-            self.report(
-                node,
-                f"if {code} is a number, older versions took it as a factor; write lambda epoch: {code}",
-            )
 
     def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""

@@ -98,16 +98,10 @@ def forecast(
     Raises:
         ConfigError, DataError: As the run itself would.
     """
-    virtual_ranks = config.strategy.get("virtual_ranks")
-    if virtual_ranks:
+    if "virtual_ranks" in config.strategy or "num_ps" in config.strategy:
         raise ConfigError(
-            "hvtrain plan does not support strategy=virtual_ranks; plan the equivalent run of strategy=horovod with "
-            f"-np {virtual_ranks}"
-        )
-    if "num_ps" in config.strategy:
-        raise ConfigError(
-            "hvtrain plan models all-reduce, which strategy=parameter_server does not use; choose "
-            "strategy=horovod, or measure with hvtrain compare"
+            "hvtrain plan models an all-reduce by the ranks of -np, which strategy=virtual_ranks and parameter_server "
+            "do not use; choose strategy=horovod with as many ranks, or measure with hvtrain compare"
         )
     # Seeded as in the run, since building a model draws random numbers.
     seed_everything(config, rank=0)

@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -152,10 +153,11 @@ def machine_of(
     }
     groups = defaultdict(list)
     others = []
-    for measurements in files:
-        reduced = [measurement for measurement in measurements if not measurement.kind]
-        others += [measurement for measurement in measurements if measurement.kind]
-        groups[machine.slowest(measurements[0].num_ranks)].extend(reduced)
+    for measurement in chain.from_iterable(files):
+        if measurement.kind:
+            others.append(measurement)
+        else:
+            groups[machine.slowest(measurement.num_ranks)].append(measurement)
 
     # Fitted by link, since one link may have been measured with several numbers of ranks.
     for name, measurements in groups.items():
@@ -209,8 +211,6 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
 
 def read(path: Path) -> list[Measured]:
     """Reads the median time for each size and kind from a file of `hvtrain allreduce`. Raises ConfigError."""
-    advice = "give the allreduce.json of python -m hvtrain allreduce"
-
     try:
         content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
@@ -224,11 +224,8 @@ def read(path: Path) -> list[Measured]:
         if not measured:
             raise ValueError("it has no measurements")
         return measured
-    except OSError as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--calibrate {path} cannot be read: {error.strerror}; {advice}"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--calibrate {path} is not what hvtrain allreduce writes ({type(error).__name__}: {error}); {advice}"
+            f"--calibrate {path} cannot be read ({type(error).__name__}: {error}); "
+            "give the allreduce.json of python -m hvtrain allreduce"
         ) from None

@@ -262,40 +262,29 @@ def main() -> None:
     import tensorflow as tf
 
     import hvtrain.keras as hvd
-    from hvtrain.keras.compression import sent_bytes
-    from hvtrain.keras.gradients import are_finite
+    from hvtrain.keras.compression import CompressedReduction, sent_bytes
     from hvtrain.keras.wire_formats import WireFormat
 
     wires, buckets = json.load(sys.stdin)
     hvd.init()
     specs = [[tf.TensorSpec(shape) for shape in bucket] for bucket in buckets]
     gradients = [tf.random.normal(spec.shape) for bucket in specs for spec in bucket]
-    errors = [tf.Variable(tf.zeros_like(gradient)) for gradient in gradients]
+    variables = [tf.Variable(gradient) for gradient in gradients]
 
     def measured(compression: str, rank: int) -> tuple[float, list[float]]:
         wire = getattr(hvd.Compression, compression)
         if compression == "powersgd":
-            wire = wire(rank)
-        projections = []
+            # Not the first steps of a run, which are sent whole.
+            wire = wire(rank, whole_steps=0)
+        step = tf.function(
+            lambda: [wire.decompress(*wire.compress(gradient)) for gradient in gradients],
+            autograph=False,
+        )
         if isinstance(wire, WireFormat):
-            kept = [wire.projection_shape(gradient.shape) for gradient in gradients]
-            projections = [
-                tf.Variable(tf.random.normal(shape)) if shape else None for shape in kept
-            ]
-
-        @tf.function(autograph=False)
-        def step() -> list[Any]:
-            if not isinstance(wire, WireFormat):
-                return [wire.decompress(*wire.compress(gradient)) for gradient in gradients]
-            waiting = [gradient + error for gradient, error in zip(gradients, errors)]
-            tensors = waiting if wire.keeps_errors else gradients
-            means, losses = wire.reduce(tensors, projections, "plan", hvd.global_process_set)
-            if wire.keeps_errors:
-                # As in CompressedReduction, so that the measured time includes it.
-                is_finite = are_finite(means)
-                for error, loss in zip(errors, losses):
-                    error.assign(tf.where(is_finite, loss, error))
-            return means
+            # The reduction of a run, so that the measured time includes what it keeps of each gradient.
+            reduction = CompressedReduction(wire, hvd.global_process_set)
+            reduction.prepare(variables)
+            step = tf.function(lambda: reduction(gradients, variables, "plan"), autograph=False)
 
         def timed_step() -> None:
             step()

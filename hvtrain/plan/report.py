@@ -30,31 +30,17 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:,.1f} kB"
 
 
-def launch_line(
-    overrides: Sequence[str], num_ranks: int, ranks_per_host: int, has_replicas: bool = False
-) -> str:
-    """Returns the command that starts the run, without secrets; for several hosts, with a hostfile.
-
-    Args:
-        overrides: The run's settings.
-        num_ranks: Ranks or replicas of the run.
-        ranks_per_host: Ranks on each host.
-        has_replicas: True if one process trains all replicas, as with strategy=mirrored.
-
-    >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
-    "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'"
-    >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
-    ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain launch -np 8 --hostfile hosts.txt -- model=cnn')
-    >>> launch_line(["strategy=mirrored"], 4, 4, has_replicas=True)
-    'python -m hvtrain launch -np 4 -- strategy=mirrored'
-    """
+def launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
+    """Returns the command that starts the run, without secrets; for several hosts, with a hostfile."""
+    num_ranks = forecast.plan.size
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
-    if has_replicas:
+    # With strategy=mirrored, one process trains all replicas.
+    if "num_replicas" in forecast.config.strategy:
         line = f"python -m hvtrain launch -np {num_ranks} --"
-    elif num_ranks > ranks_per_host:
+    elif num_ranks > options.ranks_per_host:
         # Several hosts need a hostfile, which the user has to write.
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
-    return shlex.join([*line.split(), *without_secrets(overrides)])
+    return shlex.join([*line.split(), *without_secrets(options.overrides)])
 
 
 def memory(forecast: Forecast, method: Method) -> dict[str, int]:
@@ -115,17 +101,11 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
             f"{amount(checkpoint_bytes)}; {num_checkpoints} of them are kept: "
             f"{amount(num_checkpoints * checkpoint_bytes)}",
         ),
-        ("launch", _launch_line(forecast, options)),
+        ("launch", launch_line(forecast, options)),
     ]
     if "hosts.txt" in lines[-1][1]:
         lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={options.ranks_per_host}`"))
     return [f"{name:<15}{text}" for name, text in lines]
-
-
-def _launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
-    has_replicas = "num_replicas" in forecast.config.strategy
-    num_ranks = forecast.plan.size
-    return launch_line(options.overrides, num_ranks, options.ranks_per_host, has_replicas)
 
 
 def _global_batch(forecast: Forecast) -> str:
@@ -270,7 +250,7 @@ def as_json(
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "row_bytes": forecast.row_bytes,
-        "launch": _launch_line(forecast, options),
+        "launch": launch_line(forecast, options),
         "rules": asdict(rules),
         # null if no step time is predicted.
         "machine": asdict(machine) if machine else None,

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from hvtrain.report.run_files import RunFiles
-from hvtrain.system.files import TEMPORARY
+from hvtrain.system.files import write_atomic
 
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
@@ -26,6 +26,25 @@ _VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SE
     INK: "var(--ink)",
     MUTED: "var(--muted)",
     LINE: "var(--line)",
+}
+
+# Matplotlib's settings for a page: no ticks, no frame at the top and right, and muted colors.
+_PLAIN = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": LINE,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "xtick.labelsize": 9,
+    "xtick.major.size": 0,
+    "ytick.color": MUTED,
+    "ytick.labelsize": 9,
+    "ytick.major.size": 0,
 }
 
 # A title, and the function that draws the panel on Matplotlib's axes.
@@ -43,7 +62,7 @@ _HEIGHT = 2.6
 
 @contextmanager
 def picture(
-    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, dpi: int = 130
+    path: Path, width: float, height: float, columns: int = 1, rows: int = 1
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, and saves the figure as `path` when the block ends.
 
@@ -53,7 +72,6 @@ def picture(
         height: height of the whole figure, in inches.
         columns: number of columns of axes.
         rows: number of rows of axes.
-        dpi: pixels per inch.
     """
     # A Figure made without pyplot needs no display, and need not be closed.
     from matplotlib.figure import Figure
@@ -66,32 +84,27 @@ def picture(
 
     yield figure, axes
 
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    temporary.unlink(missing_ok=True)
-    figure.savefig(temporary, dpi=dpi, format="png")
+    file = io.BytesIO()
+    figure.savefig(file, dpi=130, format="png")
     # Replaced atomically, since a browser may read the picture at any moment.
-    temporary.replace(path)
+    write_atomic(path, file.getvalue())
 
 
 def write_panels(
-    panels: Sequence[Panel],
-    path: Path,
-    columns: int,
-    panel_size: tuple[float, float],
-    dpi: int = 130,
+    panels: Sequence[Panel], path: Path, most_columns: int, panel_size: tuple[float, float]
 ) -> None:
     """Draws the panels into one picture, row by row.
 
     Args:
         panels: at least one.
         path: the PNG file.
-        columns: number of panels in a row.
+        most_columns: number of panels in a row, if there are enough.
         panel_size: width and height of a panel, in inches.
-        dpi: pixels per inch.
     """
     width, height = panel_size
+    columns = min(most_columns, len(panels))
     rows = -(-len(panels) // columns)
-    with picture(path, width * columns, height * rows, columns, rows, dpi) as (figure, _):
+    with picture(path, width * columns, height * rows, columns, rows) as (figure, _):
         for axes, (title, draw) in zip(figure.axes, panels):
             draw(axes)
             axes.set_title(title, loc="left", fontsize=10)
@@ -112,36 +125,22 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # The salt makes ids reproducible, so that the same chart has the same bytes each time.
     settings: Any = {
         "svg.fonttype": "none",
+        # Makes ids reproducible, so that the same chart has the same bytes each time.
         "svg.hashsalt": title,
         "font.family": "sans-serif",
         "text.color": INK,  # For legends.
+        **_PLAIN,
     }
 
     with mpl.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        plain_style(axes)
-        draw(axes)
+        draw(figure.add_subplot())
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(file, format="svg", transparent=True)
 
     return _for_a_page(file.getvalue(), title)
-
-
-def plain_style(axes: Any) -> None:
-    """Styles axes plainly: no background, no ticks, no frame at the top and right, and muted colors."""
-    axes.set_facecolor("none")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LINE)
-    axes.grid(color=LINE, linewidth=0.6, alpha=1)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set(color=MUTED, fontsize=9)
-        axis.get_offset_text().set(color=MUTED, fontsize=7)
 
 
 def _for_a_page(text: str, title: str) -> str:
@@ -240,13 +239,8 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
     """Draws all charts into one picture on white. There must be at least one."""
-
-    def draw(axes: Any, chart: Chart) -> None:
-        plain_style(axes)
-        _draw(chart, axes)
-
-    panels = [(chart.title, partial(draw, chart=chart)) for chart in charts]
-    write_panels(panels, path, min(3, len(charts)), (_WIDTH, _HEIGHT + 0.3), dpi=110)
+    panels = [(chart.title, partial(_draw, chart)) for chart in charts]
+    write_panels(panels, path, 3, (_WIDTH, _HEIGHT + 0.3))
 
 
 def _with_points(charts: Iterable[Chart]) -> list[Chart]:
@@ -310,17 +304,11 @@ def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
     if chart.from_zero:
         axes.set_ylim(bottom=0)
 
-    points = [point for series in chart.series for point in series.points]
-    epochs = {epoch for epoch, _ in points}
-    if len(epochs) == 1:  # Matplotlib would put ticks at fractions of an epoch.
-        axes.set_xticks(list(epochs))
-    else:
-        axes.locator_params("x", integer=True)
+    # A single epoch gets one tick, not ticks at fractions of an epoch.
+    axes.locator_params("x", integer=True, min_n_ticks=1)
     axes.set_xlabel("epoch")
-
     axes.locator_params("y", nbins=5)
-    if max(value for _, value in points) >= 1000:
-        axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
 
     if has_legend and len(chart.series) > 1:
         # Above the axes, clear of the curves.

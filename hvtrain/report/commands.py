@@ -7,15 +7,16 @@ so neither TensorFlow nor the data are needed.
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from itertools import count
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
-from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
+from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
@@ -28,13 +29,22 @@ _NOT_COMPARED = ("run.dir", "run.name", "run.report")
 DEFAULT_FOLDER = "runs"
 # Number of folder levels below DIR that are searched.
 DEPTH = 3
-# The longest line in characters, unless names need more.
-WIDTH = 80
-MIN_METRIC_WIDTH = 10
-MIN_NAME_WIDTH = 12
 
-# A run as --json prints it. Unknown values are None; an unknown date is empty.
+# A run as --json prints it, with COLUMNS. Unknown values are None; an unknown date is empty.
 Row = dict[str, Any]
+COLUMNS = (
+    "run",
+    "state",
+    "resumable",
+    "metric",
+    "score",
+    "sign",
+    "examples_per_second",
+    "num_ranks",
+    "progress",
+    "began",
+    "error",
+)
 
 
 def report_runs() -> int:
@@ -96,11 +106,9 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
 
 def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns the names of the run folders, with as many parent folders as needed to tell them apart."""
-    # A folder may be given twice, which no depth tells apart, so duplicates are not counted.
-    paths = [run.folder.parts for run in runs]
-    by_depth = (["/".join(parts[-depth:]) for parts in paths] for depth in count(1))
-    return next(labels for labels in by_depth if len(set(labels)) == len(set(paths)))
+    """Returns the paths of the run folders, from the folder on that has all of them."""
+    common = os.path.commonpath([run.folder.parent for run in runs])
+    return [str(run.folder.relative_to(common)) for run in runs]
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -178,22 +186,19 @@ metric on the test data, or else the best value so far; the speed is in examples
     return 0
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Returns the run folders in a folder, down to `depth` levels below it; it may be one itself."""
-    try:
-        if is_run_folder(folder):
-            return [folder]
-        if depth == 0:
-            return []
-        # Symbolic links are not followed: they may lead back to a folder above.
-        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:  # A folder that this user may not read.
-        return []
-
-    # Skips hidden folders, such as those of editors and version control.
-    return [
-        run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)
-    ]
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yields the run folders in a folder, down to DEPTH levels below it; it may be one itself."""
+    # Skips folders that this user may not read. Symbolic links are not followed: they may lead back
+    # to a folder above.
+    for name, folders, files in os.walk(folder):
+        path = Path(name)
+        is_run = CONFIG_FILE in files and "checkpoints" in folders
+        if is_run:
+            yield path
+        if is_run or len(path.relative_to(folder).parts) == DEPTH:
+            folders.clear()
+        # In order, and without hidden folders, such as those of editors and version control.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
 def run_row(path: Path, folder: Path) -> Row:
@@ -206,19 +211,8 @@ def run_row(path: Path, folder: Path) -> Row:
     if path != folder:
         name = str(path.relative_to(folder))
 
-    row: Row = {
-        "run": name,
-        "state": "damaged",
-        "resumable": False,
-        "metric": None,
-        "score": None,
-        "sign": None,
-        "examples_per_second": None,
-        "num_ranks": None,
-        "progress": None,
-        "began": "",
-        "error": None,
-    }
+    row: Row = dict.fromkeys(COLUMNS)
+    row.update(run=name, state="damaged", resumable=False, began="")
     # One damaged run must not hide the others.
     try:
         run = read_run(path)
@@ -236,24 +230,14 @@ def run_row(path: Path, folder: Path) -> Row:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Formats the runs as lines of at most WIDTH characters, unless names need more."""
+    """Formats the runs as lines. The run's name, which may be long, comes last."""
     cells = [("began", "state", "ranks", "ex/s", "score", "metric", "run"), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-
-    # The metric's name is cut first, then the beginning of the run's name, which is often a date.
-    left = WIDTH - sum(widths[:5]) - 2 * 6
-    metric_width = min(widths[5], max(MIN_METRIC_WIDTH, left - widths[6]))
-    name_width = min(widths[6], max(MIN_NAME_WIDTH, left - metric_width))
-
     lines = []
-    for *columns, metric, name in cells:
-        if len(metric) > metric_width:
-            metric = f"{metric[: metric_width - 1]}…"
-        if len(name) > name_width:
-            name = f"…{name[1 - name_width :]}"
+    for line in cells:
         # Text is aligned to the left, numbers to the right.
-        padded = [f"{text:{side}{width}}" for text, side, width in zip(columns, "<<>>>", widths)]
-        lines.append("  ".join([*padded, metric.ljust(metric_width), name]).rstrip())
+        padded = [f"{text:{side}{width}}" for text, side, width in zip(line, "<<>>><<", widths)]
+        lines.append("  ".join(padded).rstrip())
 
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]

@@ -1,5 +1,6 @@
 """Writes a run's report.html and curves.png, using nothing but the files in its folder."""
 
+import json
 import logging
 import shlex
 from dataclasses import replace
@@ -129,12 +130,7 @@ def state_text(run: RunFiles) -> str:
 
 def yaml_text(value: Any) -> str:
     """Formats a setting's value as in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _command_again(run: RunFiles) -> str:

@@ -17,11 +17,10 @@ from hvtrain.core.run_files import (
     read_starts,
 )
 from hvtrain.errors import ConfigError
-from hvtrain.system.files import read_file, read_json
+from hvtrain.system.files import read_bytes, read_file, read_json
 from hvtrain.system.run_lock import is_held
 
-MAX_LOGS = 64
-# Only this many bytes at the end of a log are read.
+# Only this many bytes at the end of a log are searched.
 LOG_BYTES = 100_000
 MAX_MESSAGES = 30
 MAX_MESSAGE_LENGTH = 400
@@ -72,10 +71,6 @@ class RunFiles:
     messages: list[Message]
     state: str
     checkpoint_step: int | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     @property
     def last_start(self) -> Record:
@@ -182,8 +177,6 @@ def read_run(folder: Path) -> RunFiles:
     later_steps = [start.get("first_step", 0) + 1 for start in starts[-1:]]
     if max([step or 0, *later_steps]) > result.get("num_steps", 0):
         result = {}
-    # A damaged review is read as empty, so only its part of the page is missing.
-    review = read_json(folder / REVIEW_FILE, list)
 
     return RunFiles(
         folder=folder.absolute(),
@@ -192,7 +185,8 @@ def read_run(folder: Path) -> RunFiles:
         history=read_history(folder),
         rank_seconds=read_rank_seconds(folder),
         starts=starts,
-        review=[figure for figure in review if isinstance(figure, dict)],
+        # A damaged review is read as empty, so only its part of the page is missing.
+        review=read_json(folder / REVIEW_FILE, list),
         messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
         state=_state(folder, result, messages),
         checkpoint_step=step,
@@ -245,16 +239,11 @@ def _read_config(folder: Path) -> Record:
 def _read_messages(folder: Path) -> list[Message]:
     """Reads the logs of the ranks on this host, one rank after another; of long logs only the end."""
     messages = []
-    for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
-        digits = path.stem.removeprefix("rank-")
-        rank = int(digits) if digits.isdigit() else 0
+    for path in sorted((folder / "logs").glob("rank-[0-9]*.log")):
+        rank = int(path.stem.removeprefix("rank-"))
         try:
-            if not path.is_file():  # Reading a named pipe could block forever.
-                continue
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LOG_BYTES))
-                # The first line may be cut off; it then does not match and is skipped.
-                lines = file.read().decode(errors="replace").splitlines()
+            # The first line may be cut off; it then does not match and is skipped.
+            lines = read_bytes(path)[-LOG_BYTES:].decode(errors="replace").splitlines()
         except OSError:
             continue
 

@@ -148,10 +148,6 @@ A size that would exceed the memory of the host or of its container is not begun
     about = "memory of all ranks of a host; default: what is free"
     add_number(parser, "--memory", positive, about, metavar="GIB")
     options = parser.parse_with_overrides()
-    if options.largest is not None and options.first > options.largest:
-        raise ConfigError(
-            f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other"
-        )
     config = as_search(_composed(options), options.first, options.steps)
     with console.quiet_import(config.verbose):
         from hvtrain import runner

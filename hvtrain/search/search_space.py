@@ -8,20 +8,18 @@ from typing import Any
 
 from hvtrain.config.choices import choice_files
 from hvtrain.config.schema import RunConfig
-from hvtrain.config.validate import nearest
+from hvtrain.config.validate import is_number, nearest
 from hvtrain.core.run_files import EpochRecord, lower_is_better
 from hvtrain.errors import ConfigError, in_one_line
 
 MAX = "max"
 MIN = "min"
-Number = int | float
-_KEYS = ["low", "high", "log", "step", "choices"]
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
 # The definition of one searched setting: {low, high}, both inclusive, optionally
 # with log or a step; or {choices}, each of which is a value or a list of values.
-# Numbers are whole if both ends are.
+# Numbers are whole if both ends and the step are.
 Setting = Mapping[str, Any]
 
 
@@ -64,7 +62,9 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
+        raise ConfigError(
+            f"{path} cannot be read: {in_one_line(error)}; give a YAML file"
+        ) from error
 
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(
@@ -80,10 +80,6 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 def _space_file(name: str, overrides: Sequence[str]) -> Path:
     # A path is used as given; a name is looked up in the folders.
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
-            raise ConfigError(
-                f"sweep={name} does not exist; give a YAML file, or the name of a file in conf/sweep"
-            )
         return Path(name)
 
     # The user's folder comes last, so its spaces replace hvtrain's of the same name.
@@ -98,67 +94,48 @@ def _space_file(name: str, overrides: Sequence[str]) -> Path:
 
 def _check_line(location: str, line) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
-    if not isinstance(line, dict):
+    if not isinstance(line, dict) or not (_lists_choices(line) or _is_range(line)):
         raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
-    # Without this check, a misspelt key would silently have no effect.
-    for key in line:
-        if key not in _KEYS:
-            raise ConfigError(f"{location}: unknown key '{key}'; {nearest(str(key), _KEYS)}")
-
-    if "choices" not in line:
-        _check_range(location, line)
+    if "choices" in line:
         return
-    choices = line["choices"]
-    if len(line) > 1 or not isinstance(choices, list) or not choices:
-        raise ConfigError(f"{location} is {line}; {_FORM}")
-    for choice in choices:
-        # A mapping would be a group of settings, which cannot be given on a command line.
-        if not _is_plain(choice):
-            raise ConfigError(
-                f"{location}: {choice} is neither a value nor a list of values; list only those under choices"
-            )
-
-
-def _is_plain(value) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, str | Number | None)
-
-
-def _check_range(location: str, line: Setting) -> None:
-    for key, value in line.items():
-        if key == "log":
-            continue
-        # In Python a bool is an int, but true is not a number here.
-        if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
-            raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
-
-    log = line.get("log", False)
-    if not {"low", "high"} <= line.keys() or not isinstance(log, bool):
-        raise ConfigError(f"{location} is {line}; {_FORM}")
 
     low = line["low"]
     high = line["high"]
     if low >= high:
         raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
     # optuna accepts neither a log range from 0 or below, nor one with steps.
-    if log and (low <= 0 or "step" in line):
+    if line.get("log") and (low <= 0 or "step" in line):
         raise ConfigError(
             f"{location}: log needs a low above 0, and no step; change the range or leave out log"
         )
-    if "step" not in line:
-        return
-
-    step = line["step"]
+    step = line.get("step", high - low)
     # If steps do not reach `high`, optuna would lower it, at most with a warning.
     if step <= 0 or abs((high - low) / step - round((high - low) / step)) > 1e-9:
         raise ConfigError(
             f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them"
         )
-    if isinstance(low, int) and isinstance(high, int) and not isinstance(step, int):
-        raise ConfigError(
-            f"{location}: whole numbers take no steps of {step:g}; write low as {low:.1f}"
-        )
+
+
+def _lists_choices(line: Setting) -> bool:
+    choices = line.get("choices")
+    return len(line) == 1 and isinstance(choices, list) and choices != [] and _is_plain(choices)
+
+
+def _is_plain(value) -> bool:
+    # A mapping would be a group of settings, which cannot be given on a command line.
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | None)
+
+
+def _is_range(line: Setting) -> bool:
+    numbers = {key: value for key, value in line.items() if key != "log"}
+    return (
+        {"low", "high"} <= numbers.keys() <= {"low", "high", "step"}
+        and isinstance(line.get("log", False), bool)
+        # In Python a bool is an int, but true is not a number here.
+        and all(is_number(value) and math.isfinite(value) for value in numbers.values())
+    )
 
 
 @dataclass(frozen=True)
@@ -241,17 +218,14 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
 
     first_epoch = 1
     if name.startswith("val_"):
-        # A data set without this setting may come with a validation split of its own.
-        if config.dataset.get("num_validation", 1) == 0:
+        interval = config.train.validate_every_epochs
+        # A data set without num_validation may come with a validation split of its own.
+        if interval is None or config.dataset.get("num_validation") == 0:
             raise ConfigError(
-                f"dataset.num_validation=0 leaves no validation data, which {name} needs; raise it, or choose another "
-                "--metric"
+                f"dataset.num_validation=0 or train.validate_every_epochs=null leaves no {name} at the end of epochs; "
+                "give numbers above 0, or choose another --metric"
             )
-        if config.train.validate_every_epochs is None:
-            raise ConfigError(
-                f"train.validate_every_epochs=null leaves no {name} at the end of epochs; give a number"
-            )
-        first_epoch = config.train.validate_every_epochs
+        first_epoch = interval
 
     # Only a guess: once a run has started, Goal.check compares it with the task's direction.
     by_name = MIN if lower_is_better(name) else MAX

@@ -34,7 +34,6 @@ _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
 _ORDER = (FINISHED, PRUNED, FAILED)
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
-MOST_ROWS = 30
 # The most searched settings shown in the picture; if there are more, the most important ones are.
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
@@ -169,7 +168,8 @@ def _distribution(setting: Setting):
     if "choices" in setting:
         # By index, since a choice may be a list, which optuna cannot store.
         return CategoricalDistribution(range(len(setting["choices"])))
-    is_whole = isinstance(setting["low"], int) and isinstance(setting["high"], int)
+    # `log` counts as whole, since in Python a bool is an int.
+    is_whole = all(isinstance(value, int) for value in setting.values())
     distribution = IntDistribution if is_whole else FloatDistribution
 
     return distribution(**setting)
@@ -255,7 +255,7 @@ def results_table(results: Results) -> list[list[str]]:
     names = list(results["space"])
     rows = [["trial", results["metric"], "epochs", "s", *names]]
 
-    for trial in ranked(results["trials"], results["direction"])[:MOST_ROWS]:
+    for trial in ranked(results["trials"], results["direction"]):
         value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
@@ -278,9 +278,6 @@ def in_short(value: Any) -> str:
 def result_lines(results: Results) -> list[str]:
     """Returns the lines to print at the end: the table, errors, and the command that repeats the best trial."""
     lines = aligned(results_table(results))
-    hidden = len(results["trials"]) - MOST_ROWS
-    if hidden > 0:
-        lines.append(f"... and {hidden} more in sweep.csv")
     lines += [
         f"trial {trial['number']} failed: {trial['error']}"
         for trial in results["trials"]
@@ -328,7 +325,7 @@ def write_picture(results: Results, path: Path) -> None:
         title = name if share is None else f"{name} ({share:.0%})"
         panels.append((title, partial(_draw_setting, results=results, name=name)))
 
-    write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
+    write_panels(panels, path, 3, _PANEL_SIZE)
 
 
 def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:

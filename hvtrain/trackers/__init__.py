@@ -32,23 +32,17 @@ class Tracker(ABC):
     Any method may raise: the run continues without the tracker.
     """
 
-    # Modules that it imports, and their packages if those have other names:
-    # "wandb", "mlflow=mlflow-skinny".
+    # Modules that it imports.
     needs: tuple[str, ...] = ()
 
     def check(self, name: str) -> None:
         """Raises ConfigError if a package is missing; `name` is the choice in tracker=name."""
-        # All are named at once, so that one installation is enough.
-        missing = []
-        for need in self.needs:
-            module, _, package = need.partition("=")
-            # Searched for, not imported, which would take seconds.
-            if not find_spec(module):
-                missing.append(package or module)
-
+        # All are named at once, so that one installation is enough. Searched for, not imported, which
+        # would take seconds.
+        missing = [module for module in self.needs if not find_spec(module)]
         if missing:
             raise ConfigError(
-                f"tracker={name} needs packages that are not installed: {', '.join(missing)}; install: {INSTALL}"
+                f"tracker={name} needs modules that are not installed: {', '.join(missing)}; install: {INSTALL}"
             )
 
     @abstractmethod

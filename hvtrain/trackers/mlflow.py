@@ -32,7 +32,7 @@ class MLflow(Tracker):
         experiment: The name of the experiment, which is created if it does not exist.
     """
 
-    needs: tuple[str, ...] = ("mlflow=mlflow-skinny",)
+    needs: tuple[str, ...] = ("mlflow",)
 
     def __init__(self, uri: str | None = None, experiment: str = "hvtrain") -> None:
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"

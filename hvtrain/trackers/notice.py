@@ -20,9 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -206,7 +205,7 @@ def sender_main() -> None:
     title = TITLES[notice["kind"]].format(begin["name"])
     body = f"{notice['body']}\n{begin['folder']}"
     notify_type = apprise.NotifyType(_TYPES.get(notice["kind"], "failure"))
-    write_answer(send(servers, title=_clean(title), body=_clean(body), notify_type=notify_type))
+    write_answer(send(servers, title=title, body=body, notify_type=notify_type))
     os._exit(0)  # A thread may still wait for a server.
 
 
@@ -230,33 +229,21 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
     """Sends the notice to all servers at once; returns the indices of those that did not accept it in time."""
-    failed = set(range(len(servers)))
-
-    def send_to(index: int) -> None:
-        if servers[index].notify(**notice):
-            failed.discard(index)
-
     # One slow server must not keep the others waiting.
-    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in failed]
-    for thread in threads:
-        thread.start()
-
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-    return sorted(failed)
+    pool = ThreadPoolExecutor(len(servers))
+    futures = [pool.submit(server.notify, **notice) for server in servers]
+    done, _ = wait(futures, seconds)
+    return [
+        index
+        for index, future in enumerate(futures)
+        if future not in done or future.exception() or not future.result()
+    ]
 
 
 def write_answer(indices: list[int]) -> None:
     """Sends an answer to rank 0, if it is still there to read it."""
     with suppress(BrokenPipeError):
         os.write(1, json.dumps(indices).encode() + b"\n")
-
-
-def _clean(text: str) -> str:
-    """Replaces characters that cannot be sent: file names may contain any bytes."""
-    return text.encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

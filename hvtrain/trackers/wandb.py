@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hvtrain.errors import ConfigError
+from hvtrain.config.validate import check_choice
 from hvtrain.trackers import TrackedRun, Tracker
 
 Mode = Literal["offline", "online"]
-MODES = get_args(Mode)
 
 
 class WeightsAndBiases(Tracker):
@@ -24,8 +23,7 @@ class WeightsAndBiases(Tracker):
     def __init__(
         self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline"
     ) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"tracker.wandb.mode={mode} is not one of {', '.join(MODES)}")
+        check_choice("tracker.wandb.mode", mode, get_args(Mode))
         self.folder = Path(dir).absolute()
         self.project = project
         self.entity = entity

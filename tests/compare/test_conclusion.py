@@ -9,7 +9,7 @@ import pytest
 
 from hvtrain.compare.command import write
 from hvtrain.compare.conclusion import against, on_scaling, on_speed, ratio_text
-from hvtrain.compare.contest import ORDER, WHOLE, Contest, Contestant, Launcher, contestants
+from hvtrain.compare.contest import ORDER, WHOLE, Contest, Contestant, contestants
 from hvtrain.compare.ratios import Ratio
 from hvtrain.compare.results import best_of_all, curve, reached_at, summary, table
 from hvtrain.core.run_files import EpochRecord
@@ -60,7 +60,7 @@ def compared(errors: dict[str, str] | None = None, target: tuple[str, float] | N
     }
     errors = {"mirrored": "the whole run: no GPU <here>"} if errors is None else errors
     contest = Contest(
-        [SINGLE, HOROVOD, MIRRORED], Launcher(2), Path(), 6, 100, False, rounds, whole, errors
+        [SINGLE, HOROVOD, MIRRORED], 2, Path(), 6, 100, rounds=rounds, whole=whole, errors=errors
     )
     return summary(contest, target)
 
@@ -211,7 +211,7 @@ def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
     comparison = {
         **facts,
         "interrupted": True,
-        **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None),
+        **summary(Contest([SINGLE, secret], 2, tmp_path, 6, 9), None),
     }
     write(comparison, tmp_path)
     assert "hunter2" not in (tmp_path / "compare.json").read_text()
@@ -224,7 +224,7 @@ def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
 
 
 def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
-    contest = Contest([SINGLE, HOROVOD], Launcher(2), tmp_path, 2, 100)
+    contest = Contest([SINGLE, HOROVOD], 2, tmp_path, 2, 100)
     order = [(contestant.name, number) for contestant, number in contest.schedule()]
     assert order == [
         *(("single", 1), ("horovod", 1), ("horovod", 2), ("single", 2)),
@@ -236,15 +236,17 @@ def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
 
 def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None:
     servers = replace(HOROVOD, has_servers=True)
-    launcher = Launcher(2, ("-H", "a:1,b:1"), num_ps=2, single_cores=1)
-    assert launcher.command(SINGLE, ["model=mlp"], tmp_path)[1:] == [
+    contest = Contest(
+        [], 2, tmp_path, 6, 9, host_options=("-H", "a:1,b:1"), num_ps=2, single_cores=1
+    )
+    assert contest.command(SINGLE, ["model=mlp"], tmp_path)[1:] == [
         "-m",
         "hvtrain",
         "model=mlp",
         f"run.dir='{tmp_path}'",
         "notify=[]",
     ]
-    assert launcher.command(HOROVOD, [], tmp_path)[2:-2] == [
+    assert contest.command(HOROVOD, [], tmp_path)[2:-2] == [
         "hvtrain",
         "launch",
         "-np",
@@ -253,8 +255,9 @@ def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None
         "a:1,b:1",
         "--",
     ]
-    assert launcher.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
-    assert len(launcher.cores(SINGLE)) == 1 and launcher.cores(HOROVOD) == Launcher(2).cores(SINGLE)
+    assert contest.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
+    assert len(contest.cores(SINGLE)) == 1
+    assert contest.cores(HOROVOD) == replace(contest, single_cores=None).cores(SINGLE)
 
 
 def settings_of(contestant: Contestant) -> dict[str, str]:
@@ -297,10 +300,10 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no strategy=A,B: at least two strategies are needed"),
-        (["strategy=single"], "strategy=single: at least two"),
+        ([], "strategy= does not name two strategies or more"),
+        (["strategy=single"], "strategy=single does not name two strategies or more"),
         (["strategy=single,horovd"], "did you mean strategy=horovod?"),
-        (["strategy=single,horovod,single"], "names single twice"),
+        (["strategy=single,horovod,single"], "two strategies or more, each once; for example"),
         (
             ["strategy=single,horovod", "run.dir=x"],
             "run.dir=x was given, but each strategy has its own run folder",

@@ -22,6 +22,10 @@ REWRITTEN = {
     "import tensorflow as tf\ntf.keras.layers.Dense(1)": "import keras\nkeras.layers.Dense(1)",
     "import tensorflow as tf\ntf.abs(tf.keras.Input((1,)))":
         "import keras\nimport tensorflow as tf\ntf.abs(keras.Input((1,)))",
+    "import os, tensorflow as tf\nos, tf.abs(tf.keras.Input((1,)))":
+        "import keras\nimport os, tensorflow as tf\nos, tf.abs(keras.Input((1,)))",
+    "def f():\n    import tensorflow as tf\n    return tf.abs(tf.keras.Input((1,)))":
+        "import keras\ndef f():\n    import tensorflow as tf\n    return tf.abs(keras.Input((1,)))",
     "import tensorflow.keras.layers as L\nL.Dense(1)": "from keras import layers as L\nL.Dense(1)",
     "from tensorflow.keras.layers import *": "from keras.layers import *",
     "from tensorflow.keras.layers import CuDNNGRU\nCuDNNGRU(1)": "from keras.layers import GRU\nGRU(1)",
@@ -170,10 +174,6 @@ LEFT = {
         (2, "on Keras 3 v.name is kernel or gamma, without the layer; use v.path"),
     "x = [v for v in model.trainable_variables if v.name.startswith('conv')]": (1, "use v.path"),
     "import re\nx = [w for w in model.weights if re.search('bn|dense', w.name)]": (2, "use w.path"),
-    "class Own(Optimizer):\n    def _resource_apply_dense(self, grad, var, apply_state=None):\n        pass":
-        (2, "Keras 3 never calls _resource_apply_dense; override build and update_step"),
-    "import horovod.keras as hvd\nhvd.callbacks.LearningRateScheduleCallback(multiplier=factor)":
-        (2, "if factor is a number, older versions took it as a factor; write lambda epoch: factor"),
     HVD + "hvd.callbacks.LearningRateWarmupCallback(args.warmup)":
         (2, "before Horovod 0.20, args.warmup was warmup_epochs; write initial_lr=args.warmup, or"),
     "from keras import backend as K\nK.set_value(model.optimizer.lr, 0.1)": (2, "use variable.assign(value)"),

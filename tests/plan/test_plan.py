@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from hvtrain.plan.algorithms import (
 )
 from hvtrain.plan.command import main, measured_step_seconds
 from hvtrain.plan.forecast import forecast, key_steps
+from hvtrain.plan.report import launch_line
 from in_process import run_command
 
 RESNET20 = [
@@ -100,6 +102,28 @@ def test_bytes(planned):
     assert content["checkpoint_bytes"] == memory["weights"] + memory["optimizer slots"]
     assert memory["activations"] > 64 * 4 * 32 * 32 * 16 * 7
     assert re.search(r"activations \d\S* [kMG]B \(an estimate\)", output)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "setting", "line"),
+    [
+        (
+            {},
+            1,
+            "dataset.api_key=hunter2",
+            "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'",
+        ),
+        ({}, 2, "model=cnn", "horovodrun -np 2 python -m hvtrain model=cnn"),
+        ({}, 8, "model=cnn", "python -m hvtrain launch -np 8 --hostfile hosts.txt -- model=cnn"),
+        ({"num_replicas": 4}, 4, "model=cnn", "python -m hvtrain launch -np 4 -- model=cnn"),
+    ],
+)
+def test_the_launch_line_fits_the_hosts_and_has_no_secret(strategy, num_ranks, setting, line):
+    run = SimpleNamespace(
+        plan=SimpleNamespace(size=num_ranks), config=SimpleNamespace(strategy=strategy)
+    )
+    options = SimpleNamespace(overrides=[setting], ranks_per_host=4)
+    assert launch_line(run, options) == line
 
 
 def test_launch_line_is_one_that_launch_takes(planned):
@@ -259,11 +283,11 @@ def test_measured_here():
         (["-np", "2", "--advise"], "give -np 2 or more, and --step-seconds S or --measure"),
         (
             ["-np", "2", "strategy=parameter_server"],
-            "strategy=parameter_server does not use; choose",
+            "strategy=virtual_ranks and parameter_server do not use; choose strategy=horovod",
         ),
         (
             ["-np", "2", "--calibrate", "none.json"],
-            "--calibrate none.json cannot be read: No such file",
+            "--calibrate none.json cannot be read (FileNotFoundError: ",
         ),
     ],
 )
@@ -323,5 +347,5 @@ def test_a_warm_up_longer_than_the_run_is_left_out():
 def test_a_file_of_something_else_is_refused(content, tmp_path):
     path = tmp_path / "allreduce.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is not what hvtrain allreduce writes"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(.*; give the allreduce\.json"):
         machine.read(Path(path))

@@ -212,7 +212,7 @@ def test_a_password_in_an_address_reaches_no_record(ran, folder):
 def test_a_missing_package_is_refused_before_training(ran):
     """On all ranks, though rank 0 alone would use it."""
     assert {seen["missing"]["error"] for seen in ran[0]} == {
-        "ConfigError: tracker=own needs packages that are not installed: no-such-package, nor_this; "
+        "ConfigError: tracker=own needs modules that are not installed: no_such_module, nor_this; "
         "install: ./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
     }
 

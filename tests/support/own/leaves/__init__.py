@@ -297,5 +297,5 @@ class Notes(Tracker):
 class Needy(Tracker):
     """Needs what nobody has."""
 
-    needs = ("json", "no_such_module=no-such-package", "nor_this")
+    needs = ("json", "no_such_module", "nor_this")
     start = scalars = finish = None
