@@ -20,7 +20,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.files import read_bytes, read_file, read_json
 from hvtrain.system.run_lock import is_held
 
-# Only this many bytes at the end of a log are searched.
+# Only this many bytes at the end of a log are read.
 LOG_BYTES = 100_000
 MAX_MESSAGES = 30
 MAX_MESSAGE_LENGTH = 400
@@ -240,11 +240,11 @@ def _read_messages(folder: Path) -> list[Message]:
     """Reads the logs of the ranks on this host, one rank after another; of long logs only the end."""
     messages = []
     for path in sorted((folder / "logs").glob("rank-[0-9]*.log")):
-        rank = int(path.stem.removeprefix("rank-"))
         try:
+            rank = int(path.stem.removeprefix("rank-"))
             # The first line may be cut off; it then does not match and is skipped.
-            lines = read_bytes(path)[-LOG_BYTES:].decode(errors="replace").splitlines()
-        except OSError:
+            lines = read_bytes(path, LOG_BYTES).decode(errors="replace").splitlines()
+        except (OSError, ValueError):  # Not readable, or not a log of ours.
             continue
 
         for match in filter(None, map(_LOG_LINE.match, lines)):

@@ -149,8 +149,8 @@ def is_own_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def read_bytes(path: Path) -> bytes:
-    """Reads a regular file.
+def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
+    """Reads a regular file, or only its end.
 
     Raises OSError for anything else, such as a pipe, on which a reader would block forever.
     """
@@ -158,6 +158,8 @@ def read_bytes(path: Path) -> bytes:
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if last_bytes is not None:
+            file.seek(max(0, os.fstat(handle).st_size - last_bytes))
         return file.read()
 
 
