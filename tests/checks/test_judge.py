@@ -110,9 +110,9 @@ CASES = [
     ("gpus", {"gpus": {"names": [], "error": "no driver"}}, "nvidia-smi fails: no driver"),
     ("gpus", {"cuda": {"nvidia-nccl-cu12": "2.30.0"}}, "nvidia-nccl-cu12 2.30.0, s1 2.32.3"),
     ("names", {"hostname": "s1"}, "has the hostname s1, as s1 does"),
-    ("names", {"addresses": {"s2": "127.0.1.1"}}, "resolves s2 to 127.0.1.1, where no other host reaches it"),
+    ("names", {"addresses": {"s2": "127.0.1.1"}}, "resolves s2 to 127.0.1.1 instead of 10.0.0.2"),
     ("names", {"addresses": {"s3": None}}, "has no address for s3"),
-    ("names", {"addresses": {"s3": "10.0.0.9"}}, "resolves s3 to 10.0.0.9; others resolve it to 10.0.0.3"),
+    ("names", {"addresses": {"s3": "10.0.0.9"}}, "resolves s3 to 10.0.0.9 instead of 10.0.0.3"),
 ]  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def test_the_fix_of_a_loopback_name_is_the_line_to_write():
     cluster = healthy()
     cluster["s2"]["addresses"]["s2"] = "127.0.1.1"
     assert failures(judged(cluster))["names", "s2"].fix == (
-        "on s2: in /etc/hosts replace '127.0.1.1 s2' with '10.0.0.2 s2'"
+        "on s2: write '10.0.0.2 s2' into /etc/hosts, or add it to DNS"
     )
 
 
