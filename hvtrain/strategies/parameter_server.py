@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
+from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
@@ -50,8 +51,7 @@ class ParameterServerStrategy(Strategy):
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
-        if type(num_ps) is not int or num_ps < 1:
-            raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
+        check_whole("strategy.num_ps", num_ps, 1)
         self.num_ps = num_ps
         self.share_gpus = share_gpus
 
