@@ -13,7 +13,6 @@ line, in whatever pieces the output arrives.
 """
 
 import codecs
-import errno
 import os
 import re
 import sys
@@ -169,7 +168,6 @@ class RankOutput:
 
     def read(self, lines: Iterable[str]) -> None:
         """Passes on all lines until the end of the stream."""
-        self._display.prepare()
         marked = MarkedStream()
         for text in lines:
             for line in marked.feed(text):
@@ -230,12 +228,10 @@ class RankOutput:
         except OSError as error:
             # Reported once: every further line would fail in the same way.
             self._given_up.add(rank)
-            advice = "make room there"
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
-                advice = "raise the limit with ulimit -n"
             write(
                 sys.stderr,
-                f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n",
+                f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; make room there, or raise "
+                "ulimit -n\n",
             )
 
 
@@ -263,7 +259,6 @@ class PlainOutput:
         write(sys.stderr, self.error_stream.rest() + self.listener.rest())
 
     def _read_output(self, stream: IO[str]) -> None:
-        self._display.prepare()
         shown = self.drawing
         for text in _pieces(stream):
             write(sys.stdout, self.output_stream.feed(text))

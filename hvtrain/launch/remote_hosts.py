@@ -94,8 +94,11 @@ class Ssh:
     def run(
         self, host: str, command: list[str], stdin: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the host. Raises subprocess.TimeoutExpired."""
-        return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
+        """Runs a command on the host. Raises subprocess.TimeoutExpired, and RankError if there is no ssh here."""
+        try:
+            return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
+        except FileNotFoundError:
+            raise RankError("ssh is not installed here; install openssh-client") from None
 
     def explain_failure(self, host: str, output: str) -> str:
         """Says in one line why ssh failed, judging by its stderr, and what to do."""
@@ -362,8 +365,6 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         raise RankError(
             f"host {host} accepted ssh but did not answer within a minute; check its load"
         ) from None
-    except FileNotFoundError:
-        raise RankError("ssh is not installed here; install openssh-client") from None
 
     facts = answer(done.stdout)
     if done.returncode == _NO_PYTHON:

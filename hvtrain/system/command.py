@@ -190,8 +190,6 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
         # The user may already have made an empty folder for this output.
         folder.mkdir(parents=True, exist_ok=True)
         is_used = any(folder.iterdir())
-    except FileExistsError:
-        raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
     except OSError as error:
         raise ConfigError(
             f"--output {folder} cannot be written: {error.strerror}; choose another folder"

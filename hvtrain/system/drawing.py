@@ -91,14 +91,6 @@ class LiveDisplay:
 
     _live: Any = None
 
-    def prepare(self) -> None:
-        """Loads rich in advance, while the ranks load TensorFlow."""
-        if can_draw(sys.stdout):
-            console = _console()
-            with console.capture():
-                # The output is discarded: this only makes rich load all its parts.
-                console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
-
     def show(self, drawing: Drawing) -> None:
         """Shows the bars with the lines below them; without bars, ends the display."""
         if not drawing.bars:
