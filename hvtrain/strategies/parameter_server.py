@@ -250,15 +250,13 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def __init__(self, replicas_to_aggregate: int | None = None, **servers: Any) -> None:
         super().__init__(**servers)
         self._replicas_to_aggregate = replicas_to_aggregate
-        self._has_embedding = False
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
-        differences = ["moving statistics are averaged over the workers after each step"]
-        if self._has_embedding:
-            differences.append(
-                "gradients of an embedding's row are summed before Adam or a clipped norm squares them"
-            )
+        differences = [
+            "moving statistics are averaged over the workers after each step",
+            "gradients of an embedding's row are summed before Adam or a clipped norm squares them",
+        ]
         if self.num_needed < self.num_replicas:
             differences.append(
                 f"a step takes the first {self.num_needed} of {self.num_replicas} gradients, and drops late ones"
@@ -284,12 +282,6 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 f"{counted(number, 'worker')} of this run, nor null"
             )
         self.num_replicas = number
-
-    def prepare(self, model: keras.Model) -> None:
-        super().prepare(model)
-        self._has_embedding = any(
-            isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers()
-        )
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0
