@@ -17,7 +17,6 @@ It takes the same command line and starts the same ranks. The differences:
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -56,8 +55,6 @@ ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
 # How long ranks wait for one that joins. Horovod's 30 s would end the job if a host takes longer to
 # load TensorFlow.
 GLOO_TIMEOUT_SECONDS = 120
-SECONDS_BEFORE_A_LINE = 2.0
-SECONDS_BETWEEN_LINES = 60.0
 
 _parse_args = launch.parse_args
 
@@ -135,8 +132,6 @@ def _prepare() -> argparse.Namespace:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Raises ConfigError in place of argparse's usage message."""
-    pattern = r"argument ([^/:]+).*: invalid int value: '(.*)'"
-    message = re.sub(pattern, r"\1 \2 is not a whole number", message)
     raise ConfigError(f"{message}; see horovodrun --help")
 
 
@@ -202,7 +197,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
         os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS)
     )
     began = time.monotonic()
-    next_line = SECONDS_BEFORE_A_LINE
+    has_told = False
     while True:
         try:
             hosts = script.find_available_hosts_and_slots()
@@ -221,8 +216,8 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             raise ConfigError(
                 f"waited {limit} s (--elastic-timeout) for {shortage}; make hosts available, or lower -np"
             )
-        if waited >= next_line:
-            next_line += SECONDS_BETWEEN_LINES
+        if not has_told:
+            has_told = True
             sys.stderr.write(
                 f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
             )

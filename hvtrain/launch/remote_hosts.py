@@ -319,14 +319,11 @@ def common_interface(hosts: Sequence[str]) -> str:
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     # Only the user knows which of several networks is meant.
-    if None in names:
+    if len(names) != 1 or None in names:
+        known = ", ".join(sorted(filter(None, names))) or "none"
         raise RankError(
-            "no interface of this host leads to some of the hosts; name one with --network-interfaces NAME"
-        )
-    if len(names) != 1:
-        raise RankError(
-            f"different interfaces ({', '.join(sorted(map(str, names)))}) lead to the hosts; "
-            "give the one that joins them all with --network-interfaces NAME"
+            f"no single interface of this host leads to all hosts (there is: {known}); give the one that joins them "
+            "with --network-interfaces NAME"
         )
     return str(names.pop())
 
