@@ -97,9 +97,11 @@ class LiveDisplay:
             self.stop()
             return
         if not self._live:
+            from rich.console import Console
             from rich.live import Live
 
-            console = _console()
+            # Users may print [brackets], which must not be taken as markup.
+            console = Console(markup=False, emoji=False, highlight=False)
             # With 2>FILE, errors must still go to the file.
             self._live = Live(
                 console=console,
@@ -118,16 +120,6 @@ class LiveDisplay:
         if self._live:
             self._live.stop()
             self._live = None
-
-
-def _console():
-    """Returns a rich console for stdout.
-
-    Users may print [brackets], which must not be taken as markup.
-    """
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False, highlight=False)
 
 
 def _picture(drawing: Drawing):
