@@ -108,6 +108,8 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
             f"{first!r} is not a run setting; a command of your own begins with python"
         )
 
+    if options.num_ps:
+        arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
     # Composed before any rank starts, so that an error is printed only once.
     config = composed(arguments)
     arguments = _without_addresses(arguments, cluster)
@@ -133,14 +135,6 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         # might arrive at a different folder.
         arguments = [*arguments, override("run.dir", run_dir)]
 
-    if options.num_ps:
-        if "num_ps" not in config.strategy:
-            raise ConfigError(
-                f"--num-ps {options.num_ps}: {config.strategy['_target_']} has no parameter servers; "
-                "choose strategy=parameter_server, or leave it out"
-            )
-        config.strategy["num_ps"] = options.num_ps
-        arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
     return _Run(
         ("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir
     )

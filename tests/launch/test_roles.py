@@ -120,7 +120,7 @@ def test_a_restart_has_as_many_processes():
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
-        ("--num-ps 1", ["strategy=horovod"], "--num-ps 1: .*HorovodStrategy has no parameter servers; choose"),
+        ("--num-ps 1", ["strategy=horovod"], "strategy.num_ps is a setting of strategy=parameter_server"),
         ("-np 2 --min-np 1", ["strategy=servers"], "--min-np cannot be combined with a strategy that needs"),
         ("-np 4 --min-np 1 --max-np 2", ["strategy=elastic"], "--max-np 2 is less than -np 4; raise it"),
         ("-np 2 --max-np 4", ["strategy=replicas"], "--max-np cannot be combined with a strategy that trains"),
