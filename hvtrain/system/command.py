@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -258,9 +257,7 @@ def end_within(seconds: float, code: int) -> None:
     At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
     launcher would wait for such a process forever, even after a success.
     """
-    last_resort = threading.Timer(seconds, os._exit, [code])
-    last_resort.daemon = True
-    last_resort.start()
+    console.call_later(seconds, os._exit, code)
 
 
 def _report(error: BaseException, rank: int) -> int:

@@ -270,6 +270,14 @@ def end_before_training(number: int, *_: object) -> None:
     os._exit(RESTART_HELPS)
 
 
+def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:
+    """Calls the action after that time, in a thread that does not keep the process alive; returns its timer."""
+    timer = threading.Timer(seconds, action, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def say_stopping() -> None:
     """Prints what the first Ctrl-C does.
 
