@@ -148,8 +148,8 @@ class RankOutput:
         self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
-        self._files: dict[int, TextIO] = {}
-        self._given_up: set[int] = set()
+        # None: given up.
+        self._files: dict[int, TextIO | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Logs of an earlier launch, which may have had other ranks. Unlinked,
@@ -181,8 +181,8 @@ class RankOutput:
         write(sys.stderr, self.listener.rest())
 
         self._display.stop()
-        for file in self._files.values():
-            with suppress(OSError):  # The log may have been given up.
+        for file in filter(None, self._files.values()):
+            with suppress(OSError):
                 file.close()
 
     def _show(self, line: Line) -> None:
@@ -218,16 +218,16 @@ class RankOutput:
 
         A log that cannot be written is given up, since the ranks' output must still be read.
         """
-        if rank in self._given_up:
-            return
         try:
             if rank not in self._files:
                 self._files[rank] = self.path(rank).open("a", encoding="utf-8")
-            self._files[rank].write(text)
-            self._files[rank].flush()
+            file = self._files[rank]
+            if file:
+                file.write(text)
+                file.flush()
         except OSError as error:
             # Reported once: every further line would fail in the same way.
-            self._given_up.add(rank)
+            self._files[rank] = None
             write(
                 sys.stderr,
                 f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; make room there, or raise "

@@ -51,9 +51,9 @@ _FILE = "hosts.json"
 _PARALLEL_CALLS = 32
 
 # Exit codes of _LOOK for a host that lacks something, as opposed to a failure of ssh itself (255).
-_NO_PYTHON = 86
+NO_PYTHON = 86
 _NO_FOLDER = 87
-_LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
+_LOOK = f'test -x "$0" || exit {NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
 
 Answers = dict[str, dict[str, int] | None]
 """Return value of an on_host function by host; None: ssh did not reach the host."""
@@ -364,7 +364,7 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         ) from None
 
     facts = answer(done.stdout)
-    if done.returncode == _NO_PYTHON:
+    if done.returncode == NO_PYTHON:
         fault = f"has no {sys.executable}; put hvtrain there, at the same path as here, and run its scripts/run once"
     elif done.returncode == _NO_FOLDER:
         fault = (
