@@ -107,8 +107,9 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         # TensorFlow has two package names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
-        parts = {"has no": ", ".join(missing), "has": differences(versions, first, here)}
-        finding = "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
+        finding = differences(versions, first, here)
+        if missing:
+            finding = f"has no {', '.join(missing)}"
         if finding:
             fix = (
                 "scripts/run recreates it"

@@ -94,7 +94,7 @@ CASES = [
     ("python", {"python": {"version": "3.11.9"}}, "Python 3.11.9; s1 has 3.11.7"),
     ("python", {"python": {"is_wanted": False, "version": "3.9"}}, "has no /env/bin/python"),
     ("packages", {"packages": {"keras": "1.1"}}, "keras 1.1, s1 1.0"),
-    ("packages", {"packages": {"tensorflow": None}}, "has no tensorflow; has tensorflow none, s1 1.0"),
+    ("packages", {"packages": {"tensorflow": None}}, "has no tensorflow"),
     ("code", {"code": {"files": {"plan.py": "aa", "run.py": "cc"}}}, "1 differs: run.py on s2 and on s1"),
     ("code", {"code": {"folder": None}}, "has no hvtrain"),
     ("horovod", {"horovod": {"library": None, "built_with": []}}, "has no library of Horovod"),
