@@ -12,6 +12,7 @@ from hvtrain.checks import probe
 from hvtrain.errors import RankError
 from hvtrain.launch.remote_hosts import (
     LOADER,
+    NO_PYTHON,
     SSH_FAILED,
     Ssh,
     answer,
@@ -26,13 +27,12 @@ Facts = dict[str, Any]
 _PROBE = (host_facts, probe)
 # Exit codes of _SCRIPT; 124 is that of `timeout`.
 _TIMED_OUT = 124
-_NO_PYTHON = 86
 # Its arguments: this process's Python, the code to run, and the time limit in seconds. If that
 # Python is missing, any Python 3 can report the other facts. `timeout` ends a probe that hangs.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
-    f'command -v python3 >/dev/null || exit {_NO_PYTHON}; exec $limit python3 -c "$1"'
+    f'command -v python3 >/dev/null || exit {NO_PYTHON}; exec $limit python3 -c "$1"'
 )
 
 
@@ -94,16 +94,12 @@ def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
         )
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(command, _TIMED_OUT)
-    except FileNotFoundError as error:
-        raise RankError(
-            f"host {host} was not asked: {error.filename} is missing here; install openssh-client"
-        ) from error
 
     if done.returncode == _TIMED_OUT:
         raise RankError(
             f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS"
         )
-    if done.returncode == _NO_PYTHON:
+    if done.returncode == NO_PYTHON:
         raise RankError(
             f"host {host} has neither {sys.executable} nor a python3; put hvtrain there"
         )

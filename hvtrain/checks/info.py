@@ -68,10 +68,9 @@ def _describe(facts: Facts) -> dict[str, str]:
     lines = {
         "hvtrain": f"{version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
-        "packages": _versions(packages),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "horovod built with": ", ".join(facts["horovod"]["built_with"])
         or "nothing: its library is missing",
-        "cuda": _versions(facts["cuda"]),
         "system": machine["system"],
         "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
         "gpus": _gpus(facts["gpus"]),
@@ -80,10 +79,6 @@ def _describe(facts: Facts) -> dict[str, str]:
         ),
     }
     return {name: text for name, text in lines.items() if text}
-
-
-def _versions(packages: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in packages.items())
 
 
 def _gpus(gpus: Mapping[str, Any]) -> str:

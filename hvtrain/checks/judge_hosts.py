@@ -4,7 +4,6 @@ Pure functions. Each check returns a failed row with its fix for each problem, o
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,9 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         # TensorFlow has two package names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
-        parts = {"has no": ", ".join(missing), "has": differences(versions, first, here)}
-        finding = "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
+        finding = differences(versions, first, here)
+        if missing:
+            finding = f"has no {', '.join(missing)}"
         if finding:
             fix = (
                 "scripts/run recreates it"
@@ -303,15 +303,10 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
     first = next(iter(cluster))
     here = cluster[first]["gpus"]
-    software = {
-        host: {"driver": facts["gpus"]["driver"], **facts["cuda"]}
-        for host, facts in cluster.items()
-    }
 
     def problems(host, facts):
         gpus = facts["gpus"]
         count = len(gpus["names"])
-        different = differences(software[host], first, software[first])
         if gpus["error"]:
             fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
             yield f"nvidia-smi fails: {gpus['error']}", fix
@@ -321,13 +316,12 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             )
             yield f"{count} GPUs for {slots[host]} slots", fix
         # If the first host has no driver, its own row says so.
-        elif here["driver"] and different.startswith("driver "):
-            yield different, f"install one driver version on {first} and {host}"
-        elif here["driver"] and different:
-            yield different, copy_to(sys.prefix, first, host)
+        elif here["driver"] and gpus["driver"] != here["driver"]:
+            finding = f"driver {gpus['driver'] or 'none'}, {first} {here['driver']}"
+            yield finding, f"install one driver version on {first} and {host}"
 
-    versions = ", ".join(f"{name} {version}" for name, version in software[first].items())
-    return judge("gpus", cluster, problems, f"{', '.join(sorted(set(here['names'])))}; {versions}")
+    kinds = ", ".join(sorted(set(here["names"])))
+    return judge("gpus", cluster, problems, f"{kinds}; driver {here['driver']}")
 
 
 def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:

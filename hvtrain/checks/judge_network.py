@@ -80,25 +80,14 @@ def _name_problems(
         address = cluster[host]["addresses"][name]
         # The fix cannot be an address that no interface of the named host has.
         is_own = any(item["address"] == usual for item in cluster[name]["interfaces"])
-        line = f"{usual if is_own else 'ADDRESS'} {name}"
-        finding = f"resolves {name} to {address}"
-        fix = f"on {host}: in /etc/hosts or DNS give {name}"
+        fix = f"on {host}: write '{usual if is_own else 'ADDRESS'} {name}' into /etc/hosts, or add it to DNS"
         if address is None:
-            yield (
-                f"has no address for {name}",
-                f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS",
-            )
-        elif _is_loopback(address):
-            finding += ", where no other host reaches it"
-            yield finding, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
-        elif address != usual:
-            yield (
-                f"{finding}; others resolve it to {usual}",
-                f"{fix} one address on all hosts: '{line}'",
-            )
+            yield f"has no address for {name}", fix
+        elif address != usual or _is_loopback(address):
+            yield f"resolves {name} to {address} instead of {usual}", fix
         elif not is_own:
-            finding += f", but no interface of {name} has that address"
-            yield finding, f"{fix} an address that it has (there: ip -4 address)"
+            finding = f"resolves {name} to {address}, but no interface of {name} has that address"
+            yield finding, f"{fix} (there: ip -4 address)"
 
 
 def judge_interfaces(
@@ -209,23 +198,13 @@ def judge_ports(
         # called more often is at fault.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
-        callers = [caller for caller, listener in missing if listener == host]
-        listeners = [listener for caller, listener in missing if caller == host]
-        findings = []
-        if callers:
-            findings.append(f"{', '.join(callers)} cannot reach its port {endpoints[host].port}")
-        if listeners:
-            findings.append(f"it cannot reach high ports of {', '.join(listeners)}")
-
-        reasons = [reason for pair, reason in missing.items() if host in pair]
-        others = dict.fromkeys([*callers, *listeners])
-        addresses = ",".join(endpoints[other].address for other in others)
-        chain, direction = ("INPUT", "-s") if callers else ("OUTPUT", "-d")
-        fix = (
-            f"on {host}: open TCP ports 1024-65535 to these: "
-            f"iptables -I {chain} -p tcp {direction} {addresses} -j ACCEPT"
-        )
-        rows.append(fail("ports", host, f"{'; '.join(findings)} ({reasons[0]})", fix))
+        pairs = [pair for pair in missing if host in pair]
+        ways = ", ".join(f"{caller} to {listener}" for caller, listener in pairs)
+        finding = f"no connection from {ways} ({missing[pairs[0]]})"
+        others = dict.fromkeys(other for pair in pairs for other in pair if other != host)
+        addresses = ", ".join(endpoints[other].address for other in others)
+        fix = f"on {host}: open TCP ports 1024-65535 to and from {addresses}"
+        rows.append(fail("ports", host, finding, fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
 
     finding = f"free ports are reachable between {len(endpoints)} hosts, in both directions"

@@ -67,8 +67,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
             "wanted": request["python"],  # If it is missing, another Python answers.
             "is_wanted": sys.executable == request["python"],
         },
-        "packages": host_facts.package_versions(),
-        "cuda": host_facts.cuda_versions(),
+        "packages": {**host_facts.package_versions(), **host_facts.cuda_versions()},
         "code": host_facts.code_facts(),
         "horovod": host_facts.horovod_facts(),
         "addresses": addresses(request["names"]),
@@ -86,9 +85,8 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """Returns the operating system in words, the cores that this process may use, and bytes of memory."""
     try:
-        lines = Path("/etc/os-release").read_text("utf-8").splitlines()
-        name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
-    except (OSError, KeyError):
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, AttributeError):  # No such file, or Python 3.9.
         name = platform.system()
 
     return {

@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from hvtrain.checks.table import Checks, CheckTable, fail, passed
@@ -99,9 +98,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
 
     for name, check in checks.items():
         # If a rank is gone, the others would wait in a collective forever.
-        deadline = threading.Timer(SECONDS_PER_CHECK, _time_out, [name])
-        deadline.daemon = True
-        deadline.start()
+        deadline = console.call_later(SECONDS_PER_CHECK, _time_out, name)
         finding = ""
         own_error = None
 

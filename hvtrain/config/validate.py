@@ -141,6 +141,12 @@ def check_least(name: str, value: float, low: float) -> None:
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
 
 
+def check_whole(name: str, value: Any, low: int) -> None:
+    """Raises ConfigError unless the value of the setting `name` is a whole number of at least `low`."""
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name}={value} is not a whole number of at least {low}")
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Suggests the known name that a wrong one stands for, or lists all known names."""
     match = closest(name, known)

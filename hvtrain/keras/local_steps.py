@@ -56,7 +56,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     Example:
         optimizer = hvd.LocalSGD(keras.optimizers.SGD(0.1), every=16)
     """
-    return _make_local(optimizer, every, warmup_steps, lambda: None, {**options, "within": within})
+    return _make_local(optimizer, every, warmup_steps, lambda: None, within, **options)
 
 
 def DiLoCo(  # noqa: N802
@@ -85,8 +85,9 @@ def DiLoCo(  # noqa: N802
     outer = partial(
         keras.optimizers.SGD, outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
     )
-    options = {**options, "compression": compression, "within": within}
-    return _make_local(optimizer, every, warmup_steps, outer, options)
+    return _make_local(
+        optimizer, every, warmup_steps, outer, within, compression=compression, **options
+    )
 
 
 def synchronize(optimizer: Any) -> bool:
@@ -279,7 +280,9 @@ def _make_local(
     every: int,
     warmup_steps: int,
     make_outer: Callable[[], Optimizer | None],
-    options: dict[str, Any],
+    within: Any,
+    check_finite: bool = False,
+    **options: Any,
 ) -> Optimizer:
     check_is_plain(optimizer)
     if every < 1 or warmup_steps < 0:
@@ -299,14 +302,11 @@ def _make_local(
     if excluded:
         raise ValueError(f"an optimizer that steps locally cannot have {excluded[0]}; leave it out")
 
-    reducer_options = dict(options)
-    check_finite = reducer_options.pop("check_finite", False)
-    within_set = reducer_options.pop("within", None)
-    if check_finite and reducer_options.get("process_set") is not None:
+    if check_finite and options.get("process_set") is not None:
         raise ValueError(
             "check_finite=True needs weights that all ranks share; leave process_set out"
         )
-    reducer = Reducer(**reducer_options)
+    reducer = Reducer(**options)
     outer = make_outer()
     if outer is None and reducer.compression is not hvd.Compression.none:
         raise ValueError(
@@ -319,14 +319,16 @@ def _make_local(
         every=every,
         warmup_steps=warmup_steps,
         outer=outer,
-        within=Reducer(process_set=within_set) if within_set else None,
+        within=Reducer(process_set=within) if within else None,
     )
     wrap = partial(
         _make_local,
         every=every,
         warmup_steps=warmup_steps,
         make_outer=make_outer,
-        options=options,
+        within=within,
+        check_finite=check_finite,
+        **options,
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
     return optimizer

@@ -21,10 +21,6 @@ from hvtrain.errors import RankError
 from hvtrain.system import console, host_facts, resources
 from hvtrain.system.resources import physical_gpus
 
-# Set for every rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
-# starts; MPICH and Intel MPI; srun.
-_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
 # Open MPI's default algorithm for two ranks allocates a buffer as large as the message on every
@@ -43,14 +39,8 @@ _LOST = re.compile(
 )
 
 
-def launched_size() -> int | None:
-    """Returns the number of ranks that the launcher started; None without a launcher."""
-    sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
-    return next((int(size) for size in sizes if size.isdigit()), None)
-
-
 def is_elastic() -> bool:
-    """Returns True in an elastic job, where launched_size() may be out of date."""
+    """Returns True in an elastic job, where the launcher's number of ranks may be out of date."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
@@ -67,7 +57,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if not hasattr(_explain_lost_ranks, "previous"):
         _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _explain_lost_ranks
-    expected_size = launched_size()
+    expected_size = console.launched_size()
     if expected_size is None and not is_elastic():
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
@@ -107,7 +97,7 @@ def keep_mpi_initialized() -> None:
 
 
 def _uses_mpi() -> bool:
-    by_mpi = any(name in os.environ for name in _SIZE_VARIABLES if name != "HOROVOD_SIZE")
+    by_mpi = any(name in os.environ for name in console.SIZE_VARIABLES if name != "HOROVOD_SIZE")
     return by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo"
 
 
@@ -218,18 +208,10 @@ def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bo
             the number of hosts is then a power of two as well.
     """
     size = topology.size
-    if size & (size - 1):
+    is_in_order = topology.rank % topology.local_size == topology.local_rank
+    if size & (size - 1) or (on_gpus and not (hosts_are_equal and is_in_order)):
         raise ValueError(
-            f"Adasum needs 2, 4, 8, ... ranks, but there are {size}; use op=Average, or other ranks"
-        )
-    if on_gpus and not hosts_are_equal:
-        raise ValueError(
-            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts, but "
-            f"{topology.local_size} of {size} are on {topology.host}; use op=Average, or other -H"
-        )
-    if on_gpus and topology.rank % topology.local_size != topology.local_rank:
-        raise ValueError(
-            f"Adasum on GPUs needs ranks numbered host by host, but rank {topology.rank} is local rank "
-            f"{topology.local_rank} of {topology.local_size} on {topology.host}; "
-            "start them with horovodrun or mpirun --map-by slot"
+            "Adasum needs 2, 4, 8, ... ranks, and on GPUs the same number on each host, numbered host by host (by "
+            f"horovodrun, or mpirun --map-by slot); this is rank {topology.rank} of {size}, and local rank "
+            f"{topology.local_rank} of {topology.local_size} on {topology.host}; start other ranks, or use op=Average"
         )

@@ -5,7 +5,6 @@ Gloo variables. Each then runs the command as a child, passes signals on to it, 
 exit code.
 """
 
-import errno
 import os
 import socket
 import subprocess
@@ -140,18 +139,10 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
     try:
         server = Rendezvous(address, port, names)
     except OSError as error:
-        if isinstance(error, PermissionError):
-            cause = f"only root may use port {port}; choose one above 1023"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            cause = (
-                f"{address} is not an address of {socket.gethostname()}; "
-                f"start {names[0]} there, or give its own host"
-            )
-        elif error.errno == errno.EADDRINUSE:
-            cause = f"port {port} is in use; stop what uses it, or choose another port for all processes"
-        else:
-            cause = f"cannot listen on port {port}: {error.strerror}"
-        raise ConfigError(f"--coordinator {host}:{port}: {cause}") from error
+        raise ConfigError(
+            f"--coordinator {host}:{port}: {socket.gethostname()} cannot listen on port {port} of {address}: "
+            f"{error.strerror}; give all processes the host of {names[0]}, and a free port above 1023"
+        ) from error
 
     # Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):

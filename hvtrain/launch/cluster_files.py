@@ -17,6 +17,8 @@ from hvtrain.config.validate import nearest, typed, types_of
 from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.launch.job import ClusterKind, Job
+from hvtrain.system.command import make_output
+from hvtrain.system.files import write_atomic
 
 
 def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[str, str]:
@@ -34,17 +36,12 @@ def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[
 
 
 def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] = ()) -> list[Path]:
-    """Writes the job's files into the folder, and returns their paths. Raises ConfigError."""
+    """Writes the job's files into the folder, and returns their paths. Raises ConfigError or StorageError."""
     files = texts(cluster, job, folders)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # All are rendered by now, so an error in a template leaves no partial set behind.
-        for name, text in files.items():
-            (folder / name).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {folder} cannot be written: {error.strerror}; choose another"
-        ) from error
+    make_output(folder, may_hold_files=True)
+    # All are rendered by now, so an error in a template leaves no partial set behind.
+    for name, text in files.items():
+        write_atomic(folder / name, text)
     return [folder / name for name in files]
 
 

@@ -63,10 +63,9 @@ class Slurm(ClusterKind):
         ranks_per_node = self.ranks_per_node or job.num_ranks // nodes
         # sbatch requests the same number of ranks on all hosts.
         if nodes * ranks_per_node != job.num_ranks:
-            sizes = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
-            chosen = " ".join(f"cluster.{name}={value}" for name, value in sizes.items() if value)
             raise ConfigError(
-                f"-np {job.num_ranks} does not divide over {chosen}; Slurm gives each host the same number of ranks"
+                f"-np {job.num_ranks} is not cluster.nodes={nodes} x cluster.ranks_per_node={ranks_per_node}; Slurm "
+                "gives each host the same number of ranks"
             )
 
         if self.time is None:

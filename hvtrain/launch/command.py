@@ -108,6 +108,8 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
             f"{first!r} is not a run setting; a command of your own begins with python"
         )
 
+    if options.num_ps:
+        arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
     # Composed before any rank starts, so that an error is printed only once.
     config = composed(arguments)
     arguments = _without_addresses(arguments, cluster)
@@ -133,14 +135,6 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         # might arrive at a different folder.
         arguments = [*arguments, override("run.dir", run_dir)]
 
-    if options.num_ps:
-        if "num_ps" not in config.strategy:
-            raise ConfigError(
-                f"--num-ps {options.num_ps}: {config.strategy['_target_']} has no parameter servers; "
-                "choose strategy=parameter_server, or leave it out"
-            )
-        config.strategy["num_ps"] = options.num_ps
-        arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
     return _Run(
         ("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir
     )
@@ -237,18 +231,15 @@ def _job(
 
 
 def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
-    """Starts the job, or with --dry-run writes a script that would start it. Returns the exit code."""
+    """Starts the job, or with --dry-run prints the command that would start it. Returns the exit code."""
     if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
     if options.dry_run:
         network = None
         if job.mpirun:
             network = remote_hosts.check([host.name for host in job.hosts], job.ssh)
-        # Without a launch folder, since nothing supervises the script from outside.
-        line = launcher_command(job, network)
-        path = Path(options.output or "launch/ssh") / "launch.sh"
-        _write_script(path, job, line)
-        print(f"would run: {shlex.join(line)}\nwritten to {path}")
+        # Without a launch folder, since nothing supervises the command from outside.
+        print(f"would run: {shlex.join(launcher_command(job, network))}")
         return 0
 
     if run.is_new and run.folder:
@@ -304,30 +295,3 @@ def _by_files(
 
     print(f"running: {submission}", flush=True)
     return cluster_files.submit(cluster, folder)
-
-
-def _write_script(path: Path, job: Job, line: list[str]) -> None:
-    """Writes a script that runs the command with the environment that it would have here.
-
-    Only the owner can read the script, since environment variables may hold secrets.
-    """
-    # Read from the shell that runs the script: they belong to its user,
-    # terminal or ssh agent, or are secret.
-    kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", secrets.NOTIFY_VARIABLE)
-    references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
-    values = shlex.join(
-        f"{name}={value}" for name, value in job.environment.items() if name not in kept
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        # Created with this mode, so that others can never read it.
-        path.touch(mode=0o700, exist_ok=False)
-        path.write_text(
-            f"#!/usr/bin/env bash\nexec env -i {references} {values} \\\n  {shlex.join(line)}\n",
-            "utf-8",
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; choose another place with --output"
-        ) from error

@@ -17,19 +17,18 @@ It takes the same command line and starts the same ranks. The differences:
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
-from horovod.runner.elastic import discovery, driver
+from horovod.runner.elastic import discovery
 from horovod.runner.util import network, remote
 
 from hvtrain.errors import ConfigError, UserError, message_of
@@ -56,8 +55,6 @@ ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
 # How long ranks wait for one that joins. Horovod's 30 s would end the job if a host takes longer to
 # load TensorFlow.
 GLOO_TIMEOUT_SECONDS = 120
-SECONDS_BEFORE_A_LINE = 2.0
-SECONDS_BETWEEN_LINES = 60.0
 
 _parse_args = launch.parse_args
 
@@ -135,8 +132,6 @@ def _prepare() -> argparse.Namespace:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Raises ConfigError in place of argparse's usage message."""
-    pattern = r"argument ([^/:]+).*: invalid int value: '(.*)'"
-    message = re.sub(pattern, r"\1 \2 is not a whole number", message)
     raise ConfigError(f"{message}; see horovodrun --help")
 
 
@@ -190,20 +185,6 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     # The server listens before Horovod knows the job's hosts and how to reach them.
     changes.Server.address = network.get_driver_ip(args.nics)
 
-    # Ranks that are already running wait for the new ones, and Horovod prints nothing about it.
-    start = driver.ElasticDriver._start_worker_processes
-
-    def start_and_report(job: Any, slots: list[Any]) -> None:
-        if slots and len(slots) < job.world_size():
-            names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
-            sys.stderr.write(
-                f"hvtrain: starting {names}; the others wait up to {args.gloo_timeout_seconds} s "
-                "(--gloo-timeout-seconds)\n"
-            )
-        start(job, slots)
-
-    driver.ElasticDriver._start_worker_processes = start_and_report
-
 
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
     """Waits until the hosts that the discovery script lists have enough slots, and returns their names.
@@ -216,7 +197,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
         os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS)
     )
     began = time.monotonic()
-    next_line = SECONDS_BEFORE_A_LINE
+    has_told = False
     while True:
         try:
             hosts = script.find_available_hosts_and_slots()
@@ -235,8 +216,8 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             raise ConfigError(
                 f"waited {limit} s (--elastic-timeout) for {shortage}; make hosts available, or lower -np"
             )
-        if waited >= next_line:
-            next_line += SECONDS_BETWEEN_LINES
+        if not has_told:
+            has_told = True
             sys.stderr.write(
                 f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
             )

@@ -29,6 +29,8 @@ a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of
   cluster=ssh        hosts that are reached over ssh"""
 # These let the number of ranks change while the job runs, which not every way of starting allows.
 ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
+# The options that start one process by hand.
+ONE_PROCESS = ("--job-name", "--task-index", "--coordinator")
 # These only apply where this launcher itself starts the ranks.
 OVER_SSH = ("-p", "-i", "--logs", "--mpirun", "--max-restarts")
 
@@ -136,13 +138,12 @@ def _clusters_help() -> str:
 
 def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
     """Raises ConfigError for options that exclude each other, and for roles that the cluster cannot start."""
-    if "--job-name" in names:
-        for name, meaning in (
-            ("--task-index", "its number in that job, from 0 on"),
-            ("--coordinator", "HOST:PORT, the same for all processes"),
-        ):
-            if name not in names:
-                raise ConfigError(f"--job-name was given without {name}; give {meaning}")
+    missing = [name for name in ONE_PROCESS if name not in names]
+    if 0 < len(missing) < len(ONE_PROCESS):
+        raise ConfigError(
+            f"{', '.join(ONE_PROCESS)} start one process together; give {' and '.join(missing)} too, or none of them"
+        )
+    if not missing:
         # Options for starting several ranks or writing files do not apply to a single process.
         by = "--job-name, which starts one process here"
         _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
@@ -150,11 +151,6 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
             raise ConfigError(f"cluster={cluster.kind} cannot be combined with {by}; leave it out")
         return
 
-    for name in ("--task-index", "--coordinator"):
-        if name in names:
-            raise ConfigError(
-                f"{name} was given without --job-name; give the job of this process too, or leave it out"
-            )
     # The roles are assigned when the processes start, and no process can join later.
     if roles.reason:
         _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")

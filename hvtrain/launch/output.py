@@ -13,7 +13,6 @@ line, in whatever pieces the output arrives.
 """
 
 import codecs
-import errno
 import os
 import re
 import sys
@@ -149,8 +148,8 @@ class RankOutput:
         self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
-        self._files: dict[int, TextIO] = {}
-        self._given_up: set[int] = set()
+        # None: given up.
+        self._files: dict[int, TextIO | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Logs of an earlier launch, which may have had other ranks. Unlinked,
@@ -169,7 +168,6 @@ class RankOutput:
 
     def read(self, lines: Iterable[str]) -> None:
         """Passes on all lines until the end of the stream."""
-        self._display.prepare()
         marked = MarkedStream()
         for text in lines:
             for line in marked.feed(text):
@@ -183,8 +181,8 @@ class RankOutput:
         write(sys.stderr, self.listener.rest())
 
         self._display.stop()
-        for file in self._files.values():
-            with suppress(OSError):  # The log may have been given up.
+        for file in filter(None, self._files.values()):
+            with suppress(OSError):
                 file.close()
 
     def _show(self, line: Line) -> None:
@@ -220,22 +218,20 @@ class RankOutput:
 
         A log that cannot be written is given up, since the ranks' output must still be read.
         """
-        if rank in self._given_up:
-            return
         try:
             if rank not in self._files:
                 self._files[rank] = self.path(rank).open("a", encoding="utf-8")
-            self._files[rank].write(text)
-            self._files[rank].flush()
+            file = self._files[rank]
+            if file:
+                file.write(text)
+                file.flush()
         except OSError as error:
             # Reported once: every further line would fail in the same way.
-            self._given_up.add(rank)
-            advice = "make room there"
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
-                advice = "raise the limit with ulimit -n"
+            self._files[rank] = None
             write(
                 sys.stderr,
-                f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n",
+                f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; make room there, or raise "
+                "ulimit -n\n",
             )
 
 
@@ -263,7 +259,6 @@ class PlainOutput:
         write(sys.stderr, self.error_stream.rest() + self.listener.rest())
 
     def _read_output(self, stream: IO[str]) -> None:
-        self._display.prepare()
         shown = self.drawing
         for text in _pieces(stream):
             write(sys.stdout, self.output_stream.feed(text))

@@ -51,9 +51,9 @@ _FILE = "hosts.json"
 _PARALLEL_CALLS = 32
 
 # Exit codes of _LOOK for a host that lacks something, as opposed to a failure of ssh itself (255).
-_NO_PYTHON = 86
+NO_PYTHON = 86
 _NO_FOLDER = 87
-_LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
+_LOOK = f'test -x "$0" || exit {NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
 
 Answers = dict[str, dict[str, int] | None]
 """Return value of an on_host function by host; None: ssh did not reach the host."""
@@ -94,8 +94,11 @@ class Ssh:
     def run(
         self, host: str, command: list[str], stdin: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the host. Raises subprocess.TimeoutExpired."""
-        return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
+        """Runs a command on the host. Raises subprocess.TimeoutExpired, and RankError if there is no ssh here."""
+        try:
+            return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
+        except FileNotFoundError:
+            raise RankError("ssh is not installed here; install openssh-client") from None
 
     def explain_failure(self, host: str, output: str) -> str:
         """Says in one line why ssh failed, judging by its stderr, and what to do."""
@@ -316,14 +319,11 @@ def common_interface(hosts: Sequence[str]) -> str:
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     # Only the user knows which of several networks is meant.
-    if None in names:
+    if len(names) != 1 or None in names:
+        known = ", ".join(sorted(filter(None, names))) or "none"
         raise RankError(
-            "no interface of this host leads to some of the hosts; name one with --network-interfaces NAME"
-        )
-    if len(names) != 1:
-        raise RankError(
-            f"different interfaces ({', '.join(sorted(map(str, names)))}) lead to the hosts; "
-            "give the one that joins them all with --network-interfaces NAME"
+            f"no single interface of this host leads to all hosts (there is: {known}); give the one that joins them "
+            "with --network-interfaces NAME"
         )
     return str(names.pop())
 
@@ -362,11 +362,9 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         raise RankError(
             f"host {host} accepted ssh but did not answer within a minute; check its load"
         ) from None
-    except FileNotFoundError:
-        raise RankError("ssh is not installed here; install openssh-client") from None
 
     facts = answer(done.stdout)
-    if done.returncode == _NO_PYTHON:
+    if done.returncode == NO_PYTHON:
         fault = f"has no {sys.executable}; put hvtrain there, at the same path as here, and run its scripts/run once"
     elif done.returncode == _NO_FOLDER:
         fault = (

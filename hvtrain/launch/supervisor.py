@@ -167,9 +167,7 @@ class Launch:
             seconds = SECONDS_TO_STOP
         else:
             _in_background(self._ask, number)
-        last_resort = threading.Timer(seconds, self._force)
-        last_resort.daemon = True
-        last_resort.start()
+        console.call_later(seconds, self._force)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
         """Explains why the launcher ended with this code. answers: results of on_host.clear on the other hosts."""

@@ -5,7 +5,6 @@ timeline, membership (ranks that leave and join) and watchdog. The base class of
 what the subclasses do for many.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +28,7 @@ from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog.processes import within
 from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
@@ -313,9 +313,7 @@ class Strategy:
     def report_failure(self, error: BaseException) -> None:
         """Tells the other ranks why this rank failed, then stops. Not collective."""
         self.watchdog.fail(error)
-        stopping = threading.Thread(target=self.stop, daemon=True)
-        stopping.start()
-        stopping.join(timeout=STOP_SECONDS)
+        within(STOP_SECONDS, self.stop, None)
 
     def expect_restart(self) -> None:
         """Makes restart possible, or raises ConfigError; call it before start. Not collective."""
@@ -374,10 +372,7 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
 
 def refuse_several_processes(strategy: str, instead: str) -> None:
     """Raises ConfigError if a launcher started several processes, since each would train alone."""
-    # Imported here because it imports Horovod, which hvtrain.plan does not need.
-    from hvtrain.keras.process import launched_size
-
-    size = launched_size() or 1
+    size = console.launched_size() or 1
     if size > 1:
         raise ConfigError(
             f"strategy={strategy} is one process, but the launcher started {size}; start it with "

@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
 from hvtrain import watchdog
-from hvtrain.config.validate import check_choice, check_least
+from hvtrain.config.validate import check_choice, check_least, check_whole
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
@@ -110,10 +110,7 @@ class HorovodStrategy(Strategy):
     ) -> None:
         super().__init__()
         check_choice("strategy.compression", compression, COMPRESSIONS)
-        if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
-            raise ConfigError(
-                f"strategy.bucket_mib={bucket_mib} is out of range; give a size in MiB, or 0 for one message"
-            )
+        check_least("strategy.bucket_mib", bucket_mib, 0)
         self.compression = getattr(hvd.Compression, compression)
         if compression == "powersgd":
             self.compression = hvd.Compression.powersgd(rank, whole_steps)
@@ -288,7 +285,7 @@ class ElasticStrategy(HorovodStrategy):
                 "of ranks that leave would be lost; choose bf16 or strategy=horovod"
             )
         self.exclude({"strategy.shard_optimizer=true": self.shard_optimizer})
-        check_least("strategy.commit_steps", commit_steps, 1)
+        check_whole("strategy.commit_steps", commit_steps, 1)
         self.membership = ElasticMembership(commit_steps)
 
     def start(self) -> Topology:

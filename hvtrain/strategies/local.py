@@ -9,7 +9,7 @@ import numpy as np
 from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
-from hvtrain.config.validate import check_least
+from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
@@ -53,8 +53,8 @@ class LocalSGDStrategy(HorovodStrategy):
                 f"strategy.compression={compression}": compression != "none",
             }
         )
-        check_least("strategy.every", every, 1)
-        check_least("strategy.warmup_steps", warmup_steps, 0)
+        check_whole("strategy.every", every, 1)
+        check_whole("strategy.warmup_steps", warmup_steps, 0)
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
@@ -152,15 +152,12 @@ class LocalSGDStrategy(HorovodStrategy):
             rounds_due += hvd.synchronize(optimizer)
         num_ran = self._hook.num_ran()
         rounds, within = np.subtract(num_ran, self._num_counted)
-        for name, ran, due in (
-            ("synchronizations", rounds, rounds_due),
-            ("reductions within the host", within, within_due),
-        ):
-            if ran != due:
-                raise RankError(
-                    f"{ran} {name} ran in steps {self._settled_step + 1:,} to {step:,}, and {due} were due; step with "
-                    "the optimizer that compile got, once for each batch"
-                )
+        if (rounds, within) != (rounds_due, within_due):
+            raise RankError(
+                f"{rounds} synchronizations and {within} reductions within the host ran in steps "
+                f"{self._settled_step + 1:,} to {step:,}, and {rounds_due} and {within_due} were due; step with the "
+                "optimizer that compile got, once for each batch"
+            )
         self.num_synchronizations += rounds_due
         self._settled_step = step
         self._num_counted = num_ran

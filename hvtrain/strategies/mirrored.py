@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
@@ -39,10 +40,8 @@ class MirroredStrategy(ReplicaStrategy):
 
     def __init__(self, num_replicas: int | None = None) -> None:
         super().__init__()
-        if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
-            raise ConfigError(
-                f"strategy.num_replicas={num_replicas} is not a whole number of 1 or more, nor null"
-            )
+        if num_replicas is not None:
+            check_whole("strategy.num_replicas", num_replicas, 1)
         self._requested_replicas = num_replicas
 
     def start(self) -> Topology:

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
+from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
@@ -50,8 +51,7 @@ class ParameterServerStrategy(Strategy):
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
-        if type(num_ps) is not int or num_ps < 1:
-            raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
+        check_whole("strategy.num_ps", num_ps, 1)
         self.num_ps = num_ps
         self.share_gpus = share_gpus
 
@@ -250,15 +250,13 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def __init__(self, replicas_to_aggregate: int | None = None, **servers: Any) -> None:
         super().__init__(**servers)
         self._replicas_to_aggregate = replicas_to_aggregate
-        self._has_embedding = False
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
-        differences = ["moving statistics are averaged over the workers after each step"]
-        if self._has_embedding:
-            differences.append(
-                "gradients of an embedding's row are summed before Adam or a clipped norm squares them"
-            )
+        differences = [
+            "moving statistics are averaged over the workers after each step",
+            "gradients of an embedding's row are summed before Adam or a clipped norm squares them",
+        ]
         if self.num_needed < self.num_replicas:
             differences.append(
                 f"a step takes the first {self.num_needed} of {self.num_replicas} gradients, and drops late ones"
@@ -284,12 +282,6 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 f"{counted(number, 'worker')} of this run, nor null"
             )
         self.num_replicas = number
-
-    def prepare(self, model: keras.Model) -> None:
-        super().prepare(model)
-        self._has_embedding = any(
-            isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers()
-        )
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0

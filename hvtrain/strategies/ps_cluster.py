@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 import hvtrain.keras as hvd
-from hvtrain.core.topology import CHIEF, COORDINATOR, SERVER, WORKER, Roles
+from hvtrain.core.topology import CHIEF, SERVER, WORKER, Roles
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.devices import View, choose_gpus, exchange, gpu_uuids, visible_names
 from hvtrain.step.step_timing import StepMarks
@@ -59,11 +59,11 @@ class Cluster:
         if self.watchdog:
             return self.watchdog
 
-        titles = process_titles(self.roles)
+        names = self.roles.names
         self.watchdog = start_watchdog(
             self.rank,
-            len(titles),
-            f"{self.hosts[self.rank]} ({titles[self.rank]})",
+            len(names),
+            f"{self.hosts[self.rank]} ({names[self.rank]})",
             abort_seconds or NO_LIMIT_SECONDS,
             exchange,
             lambda value: exchange(value)[0],
@@ -97,15 +97,6 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
             f"{num_ps + 3} for two workers, or python -m hvtrain launch -np 2 --num-ps {num_ps}"
         )
     return Roles(num_workers=size - num_ps - 1, num_ps=num_ps)
-
-
-def process_titles(roles: Roles) -> list[str]:
-    """Returns the names of the processes in messages, by rank. The coordinator is the only one and has no number.
-
-    >>> process_titles(Roles(2, 1))
-    ['coordinator', 'ps 0', 'worker 0', 'worker 1']
-    """
-    return [COORDINATOR, *roles.names[1:]]
 
 
 def worker_ranks(roles: Roles) -> list[int]:
@@ -147,9 +138,9 @@ def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
     _allow_threads()
     hosts, gpus = choose_devices(roles, share_gpus)
     devices = []
-    for host, gpu, title in zip(hosts, gpus, process_titles(roles)):
+    for host, gpu, name in zip(hosts, gpus, roles.names):
         device = "CPU" if gpu is None else f"GPU {gpu}"
-        devices.append(f"{host} {device} ({title})")
+        devices.append(f"{host} {device} ({name})")
 
     addresses = cluster_addresses(rank, strategy)
     first_worker = roles.num_ps + 1

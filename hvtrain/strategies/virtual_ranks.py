@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from hvtrain.checkpoint.model_state import seeds_of
+from hvtrain.config.validate import check_whole
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.keras.hooks import hook_of
@@ -46,10 +47,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True
     ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
-        if type(virtual_ranks) is not int or virtual_ranks < 1:
-            raise ConfigError(
-                f"strategy.virtual_ranks={virtual_ranks} is not a whole number of at least 1"
-            )
+        check_whole("strategy.virtual_ranks", virtual_ranks, 1)
         self.virtual_ranks = virtual_ranks
 
     def start(self) -> Topology:

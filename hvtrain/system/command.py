@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -190,8 +189,6 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
         # The user may already have made an empty folder for this output.
         folder.mkdir(parents=True, exist_ok=True)
         is_used = any(folder.iterdir())
-    except FileExistsError:
-        raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
     except OSError as error:
         raise ConfigError(
             f"--output {folder} cannot be written: {error.strerror}; choose another folder"
@@ -260,9 +257,7 @@ def end_within(seconds: float, code: int) -> None:
     At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
     launcher would wait for such a process forever, even after a success.
     """
-    last_resort = threading.Timer(seconds, os._exit, [code])
-    last_resort.daemon = True
-    last_resort.start()
+    console.call_later(seconds, os._exit, code)
 
 
 def _report(error: BaseException, rank: int) -> int:

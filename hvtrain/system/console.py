@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
-# Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
+# Set for every rank by horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi starts; MPICH and
+# Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task of a step.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Holds the command line of a process that was started by hand. A signal to such a process reaches
 # no other, since no launcher passes it on.
 BY_HAND = "HVTRAIN_BY_HAND"
@@ -80,20 +82,22 @@ def launched_rank() -> int:
 
     0 without a launcher.
     """
-    for name in _RANK_VARIABLES:
-        rank = os.environ.get(name, "")
-        if rank.isdigit():
-            return int(rank)
-    return 0
+    return _first_number(_RANK_VARIABLES) or 0
+
+
+def launched_size() -> int | None:
+    """Returns the number of ranks that the launcher started; None without a launcher."""
+    return _first_number(SIZE_VARIABLES)
+
+
+def _first_number(names: Sequence[str]) -> int | None:
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdigit()), None)
 
 
 def is_launched() -> bool:
     """True when a launcher started this process."""
-    variables = set(_RANK_VARIABLES)
-    # A Slurm batch script has a SLURM_PROCID too, but is not a task of a step.
-    if "SLURM_STEP_NUM_TASKS" not in os.environ:
-        variables.remove("SLURM_PROCID")
-    return not variables.isdisjoint(os.environ)
+    return launched_size() is not None
 
 
 @contextmanager
@@ -264,6 +268,14 @@ def end_before_training(number: int, *_: object) -> None:
     # The signal may have interrupted Python anywhere, such as in an
     # import, so nothing is cleaned up.
     os._exit(RESTART_HELPS)
+
+
+def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:
+    """Calls the action after that time, in a thread that does not keep the process alive; returns its timer."""
+    timer = threading.Timer(seconds, action, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def say_stopping() -> None:

@@ -91,23 +91,17 @@ class LiveDisplay:
 
     _live: Any = None
 
-    def prepare(self) -> None:
-        """Loads rich in advance, while the ranks load TensorFlow."""
-        if can_draw(sys.stdout):
-            console = _console()
-            with console.capture():
-                # The output is discarded: this only makes rich load all its parts.
-                console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
-
     def show(self, drawing: Drawing) -> None:
         """Shows the bars with the lines below them; without bars, ends the display."""
         if not drawing.bars:
             self.stop()
             return
         if not self._live:
+            from rich.console import Console
             from rich.live import Live
 
-            console = _console()
+            # Users may print [brackets], which must not be taken as markup.
+            console = Console(markup=False, emoji=False, highlight=False)
             # With 2>FILE, errors must still go to the file.
             self._live = Live(
                 console=console,
@@ -126,16 +120,6 @@ class LiveDisplay:
         if self._live:
             self._live.stop()
             self._live = None
-
-
-def _console():
-    """Returns a rich console for stdout.
-
-    Users may print [brackets], which must not be taken as markup.
-    """
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False, highlight=False)
 
 
 def _picture(drawing: Drawing):

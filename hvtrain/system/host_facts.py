@@ -84,10 +84,8 @@ def raise_file_limit() -> None:
     The usual limit of 1,024 is too low for 1,000 ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_FILES
-    if hard != resource.RLIM_INFINITY:
-        limit = min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < limit:
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < limit:  # RLIM_INFINITY is -1.
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 

@@ -129,9 +129,7 @@ def redacted(value: Any, name: str = "") -> Any:
     is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
         # Everything in a group of secrets is secret, whatever its name.
-        if is_sure:
-            return {key: redacted(item, name) for key, item in value.items()}
-        return {key: redacted(item, str(key)) for key, item in value.items()}
+        return {key: redacted(item, name if is_sure else str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
     # These values are never secrets, and records should show that the setting is empty or a switch.

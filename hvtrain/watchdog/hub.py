@@ -137,9 +137,7 @@ class Hub:
         if self._passes_signal:
             return
         self._passes_signal = True
-        timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [number])
-        timer.daemon = True
-        timer.start()
+        console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, number)
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())

@@ -202,7 +202,7 @@ def test_bad_input_is_one_line(tmp_path):
         ),
         (
             ["steps", "--output", "/etc/hosts"],
-            "--output /etc/hosts is not a folder; choose another name",
+            "--output /etc/hosts cannot be written: File exists; choose another folder",
         ),
         (["input", "--sizes", "224"], "224 is not a list of sizes such as 224x224,300x400"),
         (

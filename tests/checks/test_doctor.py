@@ -107,7 +107,7 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
     assert failures.keys() == {
         ("packages", "s2"), ("code", "s3"), ("horovod", "s2"), ("horovod", "s3"), ("data set", "s3"),
     }, failures  # fmt: skip
-    assert re.search(r"has keras 3\.1\.4, s1 3\.\d+\.\d+$", failures["packages", "s2"])
+    assert re.search(r"^keras 3\.1\.4, s1 3\.\d+\.\d+$", failures["packages", "s2"])
     assert failures["code", "s3"] == "1 differs: core/step_plan.py on s3 and on s1"
     assert failures["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
     assert failures["horovod", "s3"] == "has no library of Horovod for TensorFlow"
@@ -159,13 +159,13 @@ def test_names(lab):
         ),
         (
             "s2",
-            "resolves s2 to 127.0.1.1, where no other host reaches it",
-            "on s2: in /etc/hosts replace '127.0.1.1 s2' with '10.213.0.2 s2'",
+            "resolves s2 to 127.0.1.1 instead of 10.213.0.2",
+            "on s2: write '10.213.0.2 s2' into /etc/hosts, or add it to DNS",
         ),
         (
             "s3",
             "has no address for s2",
-            "on s3: echo '10.213.0.2 s2' >> /etc/hosts, or add it to DNS",
+            "on s3: write '10.213.0.2 s2' into /etc/hosts, or add it to DNS",
         ),
     ]
 
@@ -187,8 +187,7 @@ def test_names_that_lead_elsewhere(lab):
         in failures["names", "s1"]
     )
     assert (
-        "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)"
-        in failures["names", "s2"]
+        "resolves s2 to 10.213.0.22 instead of 10.213.0.2 (and 1 more)" in failures["names", "s2"]
     )
     assert {check for check, _ in failures} == {"names"}
 
@@ -230,7 +229,7 @@ def test_closed_ports(lab):
     with lab.net("s2", "block", "1024-65534", back="unblock"):
         failures = lab.failures()
     assert failures.keys() == {("ports", "s2")}, failures
-    assert "s1, s3 cannot reach its port" in failures["ports", "s2"]
+    assert "no connection from s1 to s2, s3 to s2" in failures["ports", "s2"]
 
 
 CLOCK = r"""
@@ -325,8 +324,8 @@ def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
     drivers = [login(host, f"PATH={tmp_path}/bin:$PATH") for host in ("s2", "s3")]
     with lab.changed(*drivers, over("s2", tmp_path / "older", nccl)):
         failures = lab.failures(path=tmp_path / "bin", packages=tmp_path / "packages")
-    assert [host for check, host in failures if check == "gpus"] == ["s2"]
-    assert failures["gpus", "s2"] == "nvidia-nccl-cu12 2.18.1, s1 2.27.3"
+    assert not any(check == "gpus" for check, _ in failures)
+    assert failures["packages", "s2"] == "nvidia-nccl-cu12 2.18.1, s1 2.27.3"
 
 
 def test_wrong_usage_is_one_line(lab):

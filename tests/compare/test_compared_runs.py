@@ -136,7 +136,7 @@ def test_an_output_folder_that_is_in_use_is_refused(tmp_path):
         (arguments, f"--output {tmp_path} is not empty; choose another folder\n"),
         (
             [*arguments[:-1], str(tmp_path / "here")],
-            f"--output {tmp_path}/here is not a folder; choose another name\n",
+            f"--output {tmp_path}/here cannot be written: File exists; choose another folder\n",
         ),
         (
             [*arguments[:-2], "--target", "0.97"],

@@ -337,7 +337,7 @@ def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, mes
 
 
 def test_an_export_takes_one_process(folder, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="export takes one process"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras")
 

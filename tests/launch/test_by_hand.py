@@ -153,8 +153,8 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         ("localhost:0", 0, 1, ConfigError, "--coordinator localhost:0 is not HOST:PORT"),
         ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 .* or give its address$"),
         ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
-        ("192.0.2.1:FREE", 0, 1, ConfigError, "192.0.2.1 is not an address of .*; start worker 0 there, or give"),
-        ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; stop what uses it, or choose another port for"),
+        ("192.0.2.1:FREE", 0, 1, ConfigError, "cannot listen on port .* of 192.0.2.1: Cannot .* host of worker 0"),
+        ("localhost:USED", 0, 1, ConfigError, r"cannot listen on port \d+ of .*: Address already in use; give all"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to \S+ in time \(0.2 s\); start"),
         ("localhost:FREE", 1, 0.2, LostRankError, "cannot reach worker 0: nothing answered at .* for 0.2 s"),
         ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
@@ -205,8 +205,8 @@ def another_service(reply):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--job-name worker --coordinator s1:2222", "--job-name was given without --task-index; give its number"),
-        ("--job-name worker --task-index 0", "--job-name was given without --coordinator; give HOST:PORT"),
+        ("--job-name worker --coordinator s1:2222", "start one process together; give --task-index too, or none"),
+        ("--job-name worker --task-index 0", "start one process together; give --coordinator too, or none"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts cannot be combined"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi cannot be combined with --job-name"),
         ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; it has worker"),

@@ -70,21 +70,14 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, message):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "limit", "seconds", "message"),
-    [
-        (100, None, None, ""),
-        (400, None, 40, ""),
-        (400, 45, 45, ""),
-        (1000, None, 250, "1,000 ranks may take 2 min"),
-    ],
+    ("ranks", "limit", "seconds"),
+    [(100, None, None), (400, None, 40), (400, 45, 45), (1000, None, 250)],
 )
-def test_many_ranks_have_time_to_meet_over_gloo(
-    ranks, limit, seconds, message, monkeypatch, capsys
-):
+def test_many_ranks_have_time_to_meet_over_gloo(ranks, limit, seconds, monkeypatch):
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
     args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=limit)
     give_gloo_time(args)
-    assert args.gloo_timeout_seconds == seconds and message in capsys.readouterr().err
+    assert args.gloo_timeout_seconds == seconds
 
 
 @pytest.mark.distributed

@@ -34,7 +34,7 @@ from hvtrain.launch.remote_hosts import HostNetwork, Ssh
         ("-np 0 true", "^-np 0 is not a whole number of at least 1$"),
         (
             "-np two true",
-            "^-np two is not a whole number; see horovodrun --help$",
+            "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$",
         ),
         ("-np 2", "^the command of the ranks is missing; write it last: python -m hvtrain$"),
         ("-np 2 -np 3 true -np -np", "^-np was given 2 times; give it once$"),

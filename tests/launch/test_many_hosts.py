@@ -311,18 +311,6 @@ def test_a_host_whose_shell_ends_at_once(lab):
     assert code == 2 and "host s2 accepted ssh but did not run the command" in output, output
 
 
-def test_the_script_of_a_dry_run_is_what_would_run(lab):
-    code, output = lab.run(
-        "s1", "env", "TF_API_KEY=hunter2", "MINE=a b", PYTHON, "-m", "hvtrain", "launch", "-np", "2", "-H", "s1,s2",
-        "--gloo", "--env", "MINE", "--dry-run", "--", "python", "-c", "import os; print(os.environ['MINE'])",
-    )  # fmt: skip
-    assert code == 0, output
-    script = lab.of("s1") / "launch" / "ssh" / "launch.sh"
-    assert "hunter2" not in script.read_text() and script.stat().st_mode & 0o777 == 0o700
-    code, output = lab.run("s1", f"{lab.home}/launch/ssh/launch.sh")
-    assert code == 0 and "[1]<stdout>:a b" in output, output
-
-
 def test_a_host_without_this_environment(lab):
     """The path of the environment is empty there: as if it had never been made."""
     lab("exec", "s2", "mount", "-t", "tmpfs", "tmpfs", str(BIN))

@@ -233,11 +233,11 @@ def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
         (Job(RUN, 2), {"time": None}, "cluster.time is not set"),
         (Job(RUN, 2), {"time": "2h"}, "cluster.time=2h is not a time limit"),
         (Job(RUN, 2), {"time": "3"}, "the run is told to save up to 180 s before the limit"),
-        (Job(RUN, 6), {"nodes": 4}, "-np 6 does not divide over cluster.nodes=4"),
+        (Job(RUN, 6), {"nodes": 4}, "-np 6 is not cluster.nodes=4 x cluster.ranks_per_node=1"),
         (
             Job(RUN, 6),
             {"nodes": 2, "ranks_per_node": 4},
-            "cluster.nodes=2 cluster.ranks_per_node=4",
+            "cluster.nodes=2 x cluster.ranks_per_node=4",
         ),
         (Job(RUN, 2, parse_hosts("s1,s2")), {}, "does not take -H"),
         (Job(RUN, 2, min_ranks=1), {}, "does not take --min-np"),

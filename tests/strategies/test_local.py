@@ -147,7 +147,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
         ),
         ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
         ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),
-        ("never", "strategy.every=0 is out of range; it must be at least 1"),
+        ("never", "strategy.every=0 is not a whole number of at least 1"),
         ("outer", "strategy.outer_momentum=1.0 are out of range"),
     ],
 )

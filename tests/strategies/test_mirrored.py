@@ -11,7 +11,7 @@ from hvtrain.strategies.replica_step import ReplicaReducer
 
 def test_settings_are_refused_before_it_starts(monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"strategy.num_replicas=0 is not a whole number of 1 or more, nor null"
+        ConfigError, match=r"strategy.num_replicas=0 is not a whole number of at least 1"
     ):
         MirroredStrategy(0)
     with pytest.raises(

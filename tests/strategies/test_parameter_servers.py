@@ -387,8 +387,6 @@ def test_roles_on_two_hosts_find_each_other():
                 *line, strategy, f"run.dir={lab.home}/{strategy.partition('=')[2]}"
             )
             assert code == 0, output
-            devices = (
-                "0 s1 CPU (coordinator), 1 s1 CPU (ps 0), 2 s1 CPU (worker 0), 3 s2 CPU (worker 1)"
-            )
+            devices = "0 s1 CPU (coordinator 0), 1 s1 CPU (ps 0), 2 s1 CPU (worker 0), 3 s2 CPU (worker 1)"
             assert re.search(f"^devices +{re.escape(devices)}$", output, re.MULTILINE)
             assert "1,408 of 1,437 samples seen once per epoch" in output

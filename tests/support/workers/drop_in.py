@@ -14,7 +14,7 @@ from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.hooks import hook_of
-from hvtrain.keras.process import launched_size
+from hvtrain.system.console import launched_size
 
 # Rank 0 and the last one; with two ranks that would be all of them.
 ENDS = hvd.ProcessSet([0, 2]) if (launched_size() or 1) > 2 else None

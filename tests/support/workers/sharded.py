@@ -15,8 +15,8 @@ from keras import layers, optimizers
 
 import hvtrain.keras as hvd
 from hvtrain.keras import sharded_optimizer
-from hvtrain.keras.process import launched_size
 from hvtrain.keras.sharded_optimizer import Sharded
+from hvtrain.system.console import launched_size
 
 STEPS = 6
 # So that even these weights need several messages.
