@@ -45,6 +45,7 @@ _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on oth
 # 24,000 to 27,000 measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15  # Half of Horovod's limit of 30 s.
+SECONDS_WORTH_A_LINE = 60
 
 _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
 _ignored_hosts: set[str] = set()
@@ -99,6 +100,11 @@ def give_gloo_time(args: argparse.Namespace) -> None:
     )
     if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
+    if seconds > SECONDS_WORTH_A_LINE:
+        sys.stderr.write(
+            f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
+            "and seconds over MPI (--mpi)\n"
+        )
 
 
 def _find_plain_hosts(script) -> dict[str, int]:

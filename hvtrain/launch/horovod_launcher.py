@@ -23,12 +23,12 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
-from horovod.runner.elastic import discovery
+from horovod.runner.elastic import discovery, driver
 from horovod.runner.util import network, remote
 
 from hvtrain.errors import ConfigError, UserError, message_of
@@ -184,6 +184,20 @@ def prepare_elastic(args: argparse.Namespace) -> None:
         args.nics = {remote_hosts.common_interface([min(hosts, key=remote_hosts.is_local)])}
     # The server listens before Horovod knows the job's hosts and how to reach them.
     changes.Server.address = network.get_driver_ip(args.nics)
+
+    # Ranks that are already running wait for the new ones, and Horovod prints nothing about it.
+    start = driver.ElasticDriver._start_worker_processes
+
+    def start_and_report(job: Any, slots: list[Any]) -> None:
+        if slots and len(slots) < job.world_size():
+            names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
+            sys.stderr.write(
+                f"hvtrain: starting {names}; the others wait up to {args.gloo_timeout_seconds} s "
+                "(--gloo-timeout-seconds)\n"
+            )
+        start(job, slots)
+
+    driver.ElasticDriver._start_worker_processes = start_and_report
 
 
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
