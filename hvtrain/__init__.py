@@ -55,14 +55,9 @@ def load(run: str | Path, overrides: Sequence[str] = (), trust: bool = False) ->
     overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name
     code that is neither hvtrain's nor Keras's, which is executed. Raises UserError.
     """
-    from hvtrain.finished.arguments import finished_config
-    from hvtrain.finished.finished_run import open_run
-    from hvtrain.strategies.base import Strategy
+    from hvtrain.finished.finished_run import open_alone
 
-    finished = finished_config([f"run={run}", *overrides], trust=trust)
-    strategy = Strategy()
-    strategy.start()
-    return open_run(finished, strategy)
+    return open_alone([f"run={run}", *overrides], trust)
 
 
 def run_ranks(

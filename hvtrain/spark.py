@@ -273,17 +273,11 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 def _open_run(model: SparkModel):
     """Opens a run, once in each of Spark's Python processes, since one process predicts many partitions."""
     with console.quiet_import(verbose=False):
-        from hvtrain.finished.arguments import finished_config
-        from hvtrain.finished.finished_run import open_run
-        from hvtrain.strategies.base import Strategy
+        from hvtrain.finished.finished_run import open_alone
 
-    strategy = Strategy()
-    strategy.start()
     # Not hvtrain.load, which would read the run's data in each executor to
     # check that they are unchanged.
-    return open_run(
-        finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False
-    )
+    return open_alone([f"run={model.run}"], model.trust, uses_split=False)
 
 
 @dataclass

@@ -5,7 +5,7 @@ stay open dictionaries with a `_target_`, so that YAML can name anything in a us
 """
 
 import sys
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -240,7 +240,7 @@ class RunConfig:
     @cached_property
     def record(self) -> Settings:
         """All settings as plain nested dictionaries with secrets redacted, for records and checkpoints."""
-        return _plain(self)
+        return redacted(asdict(self))
 
     @cached_property
     def model_options(self) -> ModelOptions:
@@ -306,14 +306,6 @@ def from_dict(tree: Settings) -> RunConfig:
 def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
     """Returns the run folder used when run.dir is not set: runs/DATE_TIME-NAME, with the current time."""
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
-
-
-def _plain(config) -> Settings:
-    tree = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        tree[item.name] = _plain(value) if is_dataclass(value) else redacted(value, item.name)
-    return tree
 
 
 def round_up_to_accumulation(steps: int, accumulate: int) -> int:

@@ -186,8 +186,8 @@ def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
     """
     if "num_ps" in strategy:
         num_ps = strategy["num_ps"]
-        # isinstance(True, int) is true.
-        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+        # A bool is an int to isinstance.
+        if type(num_ps) is not int or num_ps < 1:
             raise ConfigError(
                 f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1"
             )

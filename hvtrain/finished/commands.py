@@ -169,10 +169,9 @@ folder with a model card, as Hugging Face's hub has them, and repo= uploads it."
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.exported import export_checked
         from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.strategies.base import Strategy
 
     # One process is enough; more would only write the same file.
-    with on_ranks(finished.config, Strategy()) as strategy:
+    with on_ranks(finished.config, alone=True) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         result = read_json(finished.folder / RESULT_FILE, dict)
         verdict = export_checked(run, model_format, path, result, repo or path.name)
@@ -254,10 +253,9 @@ def generate() -> int:
     _refuse_launcher("generate")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.strategies.base import Strategy
         from hvtrain.tasks.language import continuation
 
-    with on_ranks(finished.config, Strategy()) as strategy:
+    with on_ranks(finished.config, alone=True) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         source = run.source
         tokens = source.tokens_of(prompt)

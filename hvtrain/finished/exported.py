@@ -217,7 +217,7 @@ def _open_keras(path: Path) -> Runtime:
 
 def _open_saved_model(path: Path) -> Runtime:
     loaded = tf.saved_model.load(str(path))
-    return lambda batch: [output.numpy() for output in tf.nest.flatten(loaded.serve(batch))]
+    return lambda batch: as_arrays(loaded.serve(batch))
 
 
 def _open_onnx(path: Path) -> Runtime:

@@ -1,7 +1,7 @@
 """Opens a finished run: its data, its task, and its model with a checkpoint's weights on every rank."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from hvtrain.data import fitted, kinds
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.finished.arguments import FinishedConfig
+from hvtrain.finished.arguments import FinishedConfig, finished_config
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
@@ -89,9 +89,9 @@ class FinishedRun:
 
 
 @contextmanager
-def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
-    """Starts a strategy, by default Horovod's, and stops it at the end of the block (every rank)."""
-    strategy = strategy or HorovodStrategy()
+def on_ranks(config: RunConfig, alone: bool = False) -> Iterator[Strategy]:
+    """Starts Horovod's strategy, or the single process if `alone`, and stops it after the block (every rank)."""
+    strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
         console.start_log(strategy.start().is_chief)
         # The log lines about a run's start would only bury the command's result.
@@ -99,6 +99,14 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
         strategy.stop()
+
+
+def open_alone(arguments: Sequence[str], trust: bool, uses_split: bool = True) -> FinishedRun:
+    """Opens a run in this process alone, outside a command. The arguments are those of finished_config and open_run."""
+    finished = finished_config(arguments, trust=trust)
+    strategy = Strategy()
+    strategy.start()
+    return open_run(finished, strategy, uses_split)
 
 
 def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:

@@ -82,11 +82,11 @@ def model_card(
     if pipeline:
         head["pipeline_tag"] = pipeline
     if metrics:
-        types = [metric.removeprefix("test_") for metric in metrics]
         values = [
-            {"type": kind, "name": metric, "value": value}
-            for kind, (metric, value) in zip(types, metrics.items())
+            {"type": metric.removeprefix("test_"), "name": metric, "value": value}
+            for metric, value in metrics.items()
         ]
+        types = [value["type"] for value in values]
         dataset = {"name": facts["dataset"], "type": facts["dataset"]}
         results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
         head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}

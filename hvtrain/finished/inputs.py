@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -199,21 +199,20 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
-    dtype = "float32"
     if isinstance(spec, tuple):
-        shape = spec
-    else:
-        shape = tuple(getattr(spec, "shape", ()))
-        if not shape:
-            _refuse_shape(path, array, "columns by name")
-        dtype = spec.dtype.name
-
-    if not tf.TensorShape([None, *shape]).is_compatible_with(array.shape):
-        _refuse_shape(path, array, f"[examples, {', '.join(map(str, shape))}]")
+        spec = tf.TensorSpec(spec)
+    needed = "columns by name"
+    is_array = isinstance(spec, tf.TensorSpec)
+    if is_array:
+        needed = f"[examples, {', '.join(map(str, spec.shape))}]"
+    if not is_array or not tf.TensorShape([None, *spec.shape]).is_compatible_with(array.shape):
+        raise DataError(
+            f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
+        )
 
     def batches():
         for part in _parts(run, len(array)):
-            numbers = _converted(np.asarray(array[part]), dtype, f"input={path}")
+            numbers = _converted(np.asarray(array[part]), spec.dtype.name, f"input={path}")
             yield preprocessing(tf.constant(numbers)), {}
 
     return Examples(str(path), len(array), batches)
@@ -230,12 +229,6 @@ def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
             f"{where} has {array[converted != array][0]}, which is not {dtype}; fix the file"
         )
     return converted
-
-
-def _refuse_shape(path: Path, array: np.ndarray, needed: str) -> NoReturn:
-    raise DataError(
-        f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
-    )
 
 
 def _of_table(run: FinishedRun, path: Path) -> Examples:

@@ -22,7 +22,13 @@ ROW_GROUP_BYTES = 2**24
 
 
 class Writer:
-    """Writes rows to a path; only the chief uses one."""
+    """Writes rows to a path; only the chief uses one.
+
+    A table's file gets its name only when it is complete. Its writer opens `self._file` on the first
+    `add`, since it needs the rows' columns.
+    """
+
+    _file: Any = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,6 +41,10 @@ class Writer:
 
     def close(self) -> None:
         """Completes the output, if it is not complete after each `add`. Raises StorageError."""
+        if self._file is not None:
+            with _storage_errors(self.path):
+                self._file.close()
+                self._temporary.replace(self.path)
 
     def discard(self) -> None:
         """Removes an unfinished output."""
@@ -52,22 +62,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-class TableWriter(Writer):
-    """Writes a file that gets its name only when it is complete.
-
-    Subclasses open `self._file` on the first `add`, since they need the rows' columns.
-    """
-
-    _file: Any = None
-
-    def close(self) -> None:
-        if self._file is not None:
-            with _storage_errors(self.path):
-                self._file.close()
-                self._temporary.replace(self.path)
-
-
-class CsvWriter(TableWriter):
+class CsvWriter(Writer):
     """Writes a .csv file."""
 
     def add(self, rows: Rows) -> None:
@@ -83,7 +78,7 @@ class CsvWriter(TableWriter):
             csv.writer(self._file).writerows(zip(*columns))
 
 
-class ParquetWriter(TableWriter):
+class ParquetWriter(Writer):
     """Writes a .parquet file, gathering many batches into each row group."""
 
     def __init__(self, path: Path) -> None:

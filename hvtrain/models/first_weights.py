@@ -47,11 +47,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             difference.
     """
     path, arrays = _read(path_of(source), model)
-    excepted_ids = {
-        id(variable)
-        for pattern in excepted
-        for variable in find_variables(model, pattern, "model.weights_except")
-    }
+    excepted_ids = find_variables(model, excepted, "model.weights_except")
     own = {
         key: variable
         for key, variable in _keyed(parts(model)).items()

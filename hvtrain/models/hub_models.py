@@ -223,9 +223,9 @@ def _new_task(
     return task
 
 
-def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
+def _user_parameters(kind: type) -> list[str]:
     """Returns the arguments of a constructor that users can set."""
-    return {name: parameter for name, parameter in _parameters(kind).items() if name not in OURS}
+    return [name for name in _parameters(kind) if name not in OURS]
 
 
 def _parameters(kind) -> Mapping[str, inspect.Parameter]:

@@ -6,11 +6,11 @@ variable: conv1, block2/*, */bias.
 """
 
 import difflib
+import fnmatch
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
@@ -84,29 +84,28 @@ def head_of(model: Model) -> list[Part]:
     return [part for part in parts(model) if id(part.layer) not in backbone_ids]
 
 
-def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
-    """Returns the variables that match a pattern.
+def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[int]:
+    """Returns the ids of the variables that match a pattern, since == on Keras variables compares their values.
 
     Raises:
-        ConfigError: none of them is trainable. The message names the setting.
+        ConfigError: a pattern matches nothing trainable. The message names the setting.
     """
-    known_names: dict[str, None] = {}
-    matches = []
-    for part in parts(model):
-        for variable in part.variables:
-            names = part.names(variable)
-            known_names |= dict.fromkeys(names)
-            if any(fnmatchcase(name, pattern) for name in names):
-                matches.append(variable)
-
-    if set(map(id, matches)).isdisjoint(map(id, model.trainable_variables)):
-        nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
-        # If none is similar, a few of the model's names are better than no hint.
-        nearest = nearest or list(known_names)[:4]
-        raise ConfigError(
-            f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(nearest)}"
-        )
-    return matches
+    named = [
+        (id(variable), part.names(variable)) for part in parts(model) for variable in part.variables
+    ]
+    matched_ids = set()
+    for pattern in patterns:
+        matches = {number for number, names in named if fnmatch.filter(names, pattern)}
+        if matches.isdisjoint(map(id, model.trainable_variables)):
+            known_names = dict.fromkeys(name for _, names in named for name in names)
+            nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
+            # If none is similar, a few of the model's names are better than no hint.
+            nearest = nearest or list(known_names)[:4]
+            raise ConfigError(
+                f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(nearest)}"
+            )
+        matched_ids |= matches
+    return matched_ids
 
 
 def sharded_tables(model: Model) -> list[tuple[Any, int]]:
@@ -176,12 +175,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
     Raises:
         ConfigError: a pattern matches nothing trainable, or nothing trainable is left.
     """
-    # By identity, since == on Keras variables compares their values.
-    frozen_ids = {
-        id(variable)
-        for pattern in patterns
-        for variable in find_variables(model, pattern, "model.freeze")
-    }
+    frozen_ids = find_variables(model, patterns, "model.freeze")
     for part in parts(model):
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:

@@ -25,10 +25,9 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
     If several patterns match a variable, the last one wins. Raises ConfigError for a pattern that
     matches nothing trainable.
     """
-    factors = {}
+    factors: dict[int, float] = {}
     for pattern, factor in (rates or {}).items():
-        for variable in find_variables(model, pattern, "train.rates"):
-            factors[id(variable)] = float(factor)
+        factors |= dict.fromkeys(find_variables(model, [pattern], "train.rates"), float(factor))
     return [factors.get(id(variable), 1.0) for variable in model.trainable_variables]
 
 

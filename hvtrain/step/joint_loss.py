@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask
-from keras.src.losses.loss import squeeze_or_expand_to_same_rank
+from keras.src.losses.loss import apply_mask
 from tensorflow.python.eager.record import could_possibly_record as is_taking_gradients
 
 from hvtrain.errors import ConfigError
@@ -122,20 +122,13 @@ def _denominator(
     None if it is the number of elements, or if Keras does not divide. As in keras.src.losses.loss, a
     mask of any shape counts by the share of elements that it keeps.
     """
-    if mask is not None:
-        mask = tf.cast(mask, tf.float32)
     if reduction == "mean_with_sample_weight":
-        if weights is None:
-            weights = mask
-        elif mask is None:
-            weights = tf.cast(weights, tf.float32)
-        else:
-            mask, weights = squeeze_or_expand_to_same_rank(mask, tf.cast(weights, tf.float32))
-            weights = mask * weights
-        return None if weights is None else tf.reduce_sum(weights)
+        weights = apply_mask(weights, mask, "float32", reduction)
+        return None if weights is None else tf.reduce_sum(tf.cast(weights, tf.float32))
     if mask is None or reduction not in ("sum_over_batch_size", "mean"):
         return None
-    return tf.reduce_mean(mask) * tf.cast(tf.size(elements), tf.float32)
+    kept = tf.reduce_mean(tf.cast(mask, tf.float32))
+    return kept * tf.cast(tf.size(elements), tf.float32)
 
 
 def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
