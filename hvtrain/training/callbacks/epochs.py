@@ -346,13 +346,6 @@ class Recording(RunCallback):
             log.warning("%s; training continues (checkpoint.on_error=warn)", error)
 
 
-class Skipped(RunCallback):
-    """Reports, after each epoch, the examples that data.on_error=skip left out (every rank)."""
-
-    def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        report_skipped(self.run, self.report)
-
-
 def report_skipped(run: Run, report: RunReport) -> None:
     """Logs the examples left out since the last call, and adds them to the report (every rank).
 

@@ -29,9 +29,9 @@ from hvtrain.training.callbacks.epochs import (
     GradientNoise,
     Recording,
     SameLogs,
-    Skipped,
     Throughput,
     Validation,
+    report_skipped,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.metrics import Metrics
@@ -87,7 +87,7 @@ def make_callbacks(
         _end_whole_epochs(callback, context)
     # State of the epoch in which the run was interrupted.
     rank_state = start.rank_state if position.in_epoch else {}
-    state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
+    state = CallbackState(context, own, start)
 
     # end_step is called first and begin_step last, so that the watchdog
     # can tell a step from a callback.
@@ -99,6 +99,7 @@ def make_callbacks(
     )
 
     agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+    skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1
     callbacks = [
@@ -130,7 +131,7 @@ def make_callbacks(
         is_chief and config.tracker and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
-        Skipped(context),
+        skipped,
         config.profile.timeline and TimelineTrace(context),
         # It raises if ranks join or leave, and then no later callback is called.
         strategy.membership.commit_steps and MemoryCommit(context, state, validation),
