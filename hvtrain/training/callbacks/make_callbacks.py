@@ -81,12 +81,10 @@ def make_callbacks(
 
     throughput = Throughput(context)
     dataset = run.evaluation_data("validation")
-    validation = Validation(context, dataset, resumed=start.unlogged)
+    validation = Validation(context, dataset, start)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
     for callback in own.values():
         _end_whole_epochs(callback, context)
-    # State of the epoch in which the run was interrupted.
-    rank_state = start.rank_state if position.in_epoch else {}
     state = CallbackState(context, own, start)
 
     # end_step is called first and begin_step last, so that the watchdog
@@ -112,7 +110,7 @@ def make_callbacks(
         has_ranks and config.guard.recompute_every and Recompute(context),
         has_ranks and config.profile.noise_scale_every and GradientNoise(context),
         # The logs first become metrics over all ranks, and then identical on all of them.
-        EpochMetrics(context, rank_state),
+        EpochMetrics(context, start),
         Guard(context),
         validation,
         SameLogs(context),
