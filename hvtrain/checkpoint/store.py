@@ -9,6 +9,7 @@ nothing in it is executed or instantiated, no link is followed, and no name in i
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.numpy import load
 from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
 from hvtrain.errors import CheckpointError, StorageError
-from hvtrain.system.files import remove
+from hvtrain.system.files import read_json, remove
 
 # NumPy arrays by key. Whole sharded tables are ShardedTable, which reads like an array.
 Arrays = dict[str, Any]
@@ -187,11 +188,10 @@ def _regular(path: Path) -> Path:
 
 def unchecked_meta(path: Path) -> Meta:
     """Returns the meta of a checkpoint without verifying the checksums; empty if it cannot be read."""
-    try:
-        meta = {} if path.is_symlink() else json.loads(_regular(path / META).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return meta if isinstance(meta, dict) else {}
+    with suppress(OSError, ValueError):
+        if not path.is_symlink():
+            return read_json(_regular(path / META), dict)
+    return {}
 
 
 def digest_of(path: Path) -> str:

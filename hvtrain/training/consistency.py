@@ -15,7 +15,7 @@ from hvtrain.data import kinds
 from hvtrain.data.description import array_digest, listed
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, DataError, RankError, UserError
+from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
 from hvtrain.system.resources import cores_of_each
@@ -31,13 +31,6 @@ _PACKAGES = (
     "scikit-learn",
     "sentencepiece",
 )
-
-# What may differ between ranks: the error and what to do. Settings first: if they name different
-# packages, different code is only a consequence.
-_DIFFERENCES: dict[str, tuple[type[UserError], str]] = {
-    "settings": (ConfigError, "start all ranks with the same command"),
-    "programs": (RankError, "install the same versions and copy the same code to both hosts"),
-}
 
 # Settings that cannot change a single bit of the weights. checkpoint.every_* can: before a
 # checkpoint, moving statistics are averaged over the ranks.
@@ -61,7 +54,11 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
         return
     ranks = comm.gather((own, comm.topology.host))
     first, first_host = ranks[0]
-    for kind, (error, advice) in _DIFFERENCES.items():
+    # Settings first: if they name different packages, different code is only a consequence.
+    for kind, error, advice in (
+        ("settings", ConfigError, "start all ranks with the same command"),
+        ("programs", RankError, "install the same versions and copy the same code to both hosts"),
+    ):
         for rank, (other, host) in enumerate(ranks):
             difference = difference_of(first[kind], other[kind])
             if difference:

@@ -29,7 +29,7 @@ from hvtrain.core.run_files import (
 )
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
-from hvtrain.system.files import is_own_file, read_bytes, read_file, write_atomic
+from hvtrain.system.files import is_own_file, read_bytes, read_file, refuse_link, write_atomic
 from hvtrain.system.run_lock import LOCK_FILE
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import ResumePoint, RunState
@@ -220,10 +220,7 @@ class _Search:
     def _candidate(self) -> Candidate | None:
         """Returns this rank's candidate, or None if it has no checkpoint. Raises CheckpointError for a link."""
         topology = self.comm.topology
-        if self.checkpoints.is_symlink():
-            raise CheckpointError(
-                f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
-            )
+        refuse_link(self.checkpoints, CheckpointError, "make it a folder")
         paths: list[Path] = []
         # Only rank 0 reports what is on a shared disk.
         if self.has_own_disk:
@@ -322,8 +319,9 @@ class _Search:
                 # A record without a host means the root's own disk, which need not be the chief's.
                 best_host = best.get("host", root_host)
                 elsewhere = {"host": best_host} if best_host != own_host else {}
-                step, metric, value = (best[key] for key in ("step", "metric", "value"))
-                mark_best(self.checkpoints, step, metric, value, **elsewhere)
+                mark_best(
+                    self.checkpoints, best["step"], best["metric"], best["value"], **elsewhere
+                )
 
         self.comm.on_chief(write)
 

@@ -273,6 +273,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         batch += f"; {plan.accumulate} of them for each change of weights, {joint_batch} in all"
 
     schedule = config.schedule["_target_"].split(".")[-1].lower()
+    left_out = plan.num_examples - plan.examples_per_epoch
 
     # A line is left out if its text is "", None, False or empty settings.
     lines: dict[str, Any] = {
@@ -296,15 +297,11 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
             f"(base x {config.train.learning_rate_scale} scale), {schedule}"
         ),
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
-        "left out": "",
+        "left out": left_out > MOST_LEFT_OUT * plan.num_examples
+        and f"{left_out:,} of {plan.num_examples:,} examples ({percent(left_out / plan.num_examples)}), "
+        "different ones in each epoch (data.uneven=trim)",
         "run folder": str(run.folder),
     }
-
-    left_out = plan.num_examples - plan.examples_per_epoch
-    if left_out > MOST_LEFT_OUT * plan.num_examples:
-        share = percent(left_out / plan.num_examples)
-        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), different ones in each epoch"
-        lines["left out"] = f"{text} (data.uneven=trim)"
 
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"

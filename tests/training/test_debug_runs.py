@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvtrain.core.goodput import Goodput
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.repeated_step import LayerSearch
@@ -160,4 +161,6 @@ def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
     with pytest.raises(
         ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"
     ):
-        LayerSearch(RunContext(run, None, None, None, RunReport([], {})))
+        LayerSearch(
+            RunContext(run, None, None, None, RunReport([], {}, Goodput.resumed(None, 0.0)))
+        )

@@ -6,6 +6,7 @@ import pytest
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.schema import CheckpointConfig
+from hvtrain.core.goodput import Goodput
 from hvtrain.errors import CheckpointError
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.callbacks.checkpointing import Checkpointing
@@ -25,14 +26,17 @@ def end_of_attempt(monkeypatch, folder, commit_steps=0, **reported):
         plan=plan, step=20, is_last=True, in_epoch=False, is_multiple_of=lambda steps: False
     )
     context = SimpleNamespace(
-        run=run, position=position, weights=None, report=RunReport([], {}, **reported)
+        run=run,
+        position=position,
+        weights=None,
+        report=RunReport([], {}, Goodput.resumed(None, 0.0), **reported),
     )
     interruption = SimpleNamespace(agree_on_reason=lambda: None)
     callback = Checkpointing(context, None, None, interruption, Writer(folder, CheckpointConfig()))
     callback.set_model(SimpleNamespace(stop_training=False))
     callback.validation = SimpleNamespace(latest_step=-1)
     monkeypatch.setattr(callback, "_save", lambda metrics: None)
-    callback.on_epoch_end(0)
+    callback.on_epoch_end(0, {})
 
 
 def test_the_run_fails_once_instead_of_repeating_the_attempt_endlessly(monkeypatch, tmp_path):

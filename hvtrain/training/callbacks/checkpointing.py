@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvtrain.checkpoint import model_state, store
 from hvtrain.checkpoint.writer import Writer
@@ -23,12 +22,12 @@ from hvtrain.errors import (
     TrainingError,
 )
 from hvtrain.keras.gradients import are_finite
-from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
 from hvtrain.training.callbacks.guard import NAMES_LAYER
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 from hvtrain.training.resume import gather_arrays
+from hvtrain.training.run import Start
 
 # checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast,
 # which is too slow for every step.
@@ -108,7 +107,7 @@ class Interruption(RunCallback):
                 console.say_stopping()
 
 
-class CallbackState(keras.callbacks.Callback):
+class CallbackState(RunCallback):
     """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
     It saves store.NUMBERS, such as the best value, in the checkpoint's meta, and best_weights among its
@@ -116,24 +115,23 @@ class CallbackState(keras.callbacks.Callback):
     each epoch. Put this callback after the user's.
 
     Args:
+        context: The run's context.
         callbacks: The user's callbacks on this rank, by name.
-        saved: Their state in the checkpoint, by name.
-        resumed_factor: The factor of the learning rate, after a resume within an epoch; else None.
-        comm: The collectives of the ranks.
+        start: Where the run begins or resumes; has the state that was saved.
     """
 
     def __init__(
         self,
+        context: RunContext,
         callbacks: dict[str, keras.callbacks.Callback],
-        saved: dict[str, dict[str, Any]],
-        resumed_factor: np.ndarray | None,
-        comm: Comm,
+        start: Start,
     ) -> None:
-        super().__init__()
+        super().__init__(context)
         self._callbacks = callbacks
-        self._saved = saved
-        self._resumed_factor = resumed_factor
-        self._comm = comm
+        self._saved = start.callbacks
+        self._resumed_factor = None
+        if self.position.in_epoch:
+            self._resumed_factor = start.rank_state.get("rate/factor")
 
     def on_train_begin(self, logs: Any) -> None:
         # Keras's callbacks reset their counters in on_train_begin, so
@@ -155,7 +153,7 @@ class CallbackState(keras.callbacks.Callback):
         # Ranks with different rates would drift apart. Every rank takes part, even without
         # callbacks of its own: the chief may have some, such as CSVLogger.
         if factor is not None:
-            factor.assign(self._comm.broadcast(float(factor)))
+            factor.assign(self.comm.broadcast(float(factor)))
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """Returns the numbers of each callback, by its name."""
@@ -264,7 +262,7 @@ class Checkpointing(_Saving):
         if self.position.is_multiple_of(self.config.every_steps) or self._minutes_due():
             self._save(self.validation.latest if self._validated_now() else {})
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.model.stop_training and not self.position.in_epoch:
             self.interruption.agree_on_reason()
         is_end = self.position.is_last or self.model.stop_training
@@ -278,7 +276,7 @@ class Checkpointing(_Saving):
             has_validation = self._validated_now()
             metrics = {
                 name: float(value)
-                for name, value in (logs or {}).items()
+                for name, value in logs.items()
                 if has_validation or not name.startswith("val_")
             }
             self._save(metrics)

@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
@@ -16,7 +14,7 @@ from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
 from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slower_in_words
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
-from hvtrain.training.run import Run
+from hvtrain.training.run import Run, Start
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +28,17 @@ class EpochMetrics(RunCallback):
 
     Args:
         context: The run's context.
-        resumed: This rank's state from model_state.rank_state, if the run resumes within an epoch; else
-            empty. The model's metrics must be built then.
+        start: Where the run begins or resumes. If it resumes within an epoch, the model's metrics must be
+            built.
     """
 
-    def __init__(self, context: RunContext, resumed: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, context: RunContext, start: Start) -> None:
         super().__init__(context)
         # Sorted by number, which is the order of model.metrics_variables.
         self._resumed = [
-            value for name, value in sorted(resumed.items()) if name.startswith("metric/")
+            value
+            for name, value in sorted(start.rank_state.items())
+            if name.startswith("metric/") and self.position.in_epoch
         ]
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
@@ -77,21 +77,21 @@ class Validation(RunCallback):
     Args:
         context: The run's context.
         dataset: This rank's shard; None: nothing is validated.
-        resumed: Results that were unlogged when the run was interrupted.
+        start: Where the run begins or resumes; has the results that were unlogged then.
     """
 
     def __init__(
         self,
         context: RunContext,
         dataset: tf.data.Dataset | None,
-        resumed: Mapping[str, float],
+        start: Start,
     ) -> None:
         super().__init__(context)
         self.config = self.run.config.train
         self.dataset = dataset
         self.latest: dict[str, float] = {}
         self.latest_step = -1
-        self.unlogged = dict(resumed)
+        self.unlogged = start.unlogged
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         is_due = self.position.is_multiple_of(self.config.validate_every_steps)
@@ -344,13 +344,6 @@ class Recording(RunCallback):
             if self.run.config.checkpoint.on_error == "stop":
                 raise
             log.warning("%s; training continues (checkpoint.on_error=warn)", error)
-
-
-class Skipped(RunCallback):
-    """Reports, after each epoch, the examples that data.on_error=skip left out (every rank)."""
-
-    def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        report_skipped(self.run, self.report)
 
 
 def report_skipped(run: Run, report: RunReport) -> None:

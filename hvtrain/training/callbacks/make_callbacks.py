@@ -29,9 +29,9 @@ from hvtrain.training.callbacks.epochs import (
     GradientNoise,
     Recording,
     SameLogs,
-    Skipped,
     Throughput,
     Validation,
+    report_skipped,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.metrics import Metrics
@@ -81,13 +81,11 @@ def make_callbacks(
 
     throughput = Throughput(context)
     dataset = run.evaluation_data("validation")
-    validation = Validation(context, dataset, resumed=start.unlogged)
+    validation = Validation(context, dataset, start)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
     for callback in own.values():
         _end_whole_epochs(callback, context)
-    # State of the epoch in which the run was interrupted.
-    rank_state = start.rank_state if position.in_epoch else {}
-    state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
+    state = CallbackState(context, own, start)
 
     # end_step is called first and begin_step last, so that the watchdog
     # can tell a step from a callback.
@@ -99,6 +97,7 @@ def make_callbacks(
     )
 
     agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+    skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1
     callbacks = [
@@ -111,7 +110,7 @@ def make_callbacks(
         has_ranks and config.guard.recompute_every and Recompute(context),
         has_ranks and config.profile.noise_scale_every and GradientNoise(context),
         # The logs first become metrics over all ranks, and then identical on all of them.
-        EpochMetrics(context, rank_state),
+        EpochMetrics(context, start),
         Guard(context),
         validation,
         SameLogs(context),
@@ -130,7 +129,7 @@ def make_callbacks(
         is_chief and config.tracker and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
-        Skipped(context),
+        skipped,
         config.profile.timeline and TimelineTrace(context),
         # It raises if ranks join or leave, and then no later callback is called.
         strategy.membership.commit_steps and MemoryCommit(context, state, validation),

@@ -120,8 +120,8 @@ def first_not_finite(
 
     watch = _Watch(model)
     with ExitStack() as stack:
-        for operation, call in watch.calls():
-            stack.enter_context(replaced(operation, "call", call))
+        for operation in watch.operations:
+            stack.enter_context(replaced(operation, "call", watch.watched(operation)))
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
@@ -192,21 +192,17 @@ class _Watch:
         operations = [
             item for layer in layers for item in (layer, *getattr(layer, "operations", ()))
         ]
-        self._operations = list(dict.fromkeys(operations))
+        self.operations = list(dict.fromkeys(operations))
         self._num_calls = 0
         self._last_call: dict[int, int] = {}  # By the id() of an operation.
         self.forward: Origin | None = None
         self.backward: Origin | None = None
 
-    def calls(self) -> list[tuple[Any, Callable[..., Any]]]:
-        """Returns pairs of an operation and the function that replaces its `call`."""
-        return [(operation, self._watched(operation)) for operation in self._operations]
-
     def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
         """Returns the origin in the first layer of the backward pass whose weights got a non-finite gradient."""
         owners = {
             id(weight): id(operation)
-            for operation in self._operations
+            for operation in self.operations
             for weight in getattr(operation, "_trainable_variables", ())
         }
         origins = []
@@ -216,7 +212,8 @@ class _Watch:
                 origins.append(Origin(BACKWARD, -call, f"the gradient of {weight.path}"))
         return min(origins, default=None)
 
-    def _watched(self, operation: Any) -> Callable[..., Any]:
+    def watched(self, operation: Any) -> Callable[..., Any]:
+        """Returns the function that replaces the operation's `call`."""
         call = operation.call
         name = f"{operation.name} ({type(operation).__name__})"
         see_passed_back = partial(
@@ -231,7 +228,7 @@ class _Watch:
         )
 
         @wraps(call)
-        def watched(*args, **kwargs):
+        def watched_call(*args, **kwargs):
             args, kwargs = tf.nest.map_structure(see_passed_back, (args, kwargs))
             outputs = call(*args, **kwargs)
             self._num_calls += 1
@@ -240,7 +237,7 @@ class _Watch:
                 self.forward = Origin(FORWARD, self._num_calls, f"the output of {name}")
             return tf.nest.map_structure(see_incoming, outputs)
 
-        return watched
+        return watched_call
 
     def _with_gradient_seen(self, operation: Any, description: str, value: Any) -> Any:
         """Returns an equal tensor whose gradient is checked; returns anything but a float tensor unchanged."""

@@ -67,6 +67,7 @@ class RunReport:
     Args:
         records: Rows of history.csv, including those before a resume.
         rank_seconds: Each rank's seconds of own work in a step, by epoch; empty if steps are not timed.
+        goodput: What the wall time was spent on, on this rank.
         examples_each_epoch: Examples that went through the steps of each whole epoch, over all
             ranks.
         unreadable: What data.on_error=skip left out on any rank, by location, so that a damaged file that
@@ -77,13 +78,13 @@ class RunReport:
         stopped_by: The signal or limit that ended training early, as text; empty if none did.
         exit_code: The process's exit code after a signal; 0 if there was none.
         rebalanced: True if another attempt will continue with other batch sizes, see Balance.
-        goodput: What the wall time was spent on, on this rank.
         flops_per_example: Floating-point operations of a training step per example; None if unknown.
         peak_flops: Peak floating-point operations per second of all devices together; None if unknown.
     """
 
     records: list[EpochRecord]
     rank_seconds: dict[int, list[float]]
+    goodput: Goodput
     examples_each_epoch: list[int] = field(default_factory=list)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
     examples_per_second: float | None = None
@@ -92,7 +93,6 @@ class RunReport:
     stopped_by: str = ""
     exit_code: int = 0
     rebalanced: bool = False
-    goodput: Goodput = field(default_factory=lambda: Goodput.resumed(None, time.time()))
     flops_per_example: float | None = None
     peak_flops: float | None = None
 
@@ -154,7 +154,7 @@ class RunContext:
         report = RunReport(
             records,
             {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-            goodput=Goodput.resumed(run.meta.get("goodput"), began, ended),
+            Goodput.resumed(run.meta.get("goodput"), began, ended),
             flops_per_example=flops_per_example(model),
             peak_flops=peak and peak * run.strategy.num_computing,
         )
