@@ -274,6 +274,13 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
 
     schedule = config.schedule["_target_"].split(".")[-1].lower()
     left_out = plan.num_examples - plan.examples_per_epoch
+    left_out_text = ""
+    if left_out > MOST_LEFT_OUT * plan.num_examples:
+        share = percent(left_out / plan.num_examples)
+        left_out_text = (
+            f"{left_out:,} of {plan.num_examples:,} examples ({share}), different ones in each epoch "
+            "(data.uneven=trim)"
+        )
 
     # A line is left out if its text is "", None, False or empty settings.
     lines: dict[str, Any] = {
@@ -297,9 +304,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
             f"(base x {config.train.learning_rate_scale} scale), {schedule}"
         ),
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
-        "left out": left_out > MOST_LEFT_OUT * plan.num_examples
-        and f"{left_out:,} of {plan.num_examples:,} examples ({percent(left_out / plan.num_examples)}), "
-        "different ones in each epoch (data.uneven=trim)",
+        "left out": left_out_text,
         "run folder": str(run.folder),
     }
 
