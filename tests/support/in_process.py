@@ -42,7 +42,7 @@ def run_command(module: str, *arguments: str, cwd: Path) -> Ended:
         for number in SIGNALS:
             stack.callback(signal.signal, number, signal.getsignal(number))
         # A command that fails starts a timer that ends its process.
-        stack.enter_context(mock.patch.object(cli, "threading"))
+        stack.enter_context(mock.patch.object(console, "call_later"))
         stack.enter_context(mock.patch.object(cli, "atexit"))
         # runpy warns of a module that a test has imported too.
         stack.enter_context(warnings.catch_warnings())
