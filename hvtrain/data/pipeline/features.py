@@ -128,7 +128,7 @@ def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:
     odd = f", among them {examples}" if examples else ""
     return DataError(
         f"{where}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or drop "
-        "them, or train with dataset.missing=median, most_frequent, indicator or drop (a target is always dropped)"
+        "them, or train with dataset.missing=median, most_frequent, indicator or drop (all drop rows without a target)"
     )
 
 
