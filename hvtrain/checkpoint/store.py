@@ -1,4 +1,4 @@
-"""Reads checkpoints: arrays and JSON under checksums, never code.
+"""Reads checkpoints: arrays and JSON, verified by checksums; never code.
 
 Does not communicate. A checkpoint is a folder step-NNNNNNNN, written by writer.py, with
 state.safetensors (arrays), meta.json (everything else), tables.safetensors (sharded tables, if any)
@@ -23,23 +23,25 @@ from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import read_json, remove
 
-# NumPy arrays by key. Whole sharded tables are ShardedTable, which reads like an array.
+# NumPy arrays by key. A sharded table is a ShardedTable, which is read like an array.
 Arrays = dict[str, Any]
 Meta = dict[str, Any]
 
 ARRAYS = "state.safetensors"
 META = "meta.json"
-# Embedding tables and their slots, if they are sharded over the ranks: "rank/0/KEY" has rank 0's rows.
+# Embedding tables and their optimizer slots, if they are sharded over the ranks: "rank/0/KEY"
+# holds the rows of rank 0.
 TABLES = "tables.safetensors"
 SUMS = "SHA256SUMS"
-# Longest accepted header of tables.safetensors, whose length the file itself states.
+# The longest header of tables.safetensors that is read. The file itself states the length, and a
+# damaged file may state any.
 MAX_HEADER_BYTES = 16 << 20
-# Types of tables, by their names in safetensors.
+# The types that a table may have, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
-_NAME = re.compile(r"step-([0-9]{8,})")
+_FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 
-# Attributes that hold the state of Keras's EarlyStopping, ReduceLROnPlateau and similar callbacks,
-# which reset them whenever a fit begins.
+# Attributes in which EarlyStopping, ReduceLROnPlateau and similar Keras callbacks keep their state.
+# Each fit() resets them, so a checkpoint has to hold them.
 NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
 
@@ -63,7 +65,7 @@ class Checkpoint:
         }
 
     def callbacks(self) -> dict[str, dict[str, Any]]:
-        """Returns each callback's numbers and best weights, by its name, as CallbackState saved them.
+        """Returns the state that CallbackState saved: numbers and best weights by callback name.
 
         Raises:
             CheckpointError: the saved values are not numbers.
@@ -123,8 +125,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} cannot be read: {error.strerror}; fix that, then start again"
         ) from error
-    # Damaged checkpoints that were set aside, and temporary folders, have other names.
-    steps = {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
+    # Temporary folders, and damaged checkpoints that were set aside, have other names.
+    matches = map(_FOLDER_NAME.fullmatch, names)
+    steps = {int(match[1]) for match in matches if match}
     paths = [folder / folder_name(step) for step in sorted(steps)]
     return [path for path in paths if path.is_dir()]
 
@@ -155,14 +158,18 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
-    # The format of the command sha256sum: digest, two spaces, name.
-    lines = _regular(path / SUMS).read_text(encoding="utf-8").splitlines()
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    listed: dict[str, str] = {}
+    for line in _require_regular(path / SUMS).read_text(encoding="utf-8").splitlines():
+        # The format of the command sha256sum: digest, two spaces, name.
+        digest, _, name = line.partition("  ")
+        listed[name] = digest
+
     # Read once, so that the bytes that are parsed are the bytes that were checked.
-    files = {name: _regular(path / name).read_bytes() for name in (ARRAYS, META)}
+    files = {name: _require_regular(path / name).read_bytes() for name in (ARRAYS, META)}
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     if TABLES in listed:
-        digests[TABLES] = digest_of(_regular(path / TABLES))
+        # Tables may not fit into memory, so they are hashed here and memory-mapped later.
+        digests[TABLES] = digest_of(_require_regular(path / TABLES))
     for name, digest in digests.items():
         if digest != listed.get(name):
             expected = f"{listed[name][:12]}..." if listed.get(name) else "nothing"
@@ -170,6 +177,7 @@ def _read(path: Path) -> Checkpoint:
 
     meta = json.loads(files[META])
     arrays: Arrays = load(files[ARRAYS])
+    # safetensors has no bfloat16 for NumPy, so writer.py stores the bits as uint16.
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
     if TABLES in listed:
@@ -179,18 +187,21 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(path, meta["step"], meta, arrays)
 
 
-def _regular(path: Path) -> Path:
-    """Returns the path. Raises ValueError for a link, which may lead anywhere, or a pipe, which never ends."""
+def _require_regular(path: Path) -> Path:
+    """Returns the path unchanged. Raises ValueError unless it is a regular file or missing.
+
+    A link may lead anywhere, and a pipe may never end.
+    """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(f"{path.name} is not a regular file")
     return path
 
 
 def unchecked_meta(path: Path) -> Meta:
-    """Returns the meta of a checkpoint without verifying the checksums; empty if it cannot be read."""
+    """Returns a checkpoint's meta without verifying checksums; empty if it cannot be read."""
     with suppress(OSError, ValueError):
         if not path.is_symlink():
-            return read_json(_regular(path / META), dict)
+            return read_json(_require_regular(path / META), dict)
     return {}
 
 
@@ -204,7 +215,11 @@ def digest_of(path: Path) -> str:
 
 
 def _map_tables(path: Path) -> dict[str, ShardedTable]:
-    """Memory-maps the tables of a safetensors file, which may not fit into memory."""
+    """Memory-maps the tables of a safetensors file, which may not fit into memory.
+
+    The file holds the length of its header (8 bytes, little-endian), the header (JSON) and the
+    arrays.
+    """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
@@ -213,10 +228,12 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
     content = np.memmap(path, np.uint8, "r", 8 + header_bytes)
     shards: dict[str, dict[int, np.ndarray]] = {}
     for name, entry in header.items():
-        if name != "__metadata__":
-            _, rank, key = name.split("/", 2)
-            rows = content[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]])
-            shards.setdefault(key, {})[int(rank)] = rows.reshape(entry["shape"])
+        if name == "__metadata__":
+            continue
+        _, rank, key = name.split("/", 2)
+        byte_range = slice(*entry["data_offsets"])
+        values = content[byte_range].view(_TYPES[entry["dtype"]])
+        shards.setdefault(key, {})[int(rank)] = values.reshape(entry["shape"])
     return {
         key: ShardedTable([by_rank[rank] for rank in range(len(by_rank))])
         for key, by_rank in shards.items()
@@ -233,8 +250,8 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
 
     Args:
         path: folder of the damaged checkpoint.
-        reason: the text of the error that found the damage.
-        taken_step: step of the checkpoint that is used instead.
+        reason: what is wrong with it, as the error's text says.
+        taken_step: step of the older checkpoint that is used instead.
 
     Returns:
         A line for the log.

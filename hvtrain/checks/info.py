@@ -1,4 +1,4 @@
-"""`python -m hvtrain info`: versions, build, devices and hosts as a block of text to paste into an issue."""
+"""`python -m hvtrain info`: versions, build, devices and hosts, as text to paste into an issue."""
 
 import os
 import re
@@ -14,9 +14,10 @@ from hvtrain.system.command import Parser
 from hvtrain.system.host_facts import checkout
 from hvtrain.system.text import human_bytes
 
+# Time limit for the answers of all hosts, which are asked at the same time.
 SECONDS = 30.0
-# Environment variables that change how ranks connect, reduce and compute; the others are private.
-_TELLING = re.compile(
+# Environment variables that change how ranks connect, reduce and compute. Others may be private.
+_SHOWN = re.compile(
     r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH"
 )
 
@@ -46,13 +47,12 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
-    # travels() keeps secrets out: it is the launcher's test for what may be sent to other hosts. It
-    # refuses CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
+    # travels() is the launcher's test for variables that may be sent to other hosts, and refuses
+    # secrets. It refuses CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
     lines |= {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if _TELLING.fullmatch(name)
-        and (name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ))
+        if _SHOWN.fullmatch(name) and (name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ))
     }
     width = max(map(len, lines))
     print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
@@ -60,17 +60,17 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
 
 
 def _describe(facts: Facts) -> dict[str, str]:
-    """Returns a host's facts as text by name, without empty ones."""
+    """Returns a host's facts as texts by name, without empty ones."""
     machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
-    version = packages.pop("hvtrain", "without metadata")
+    own_version = packages.pop("hvtrain", "without metadata")
+    built_with = ", ".join(facts["horovod"]["built_with"])
 
     lines = {
-        "hvtrain": f"{version}{commit_of(facts['code']['folder'])}",
+        "hvtrain": f"{own_version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "horovod built with": ", ".join(facts["horovod"]["built_with"])
-        or "nothing: its library is missing",
+        "horovod built with": built_with or "nothing: its library is missing",
         "system": machine["system"],
         "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
         "gpus": _gpus(facts["gpus"]),
@@ -90,19 +90,21 @@ def _gpus(gpus: Mapping[str, Any]) -> str:
 
 
 def commit_of(folder: str | None) -> str:
-    """Returns the commit of the folder's checkout and how many files differ from it, as " (1a2b3c4, 2 changed)".
+    """Returns a package folder's commit and number of changed files, as " (1a2b3c4, 2 changed)".
 
     Empty for an installed package.
     """
+    # Only a checkout of the package itself counts: git would also find a repository further up,
+    # such as one that contains the virtual environment.
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
 
-    commit = checkout(Path(folder))
-    if commit is None:
+    state = checkout(Path(folder))
+    if state is None:
         return ""
 
-    text = commit["commit"][:7]
-    # A version alone would hide changes that were never committed.
-    if commit["changed"]:
-        text += f", {len(commit['changed'])} changed"
+    text = state["commit"][:7]
+    # A commit alone would hide changes that are not committed.
+    if state["changed"]:
+        text += f", {len(state['changed'])} changed"
     return f" ({text})"

@@ -2,10 +2,10 @@
 
 LearningRate (training/setup.py) puts it into the graph; tests call it directly.
 
-Every schedule first warms up linearly, step by step, from the base rate (that of one rank) or from
-warmup_from to the peak rate (base times the plan's factor), as in Goyal et al. 2017, "Accurate, Large
-Minibatch SGD", section 2.2. With one rank, base and peak are equal and the warm-up is flat. The rate
-depends only on the step, so it is correct after a resume without any saved state.
+Every schedule begins with a linear warm-up, step by step, as in Goyal et al. 2017, "Accurate, Large
+Minibatch SGD", section 2.2. It rises from the base rate (that of one rank), or from warmup_from, to
+the peak rate (base times the plan's factor). With one rank, base and peak are equal, so the warm-up
+from base is flat. The rate depends only on the step, so a resumed run needs no saved state for it.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# The functions that schedules use, for Python numbers. For tensors keras.ops has the same names.
+# The functions that schedules need, for Python numbers. keras.ops has them for tensors.
 SCALARS = SimpleNamespace(
     minimum=min,
     maximum=max,
@@ -30,10 +30,14 @@ class Schedule:
     """Warms up over warmup_epochs, then applies a subclass's decay over the rest of num_steps.
 
     base and peak are learning rates; steps are the plan's optimizer steps, counted from 0.
-    warmup_from: the rate at step 0 in place of base, capped at the peak rate.
+    warmup_from, if given, replaces base as the rate at step 0; it is capped at the peak rate.
 
     Raises:
         ConfigError: if warmup_epochs or the first rate is negative or not finite.
+
+    >>> schedule = Schedule(base=0.1, peak=0.5, steps_per_epoch=10, num_steps=30, warmup_epochs=2)
+    >>> [round(schedule(step), 6) for step in (0, 10, 20, 30)]
+    [0.1, 0.3, 0.5, 0.5]
     """
 
     base: float
@@ -62,22 +66,23 @@ class Schedule:
         """Learning rate at which the warm-up begins."""
         if self.warmup_from is None:
             return self.base
-        # A recipe's first rate may exceed the peak rate if the batch is
-        # smaller than any in the recipe.
+        # A recipe's first rate may exceed the peak rate of a batch smaller than any in the recipe.
         return min(self.warmup_from, self.peak)
 
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
-        """Returns the learning rate at a step: a float with the default ops, a tensor with keras.ops."""
-        warmup = max(1, self.warmup_steps)
-        rising = self.first_rate + (self.peak - self.first_rate) * ops.minimum(step / warmup, 1.0)
+        """Returns the learning rate at a step: a float by default, a tensor with ops=keras.ops."""
+        # Both rates are computed at every step, so neither may divide by 0 or leave its range.
+        warmup_fraction = ops.minimum(step / max(1, self.warmup_steps), 1.0)
+        warmup_rate = self.first_rate + (self.peak - self.first_rate) * warmup_fraction
+
         decay_steps = max(1, self.num_steps - self.warmup_steps)
         progress = ops.minimum(ops.maximum((step - self.warmup_steps) / decay_steps, 0.0), 1.0)
-        return ops.where(
-            step < self.warmup_steps, rising, self.peak * self.decay(step, progress, ops)
-        )
+        decayed_rate = self.peak * self.decay(step, progress, ops)
+
+        return ops.where(step < self.warmup_steps, warmup_rate, decayed_rate)
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
-        """Returns the factor that multiplies the peak rate after the warm-up: 1 here.
+        """Returns the factor by which the peak rate is multiplied after the warm-up: 1 here.
 
         Args:
             step: the step of the plan.
@@ -89,12 +94,17 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """The peak rate until the end."""
+    """The peak rate from the end of the warm-up to the end of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
-    """The peak rate, multiplied by `factor` at each of the given epochs."""
+    """The peak rate, multiplied by `factor` once more at each of the given epochs of the run.
+
+    >>> schedule = Step(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=90, at_epochs=(3, 6))
+    >>> [round(schedule(step), 6) for step in (29, 30, 60)]
+    [1.0, 0.1, 0.01]
+    """
 
     at_epochs: Sequence[float] = field(default=())
     factor: float = 0.1
@@ -102,9 +112,8 @@ class Step(Schedule):
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         result: Any = 1.0
         for epoch in self.at_epochs:
-            result = result * ops.where(
-                step >= round(epoch * self.steps_per_epoch), self.factor, 1.0
-            )
+            first_step = round(epoch * self.steps_per_epoch)
+            result = result * ops.where(step >= first_step, self.factor, 1.0)
         return result
 
 
@@ -113,19 +122,22 @@ class Cosine(Schedule):
     """Half a cosine from the peak rate to final_fraction of it.
 
     Loshchilov and Hutter 2017, eq. 5, without restarts.
+
+    >>> schedule = Cosine(base=0.4, peak=0.4, steps_per_epoch=10, num_steps=40)
+    >>> [round(schedule(step), 6) for step in (0, 20, 40)]
+    [0.4, 0.2, 0.0]
     """
 
     final_fraction: float = 0.0
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
-        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (
-            1 + ops.cos(math.pi * progress)
-        )
+        decaying = 1 - self.final_fraction
+        return self.final_fraction + decaying * 0.5 * (1 + ops.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(Schedule):
-    """(1 - progress) to the given power, from the peak rate to final_fraction of it.
+    """A decay from the peak rate to final_fraction of it, as (1 - progress) to the given power.
 
     Power 1 is a straight line.
     """
@@ -139,19 +151,22 @@ class Polynomial(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest(Schedule):
-    """Exponential growth from `lowest` to `highest`, whatever the peak rate (Smith 2015, arXiv:1506.01186).
+    """Exponential growth from `lowest` to `highest`, to find the range of rates that train well.
 
-    Both are the optimizer's actual rates, for the global batch.
+    See Smith 2015, arXiv:1506.01186. Both are the optimizer's actual rates, for the global batch,
+    and do not depend on the peak rate.
     """
 
     lowest: float = 1e-6
     highest: float = 10.0
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        # Divided by the peak rate because __call__ multiplies by it.
         return self.lowest * (self.highest / self.lowest) ** progress / self.peak
 
 
 def rate_factor(model: Any) -> Any:
     """Returns the variable by which callbacks scale the scheduled rate; None if there is none."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    # Not `learning_rate`, which is only the current value: the factor is LearningRate's.
     return getattr(optimizer._learning_rate, "factor", None)

@@ -1,8 +1,8 @@
 """Assigns one GPU to each local rank, before TensorFlow initializes a device.
 
 Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its
-visible devices once one has been used. `choose_gpus` decides, as a pure function; `pin_gpu` gathers
-what all ranks see, and applies the decision.
+visible devices once one has been used. `pin_gpu` gathers what all ranks see, lets the pure function
+`choose_gpus` decide, and applies the decision.
 """
 
 import os
@@ -23,14 +23,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view of its host: its local rank, and the names of the visible GPUs in order."""
+    """One rank's view of its host: its local rank, and the GPUs that are visible to it."""
 
     host: str
     local_rank: int
+    # Names of the visible GPUs, in TensorFlow's order; see visible_names.
     gpus: tuple[str, ...]
-    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not
-    # enough where each rank is shown only its own GPUs (by cgroups, as with srun
-    # --gpus-per-task) and counts them from 0.
+    # UUIDs of these GPUs, in the same order; empty without an NVIDIA driver. Names do not identify
+    # a GPU where each rank is shown only its own (by cgroups, as with srun --gpus-per-task) and
+    # counts from 0.
     ids: tuple[str, ...] = ()
 
     @property
@@ -43,15 +44,17 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     """Returns the GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
     Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES is unset, or set for the host) take
-    them by local rank. Ranks that see different ones (it is set for each rank) take the first they see.
+    them by local rank. Ranks that see different GPUs (it is set for each rank) take the first one
+    that they see.
 
     Args:
         views: all ranks' views, by rank.
         share: True if ranks may share a GPU; the GPUs are then assigned to the ranks in turn.
 
     Raises:
-        RankError: if a host has too few GPUs, or two of its ranks would get the same one, unless share
-            is true; or if only some ranks see a GPU: ranks on CPUs cannot reduce with ranks on GPUs.
+        RankError: if only some ranks see a GPU, since ranks on CPUs cannot reduce with ranks on
+            GPUs; or, unless share is true, if a host has too few GPUs or two of its ranks would get
+            the same one.
 
     >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
     [0, 1]
@@ -62,10 +65,10 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         on_host = [other.keys for other in views if other.host == view.host]
         if not view.gpus:
             chosen.append(None)
-        # Each rank is shown GPUs of its own.
         elif any(keys != view.keys for keys in on_host):
+            # Each rank is shown GPUs of its own.
             chosen.append(0)
-        # All ranks of the host see the same GPUs.
+        # From here on, all ranks of the host see the same GPUs.
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
@@ -75,12 +78,13 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
                 f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
                 "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
             )
-    for host, names in _shared(views, chosen):
-        if not share:
-            raise RankError(
-                f"{len(names)} ranks on host {host} would use GPU {names[-1]}; give each rank its own in "
-                "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
-            )
+    shared = _shared_gpus(views, chosen)
+    if shared and not share:
+        host, names = shared[0]
+        raise RankError(
+            f"{len(names)} ranks on host {host} would use GPU {names[-1]}; give each rank its own in "
+            "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
+        )
     return chosen
 
 
@@ -95,29 +99,31 @@ def _check_all_or_none(views: list[View]) -> None:
         )
 
 
-def _shared(views: list[View], chosen: list[int | None]) -> list[tuple[str, list[str]]]:
-    """Returns the host of each GPU that several ranks use, and the GPU's name on each of these ranks."""
+def _shared_gpus(views: list[View], chosen: list[int | None]) -> list[tuple[str, list[str]]]:
+    """Returns the host of each GPU that several ranks use, and its name on each of them."""
     # By key, because two ranks may know the same GPU under different numbers.
     names: dict[tuple[str, str], list[str]] = {}
     for view, index in zip(views, chosen):
         if index is not None:
             names.setdefault((view.host, view.keys[index]), []).append(view.gpus[index])
-    return [(host, users) for (host, _), users in names.items() if len(users) > 1]
+    return [(host, on_ranks) for (host, _), on_ranks in names.items() if len(on_ranks) > 1]
 
 
-def _device(view: View, index: int | None, views: list[View]) -> str:
-    """Returns a rank's host and device, such as "s1 GPU 0".
+def _device_name(view: View, index: int | None, views: list[View]) -> str:
+    """Returns a rank's host and device, such as "s1 GPU 0" or "s1 CPU".
 
-    A GPU is given by its name, or by its UUID if another GPU of the host has the same name.
+    The UUID replaces the GPU's name if another GPU of the host has the same name.
     """
     if index is None:
         return f"{view.host} CPU"
     name = view.gpus[index]
     on_host = [other for other in views if other.host == view.host]
-    same_name = {
+    keys_of_name = {
         key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name
     }
-    return f"{view.host} GPU {name if len(same_name) == 1 else view.keys[index]}"
+    if len(keys_of_name) > 1:
+        name = view.keys[index]
+    return f"{view.host} GPU {name}"
 
 
 def pin_gpu(
@@ -128,49 +134,57 @@ def pin_gpu(
 ) -> list[str]:
     """Makes this rank see one GPU, with memory growth; returns all ranks' devices (every rank).
 
-    On a host without GPUs it makes TensorFlow reuse the memory of freed tensors, and keeps the rank on
-    its share of the cores. Call it after init, and before TensorFlow initializes a device.
+    On a host without GPUs it makes TensorFlow keep the memory of freed tensors for reuse, and pins
+    the rank to its share of the cores. Call it after init, and before TensorFlow initializes a
+    device.
 
     Args:
-        host: name of this host; default: socket.gethostname().
-        share: True: ranks may share a GPU.
-        pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/resources.py).
+        host: name of this host; None: socket.gethostname().
+        share: True if ranks may share a GPU.
+        pin_cores: on a host without GPUs, pin this rank to its share of the cores
+            (system/resources.py).
         by_local_rank: ask no other rank, and return only this rank's device. The call is then not
-            collective: it is for a rank that joins an elastic job while the others are training. Every
+            collective, so that a rank can join an elastic job while the others are training. Every
             rank must see all GPUs of its host.
 
     Returns:
         Devices by rank, such as "s1 GPU 0" or "s1 CPU".
 
     Raises:
-        RankError: as for choose_gpus; if TensorFlow has initialized its devices already; or if this host
-            has GPUs that TensorFlow cannot use.
+        RankError: as for choose_gpus; if TensorFlow has initialized its devices already; or if this
+            host has GPUs that TensorFlow cannot use.
     """
     gpus = physical_gpus()
     if not gpus:
-        # Before exchange, which allocates memory, and starts a thread for each
-        # core that this process may use.
+        # Before exchange, which allocates memory and starts a thread for each core that this
+        # process may use.
         _keep_freed_memory()
         if pin_cores:
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     own = View(host or socket.gethostname(), hvd.local_rank(), names, gpu_uuids(len(names)))
-    views = [own] if by_local_rank else exchange(own, "hvtrain.devices")
+    if by_local_rank:
+        views = [own]
+        own_position = 0
+    else:
+        views = exchange(own, "hvtrain.devices")
+        own_position = hvd.rank()
+
     chosen = choose_gpus(views, share)
-    index = chosen[0 if by_local_rank else hvd.rank()]
+    index = chosen[own_position]
     if index is not None:
         use_only(gpus[index])
-    if _shared(views, chosen):
+    if _shared_gpus(views, chosen):
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    return [_device(view, gpu, views) for view, gpu in zip(views, chosen)]
+    return [_device_name(view, gpu, views) for view, gpu in zip(views, chosen)]
 
 
 def _keep_freed_memory() -> None:
     """Makes TensorFlow use its GPU allocator (BFC, best fit with coalescing) for host memory too.
 
-    The default CPU allocator returns the memory of each large gradient to the system, so the next step
-    has to fault in new pages; for 100 MB that costs more than the reduction.
+    The default CPU allocator returns the memory of each large gradient to the system. The next step
+    then has to fault in new pages, which takes longer than the reduction for gradients of 100 MB.
     """
     host_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
@@ -178,7 +192,7 @@ def _keep_freed_memory() -> None:
 
 
 def use_only(gpu: tf.config.PhysicalDevice) -> None:
-    """Hides all other GPUs from this process, and makes TensorFlow allocate this GPU's memory as needed.
+    """Hides all other GPUs from this process, and turns on memory growth for this GPU.
 
     Raises:
         RankError: if TensorFlow has initialized its devices already.
@@ -196,9 +210,9 @@ def use_only(gpu: tf.config.PhysicalDevice) -> None:
 def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
     """Returns all ranks' values, by rank, before TensorFlow initializes a device (every rank).
 
-    An eager collective would initialize TensorFlow's context, with all GPUs and without a cluster, and
-    that cannot be undone. A session without GPUs leaves the context alone, so devices and clusters can
-    still be chosen afterwards. Call it after init.
+    An eager collective would initialize TensorFlow's context with all GPUs and without a cluster,
+    which cannot be undone. A session without GPUs does not touch the context, so devices and a
+    cluster can still be chosen afterwards. Call it after init.
     """
     if hvd.size() == 1:
         return [value]
@@ -225,7 +239,7 @@ def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
-        count: how many GPUs TensorFlow lists.
+        count: number of GPUs that TensorFlow lists.
 
     >>> visible_names("3,1", 2), visible_names(None, 2)
     (('3', '1'), ('0', '1'))

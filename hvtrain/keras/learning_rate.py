@@ -1,4 +1,4 @@
-"""Callbacks for the learning rate: schedules by epoch, and the warm-up to the rate for all ranks."""
+"""Learning-rate callbacks with Horovod's interface: schedules by epoch, and gradual warm-up."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             begins.
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
             means m ** (epoch - start_epoch).
-        start_epoch, end_epoch: the epochs in which it acts; end_epoch is excluded.
+        start_epoch, end_epoch: the range of epochs in which it sets the rate; end_epoch is
+            excluded, and None means until the end.
         staircase: set the rate only at the beginning of each epoch, not at each batch.
-        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new rate /
-            old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the coefficient for that
-            one step; scaling the slots gives the same product, also in a compiled step.
+        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by
+            new rate / old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the
+            momentum coefficient for one step. Scaling the slots gives the same product, and also
+            works in a compiled step, where the coefficient is a constant.
         steps_per_epoch: needed if staircase is false and Keras does not know it.
 
     Raises:
@@ -57,7 +59,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
-        # Keras would refuse to set the rate too, but only at the first batch.
+        # Keras refuses to set such a rate too, but not before the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"{type(self).__name__} sets the learning rate, but this optimizer's is a {type(schedule).__name__}; "
@@ -85,16 +87,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.current_epoch < self.start_epoch or has_ended:
             return
         if not self.staircase:
+            # on_train_begin has made sure of steps_per_epoch; "or 1" is for the type checker.
             self._set_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
         elif batch == 0:
             self._set_rate(self.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:  # As in Horovod, so that the history shows it.
+        # As in Horovod, so that the history shows the rate.
+        if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
     @property
     def _optimizer(self) -> Any:
+        """The optimizer that has the momentum: the one inside a LossScaleOptimizer, if used."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     def _set_rate(self, epoch: float) -> None:
@@ -104,10 +109,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # Slots exist only once the optimizer is built, and a rate of 0 has no ratio.
+        # Slots exist only once the optimizer is built, and there is no ratio to a rate of 0.
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
-            # Keras names them `momentums` in SGD and `_momentums` in RMSprop.
+            # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
             for slot in slots:
                 slot.assign(slot * (new_rate / old_rate))
@@ -120,8 +125,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate after the warm-up, already scaled by the number of ranks; None: the
-            optimizer's.
-        warmup_epochs: length of the warm-up in epochs.
+            optimizer's rate when training begins.
+        warmup_epochs: length of the warm-up in epochs, which may be a fraction.
         momentum_correction, steps_per_epoch: as in LearningRateScheduleCallback.
         verbose: if above 0, rank 0 prints a line at the end of the warm-up.
     """
@@ -135,13 +140,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch):
-            # One batch ahead, as in Horovod, so that an epoch's last batch gets a round rate.
-            epoch = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
-            return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+            # One batch ahead, as in Horovod: the last batch of the warm-up has the full rate.
+            epochs_done = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
+            return (epochs_done * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(
             initial_lr,
             multiplier,
+            # A float works too: epochs are only compared with it, or with it rounded up.
             end_epoch=warmup_epochs,  # type: ignore[arg-type]
             staircase=False,
             momentum_correction=momentum_correction,
@@ -151,11 +157,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if (
-            self.end_epoch is not None
-            and epoch == math.ceil(self.end_epoch) - 1
-            and self.verbose
-            and hvd.rank() == 0
-        ):
+        is_last = self.end_epoch is not None and epoch == math.ceil(self.end_epoch) - 1
+        if is_last and self.verbose and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished the learning rate warm-up to {rate:g}.")

@@ -1,8 +1,8 @@
 """`python -m hvtrain report` and `runs`: pages about runs, and a list of the runs in a folder.
 
 report writes the page of one run again, or compares several runs on one page: a sortable table,
-curves in common charts, and the settings that differ. Everything comes from files in the run folders,
-so neither TensorFlow nor the data are needed.
+curves in common charts, and the settings that differ. Everything comes from files in the run
+folders, so neither TensorFlow nor the data set is needed.
 """
 
 import json
@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 def report_runs() -> int:
-    """Writes the page of one run, or one that compares several, and prints the paths of the files written."""
+    """Writes the page of one run, or a comparison of several, and prints the paths of the files."""
     parser = Parser(
         "python -m hvtrain report",
         description="""\
@@ -89,14 +89,16 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     # Runs of different tasks have different metrics, each in its own column.
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
     # Runs may also choose their best checkpoints by different metrics.
-    bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
+    best_metrics = dict.fromkeys(
+        run.result["best"]["metric"] for run in runs if run.result.get("best")
+    )
     charts = charts_of_several(runs, labels)
 
     return render(
         "comparison.html.j2",
         runs=list(zip(labels, runs)),
         metrics=metrics,
-        bests=bests,
+        bests=best_metrics,
         labels=labels,
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
@@ -106,26 +108,26 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
 
 def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns the paths of the run folders, from the folder on that has all of them."""
+    """Returns each run folder's path, relative to the innermost folder that contains them all."""
     common = os.path.commonpath([run.folder.parent for run in runs])
     return [str(run.folder.relative_to(common)) for run in runs]
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Returns the settings that differ between runs, with each run's value, or "" if the run lacks the setting.
+    """Returns the settings that differ between runs, with each run's value.
 
-    Settings that all runs have come first; the others only reflect a different model or data set.
+    The value is "" for a run that lacks the setting. Settings that all runs have come first; the
+    others only reflect a different model or data set.
 
     >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
     [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
-    # Compared as displayed text: 1 and 1.0 differ, and unlike lists,
-    # text can be an element of a set.
-    runs = [
+    # Compared as displayed text: 1 and 1.0 differ, and text is hashable, unlike lists.
+    runs_settings = [
         {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
     ]
-    names = dict.fromkeys(name for settings in runs for name in settings)
-    rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
+    names = dict.fromkeys(name for settings in runs_settings for name in settings)
+    rows = [(name, [settings.get(name, "") for settings in runs_settings]) for name in names]
     rows.sort(key=lambda row: "" in row[1])
 
     return [
@@ -135,7 +137,7 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     ]
 
 
-# Scores and speeds are sorted best first. A key of None means unknown, which comes last.
+# Scores and speeds are negated, to sort the best run first. A key of None (unknown) comes last.
 SORT_KEYS: dict[str, Callable[[Row], Any]] = {
     "date": lambda row: row["began"] or None,
     # Scores of different metrics cannot be compared, so runs are grouped by metric.
@@ -173,7 +175,7 @@ metric on the test data, or else the best value so far; the speed is in examples
 
     rows = [run_row(path, folder) for path in find_runs(folder)]
     key = SORT_KEYS[options.sort]
-    # None cannot be compared with a number, so rows with it are put last by the first element.
+    # None cannot be compared with a number, so the first element alone puts such rows last.
     rows.sort(key=lambda row: (key(row) is None, key(row)))
 
     if options.json:
@@ -187,26 +189,26 @@ metric on the test data, or else the best value so far; the speed is in examples
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Yields the run folders in a folder, down to DEPTH levels below it; it may be one itself."""
-    # Skips folders that this user may not read. Symbolic links are not followed: they may lead back
-    # to a folder above.
-    for name, folders, files in os.walk(folder):
-        path = Path(name)
+    """Yields the run folders down to DEPTH levels below a folder, which may itself be one."""
+    # os.walk skips folders that this user may not read, and does not follow symbolic links, which
+    # may lead back to a parent. It descends only into what is left in `folders`.
+    for root, folders, files in os.walk(folder):
+        path = Path(root)
         is_run = CONFIG_FILE in files and "checkpoints" in folders
         if is_run:
             yield path
         if is_run or len(path.relative_to(folder).parts) == DEPTH:
             folders.clear()
-        # In order, and without hidden folders, such as those of editors and version control.
+        # Sorted, and without hidden folders, such as those of editors and version control.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
 def run_row(path: Path, folder: Path) -> Row:
-    """Describes the run in `path`, which is the listed folder or below it.
+    """Returns the row of the run in `path`; `folder` is the folder that is listed.
 
     A damaged run gets the state "damaged" and an error.
     """
-    # DIR may be a run itself; absolute() because "." has no name.
+    # The listed folder may itself be a run; absolute(), because "." has no name.
     name = path.absolute().name
     if path != folder:
         name = str(path.relative_to(folder))
@@ -222,21 +224,23 @@ def run_row(path: Path, folder: Path) -> Row:
 
     known = ("state", "sign", "examples_per_second", "num_ranks", "progress", "began")
     row.update({column: getattr(run, column) for column in known}, resumable=run.is_resumable)
+    # A score that is not finite can be neither sorted nor written as JSON.
     if run.score and math.isfinite(run.score[1]):
-        # A score that is not finite can be neither sorted nor written as JSON.
         row["metric"], row["score"] = run.score
 
     return row
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Formats the runs as lines. The run's name, which may be long, comes last."""
-    cells = [("began", "state", "ranks", "ex/s", "score", "metric", "run"), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    """Formats the runs as the lines of a table. The run's name, which may be long, comes last."""
+    header = ("began", "state", "ranks", "ex/s", "score", "metric", "run")
+    # Text is aligned to the left, numbers to the right.
+    alignments = "<<>>><<"
+    cell_rows = [header, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cell_rows)]
     lines = []
-    for line in cells:
-        # Text is aligned to the left, numbers to the right.
-        padded = [f"{text:{side}{width}}" for text, side, width in zip(line, "<<>>><<", widths)]
+    for cells in cell_rows:
+        padded = [f"{cell:{align}{width}}" for cell, align, width in zip(cells, alignments, widths)]
         lines.append("  ".join(padded).rstrip())
 
     if any(row["resumable"] for row in rows):
@@ -246,6 +250,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    """Returns the texts of a run in the columns of table(); empty where the value is unknown."""
     state = row["state"]
     if row["progress"] is not None and state != "finished":
         state += f" {row['progress']:.0%}"
@@ -256,7 +261,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         state,
         str(row["num_ranks"] or ""),
         format_known(row["examples_per_second"], ",.0f", missing=""),
-        # "#" keeps trailing zeros, so that decimal points line up.
+        # "#" keeps trailing zeros, so that all scores have four significant digits.
         format_known(row["score"], "#.4g", missing=""),
         row["metric"] or "",
         row["run"],

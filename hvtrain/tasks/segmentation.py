@@ -17,8 +17,8 @@ from hvtrain.tasks.examples import Columns, ReviewedExamples, as_bytes, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
-# Colors of the classes from 1 on. Class 0, often the background, is not painted; if there are more
-# classes than colors, these repeat.
+# Colors of the classes from 1 on. Class 0, often the background, is not painted. If there are more
+# classes than colors, the colors repeat.
 COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d")
 
 
@@ -28,9 +28,10 @@ class Segmentation(ClassTask):
     Targets are masks [height, width] of class indices.
 
     Args:
-        loss: Default: cross-entropy of the logits, without pixels that have the ignored label.
-        metrics, best: Default: mean IoU, without these pixels.
-        ignored_label: The label of pixels that do not count, such as 255 in PASCAL VOC. None: all count.
+        loss: Default: cross-entropy of the logits, over the pixels that count.
+        metrics, best: Default: mean IoU (intersection over union), over the pixels that count.
+        ignored_label: The label of pixels that do not count, such as 255 in PASCAL VOC. None: all
+            pixels count.
 
     Example:
 
@@ -83,35 +84,33 @@ class Segmentation(ClassTask):
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
-        """Returns a table of each class's overlap and, if the inputs are images, some of them with their masks."""
+        """Returns a table of IoU by class and, if the inputs are images, pictures of some masks."""
         targets = reviewed.targets
         predicted = self.decode(reviewed.outputs)
         names = output_names(source, reviewed.outputs.shape[-1])
 
-        # The pixels of each example, by true and predicted class, without those that do not count.
-        confusion = np.stack(
-            [
+        # Numbers of pixels that count: [examples, true classes, predicted classes].
+        matrices = []
+        for mask, prediction, is_counted in zip(targets, predicted, targets != self.ignored_label):
+            matrices.append(
                 tf.math.confusion_matrix(
-                    mask[counts], prediction[counts], len(names), dtype=tf.int64
+                    mask[is_counted], prediction[is_counted], len(names), dtype=tf.int64
                 )
-                for mask, prediction, counts in zip(
-                    targets, predicted, targets != self.ignored_label
-                )
-            ]
-        )
-        # For each example and class, the pixels in both masks, and those in at least one of them.
+            )
+        confusion = np.stack(matrices)
+        # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
         union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection
 
         # A class that occurs nowhere has no IoU.
         rows = [
-            [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
-            for name, correct, total in zip(names, intersection.sum(axis=0), union.sum(axis=0))
+            [name, f"{correct / covered:.3f}" if covered else "does not occur", int(correct)]
+            for name, correct, covered in zip(names, intersection.sum(axis=0), union.sum(axis=0))
         ]
         note = f"Intersection over union of each class's pixels, in {reviewed.description}."
         figures: list[Figure] = [Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)]
         if reviewed.has_images:
-            # An example's mean IoU is taken over the classes that occur in one of its masks.
+            # The mean IoU of an example is over the classes that occur in either of its masks.
             iou = intersection / np.maximum(union, 1)
             mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
             figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
@@ -125,10 +124,18 @@ def _overlays(
     ignored_label: int | None,
     names: Sequence[str],
 ) -> Figure:
-    """Shows the worst examples, then the first ones: each image, its mask and the predicted mask."""
-    # A stable sort, so that ties keep the order of the examples.
+    """Shows the worst examples, then the first others: image, true mask and predicted mask.
+
+    Args:
+        reviewed: The examples; their inputs are images.
+        predicted: Predicted class indices [examples, height, width].
+        mean_iou: Mean IoU of each example.
+        ignored_label: The label of pixels that do not count, if any.
+        names: The names of the classes, by index.
+    """
+    # The worst examples show where the model fails, and the first ones how it usually does. A
+    # stable sort keeps ties in the order of the examples.
     worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
-    # The worst examples show where the model fails, and the first ones how it does usually.
     others = [row for row in range(len(mean_iou)) if row not in worst]
 
     pictures = []
@@ -151,7 +158,10 @@ def overlay_color(label: int) -> str:
 
 
 def overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
-    """Paints the classes of a mask [height, width] over a uint8 image; ignored pixels become white."""
+    """Paints the classes of a mask [height, width] over a uint8 image [height, width, 3].
+
+    Pixels with the ignored label become white.
+    """
     painted = image.astype(np.float64)
 
     for label in np.unique(mask):

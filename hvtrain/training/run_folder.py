@@ -1,4 +1,4 @@
-"""Creates or reopens the folder of a run, locks it, cleans it up, and describes it for later readers.
+"""Creates or reopens a run folder, locks it, cleans it up, and describes the run for later readers.
 
 Nothing here needs TensorFlow.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Files that a run replaces. A folder that is not a run's may contain files with these names.
+# Files that a run replaces. A folder that is not a run folder may hold other files of these names.
 REPLACED = (
     CONFIG_FILE,
     README_FILE,
@@ -57,6 +57,7 @@ REPLACED = (
     "model.json",
     "best.keras",
 )
+# Number of starts, the newest ones, that starts.json keeps.
 MOST_STARTS = 100
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:
@@ -82,13 +83,13 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
 
     Args:
         config: The run's settings.
-        state: Has a free lock, to lock the folder with; the folder of an earlier attempt at this run, if any; and the
-            run's store, which is claimed here if run.dir is an address.
+        state: The run's state. Its folder, if set, is that of an earlier attempt at this run, and
+            is reopened. Its lock is taken here, and its store is claimed if run.dir is an address.
         parent: Where the folder is created if run.dir is not set.
 
     Raises:
-        ConfigError: The folder cannot be written, another run uses it, it holds something else, or
-            resume=never and it holds checkpoints.
+        ConfigError: The folder cannot be written, another run is using it, it holds files that are
+            not a run's, or it holds checkpoints although resume=never.
     """
     folder = state.folder or state.store.folder
     is_default = not folder and not config.run.dir
@@ -97,7 +98,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
     try:
         state.is_new_folder |= is_default or not folder.exists()
         if is_default:
-            # Even runs that begin in the same second get folders of their own.
+            # Runs that begin in the same second also get folders of their own.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"
         refuse_files_of_others(folder)
@@ -107,7 +108,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             "make it a folder, or set run.dir to the folder that it leads to",
         )
         folder.mkdir(parents=True, exist_ok=True)
-        # Before the sweep, which would remove what another process is writing at this moment.
+        # Before the sweep, which would remove what another process is still writing.
         state.lock.take(folder)
         state.store.begin()
         checkpoints.mkdir(exist_ok=True)
@@ -127,7 +128,8 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
     state.settings = CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
-    # Those with which the run has trained stay until this start has been accepted.
+    # On a resume, config.yaml keeps the settings of the earlier starts until the runner has
+    # accepted this one.
     if not (folder / CONFIG_FILE).exists():
         write_atomic(folder / CONFIG_FILE, state.settings)
     write_atomic(
@@ -137,12 +139,12 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
 
 
 def refuse_files_of_others(folder: Path) -> None:
-    """Raises ConfigError if the folder is not a run's, and has files that the run would replace."""
+    """Raises ConfigError if this is not a run folder, but has files that a run would replace."""
     others = [name for name in REPLACED if (folder / name).exists()]
     if not others:
         return
+    # The first line distinguishes a run's config.yaml from any other.
     first_line = CONFIG_HEADER.splitlines()[0]
-    # The first line tells a run's config.yaml from others.
     try:
         is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
@@ -156,30 +158,31 @@ def refuse_files_of_others(folder: Path) -> None:
 
 
 def reusable(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings for another run: without the folder, and without notify."""
-    # The addresses in notify may contain passwords.
+    """Returns the settings with which another run can start: without run.dir and notify."""
+    # Another run needs a folder of its own, and the addresses in notify may contain passwords.
     return {**config.record, "run": {**config.record["run"], "dir": None}, "notify": None}
 
 
 def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> None:
-    """Adds this start to starts.json, for the report (chief only). An error becomes a warning.
+    """Adds this start to starts.json, for the report (chief only). Any error becomes a warning.
 
     Args:
-        run: The run.
-        hosts: The host of each rank.
+        run: The run that starts.
+        hosts: The host of each rank, by rank.
         described: The lines of the summary, by name.
-        step: Steps that were done before this start.
+        step: Number of steps that were done before this start.
     """
     try:
         earlier = read_starts(run.folder)
         for start in earlier:
+            # The diff of the newest start is enough.
             if start.get("git"):
-                start["git"]["diff"] = ""  # The newest start's is enough.
-        here = Path.cwd()
+                start["git"]["diff"] = ""
+        working_folder = Path.cwd()
         facts = {
             "began": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": command(sys.argv, hosts),
-            "folder": str(here),
+            "folder": str(working_folder),
             "num_ranks": run.plan.size,
             "num_replicas": run.strategy.num_computing,
             "hosts": dict(Counter(hosts)),
@@ -195,15 +198,15 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
                 "processor": processor(),
                 "cores": os.cpu_count(),
             },
-            "git": checkout(here),
+            "git": checkout(working_folder),
         }
         starts = [*earlier[1 - MOST_STARTS :], facts]
-        ended = last_step_at(run.folder)
+        last_step_ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
-        # The modification time of the file tells when the last step ended (see note_step). If this
-        # start ends before its first step, the next one still needs that time.
-        if ended:
-            note_step(run.folder, ended)
+        # Writing changed the file's modification time, which tells when the last step ended (see
+        # note_step). It is restored, because this start may end before its first step.
+        if last_step_ended:
+            note_step(run.folder, last_step_ended)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
 
@@ -211,9 +214,14 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     """Returns the command that starts the same ranks again, without secrets.
 
-    If the ranks were started by hand, it is the command of this process.
+    If the ranks were started by hand, it is the command of this process alone.
 
-    >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
+    Args:
+        argv: sys.argv of this process.
+        hosts: The host of each rank, by rank.
+
+    >>> argv = ["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"]
+    >>> command(argv, ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"
     >>> command(["train.py"], ["s1"])
     'python train.py'
@@ -221,13 +229,16 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     by_hand = os.environ.get(console.BY_HAND)
     if by_hand:
         return by_hand
+    # Either .../hvtrain/__main__.py or the installed program .../hvtrain.
     is_runner = "hvtrain" in Path(argv[0]).parts[-2:]
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
 
     launcher: list[str] = []
     if len(hosts) > 1:
         launcher = ["horovodrun", "-np", str(len(hosts))]
-    counts = Counter(hosts)  # In the order of the ranks.
-    if len(counts) > 1:
-        launcher += ["-H", ",".join(f"{host}:{number}" for host, number in counts.items())]
+    # Ranks per host; a Counter keeps the hosts in the order of the ranks.
+    ranks_per_host = Counter(hosts)
+    if len(ranks_per_host) > 1:
+        slots = ",".join(f"{host}:{num_ranks}" for host, num_ranks in ranks_per_host.items())
+        launcher += ["-H", slots]
     return shlex.join([*launcher, *program, *without_secrets(argv[1:])])

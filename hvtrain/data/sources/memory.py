@@ -1,6 +1,6 @@
-"""Sources of data sets that fit in memory, as arrays in any structure.
+"""The source of a data set that fits in memory, as arrays in any nested structure.
 
-Each rank loads the whole arrays, but keeps only its shard.
+Each rank loads the whole arrays, but keeps only its shard. Other sources use the helpers below.
 """
 
 import math
@@ -20,12 +20,11 @@ from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.data.source import Parts
 from hvtrain.errors import ConfigError, DataError
 
-# Split name -> (inputs, targets) or (inputs, targets, weights).
-# Each is a nested structure of arrays [n, ...]. All arrays of a split have the same length. "train"
-# is required.
+# (inputs, targets) or (inputs, targets, weights) by split; "train" is required. Each part is a
+# nested structure of arrays [n, ...], with the same n for all arrays of a split.
 Elements = Mapping[str, Parts]
 
-# Fixed, so that every run holds out the same examples, whatever its own seed.
+# Fixed, so that every run holds out the same examples, whatever the run's seed.
 SPLIT_SEED = 0
 PART_NAMES = ("inputs", "targets", "weights")
 
@@ -33,7 +32,7 @@ RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) 
 
 
 class Part(NamedTuple):
-    """A split as rows of whole arrays, so that taking validation out of train copies nothing."""
+    """A split as row indices into whole arrays, so that splitting off validation copies nothing."""
 
     elements: Parts
     """The whole arrays, as in Elements."""
@@ -44,26 +43,29 @@ class Part(NamedTuple):
 class MemorySource(IndexedSource):
     """A source of examples from a function that returns whole arrays.
 
-    The function runs when counts, types or a stream are first needed. The first stream keeps only
-    this rank's shards of the arrays. float64 becomes float32, and int64 becomes int32.
+    The function is called when counts, types or a stream are first needed. Opening the first stream
+    cuts this rank's shards and drops the whole arrays. float64 becomes float32, and int64 becomes
+    int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
         load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
             are optional.
         origin: where the arrays come from, for the run's header.
-        num_validation: number of examples taken out of the training part at random, with a fixed
-            seed.
-        more_facts: facts for the model's builder and the task, such as num_classes, class_names or vocabulary_size.
+        num_validation: number of examples that are moved from train to validation, at random with a
+            fixed seed; ignored if load() returns a validation part.
+        more_facts: facts for the model's builder and the task, such as num_classes, class_names or
+            vocabulary_size.
 
     Raises:
         ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: once loaded, if lengths differ, splits differ in shape, or numbers are not finite or too large.
+        DataError: when loading, if a file cannot be read, lengths differ, examples differ in size
+            between splits, or numbers are not finite or too large for 32 bits.
     """
 
     transform: Transform = Unchanged()
     _spec: Parts = ()
-    # The whole arrays, kept only from counting until the shards are cut.
+    # The whole arrays, kept from the first count until the shards are cut.
     _parts: dict[str, Part] | None = None
 
     def __init__(
@@ -97,13 +99,14 @@ class MemorySource(IndexedSource):
 
     @property
     def element_spec(self) -> Parts:
+        # Counting loads the arrays, which sets the spec.
         self.num_examples("train")
         return self._spec
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # Validation and training may share arrays, and hashing is slow, so
-        # each array is hashed only once.
+        # Training and validation may share their arrays, and hashing is slow, so shared arrays are
+        # hashed only once.
         digests = {}
         for split, part in self.parts().items():
             key = id(part.elements)
@@ -121,16 +124,16 @@ class MemorySource(IndexedSource):
     def reader(self, split: str, topology: Topology) -> Read:
         if topology not in self._shards:
             parts = self.parts()
-            # The whole arrays are dropped once the shards are cut.
+            # From here on, only `parts` refers to the whole arrays; they can be freed on return.
             self._parts = None
             self.fit(parts["train"])
             shards = {}
             for split_name, part in parts.items():
                 local = np.asarray(topology.share(len(part.rows)), np.int64)
-                rows = self.in_model_type(take(part.elements, part.rows[local]))
+                shard = self.in_model_type(take(part.elements, part.rows[local]))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
-                    shards[split_name] = nest.map_structure(tf.constant, rows)
+                    shards[split_name] = nest.map_structure(tf.constant, shard)
             self._shards[topology] = shards
 
         # A missing split has no examples.
@@ -142,9 +145,9 @@ class MemorySource(IndexedSource):
         return read
 
     def fit(self, train: Part) -> None:
-        """Fits the transform to the whole training part, so that it is the same on all ranks.
+        """Fits the transform to the training examples of all ranks, so that it is the same on each.
 
-        Called before shards are cut. The default fits nothing.
+        Called before the shards are cut. The default fits nothing.
         """
 
     def parts(self) -> dict[str, Part]:
@@ -152,11 +155,11 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads and checks the whole arrays, sets the spec of an example, and takes validation out of train."""
+        """Loads and checks the whole arrays, sets the spec, and splits validation off train."""
         try:
             loaded = self._load()
             whole = {}
-            # The training part comes first, since check() compares the others with it.
+            # Training comes first, since check() compares the other splits with it.
             for split in sorted(loaded, key=lambda split: split != "train"):
                 arrays = nest.map_structure(np.asarray, tuple(loaded[split]))
                 whole[split] = self.check(split, *arrays)
@@ -171,7 +174,7 @@ class MemorySource(IndexedSource):
             for split, elements in whole.items()
         }
 
-        # If the arrays include a validation part, none is taken out of training.
+        # If the arrays include a validation part, nothing is taken out of training.
         if self._num_validation and "validation" not in parts:
             train = parts["train"]
             num_train = len(train.rows)
@@ -186,21 +189,23 @@ class MemorySource(IndexedSource):
         return parts
 
     def check(self, split: str, *elements: Any) -> Parts:
-        """Checks and returns a split's elements; train is checked first.
+        """Checks a split's elements and returns them, in a subclass perhaps reshaped.
+
+        The elements of train are checked first.
 
         Raises:
-            DataError: for unequal lengths, for other sizes than in train, and for numbers that are not
-                finite.
+            DataError: if the arrays differ in length, an example differs in size from those of
+                train, or a floating-point number is not finite as float32.
         """
         where = f"{self.name}, {split} ({self.origin})"
-        # Arrays by part and the path within it, such as "inputs.age".
+        # Arrays by the part and the path within it, such as "inputs.age".
         arrays = inputs_of(dict(zip(PART_NAMES, elements)))
         if len({len(array) for array in arrays.values()}) > 1:
             lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
             raise DataError(f"{where}: {lengths}; each example needs one of each")
 
         for name, array in arrays.items():
-            # Sizes, not shapes, since Keras itself adds and drops axes of size 1.
+            # Sizes are compared, not shapes, since Keras itself adds and drops axes of size 1.
             size = math.prod(array.shape[1:])
             if size != self._sizes.setdefault(name, size):
                 raise DataError(
@@ -225,11 +230,11 @@ class MemorySource(IndexedSource):
 
 
 def as_models_take(array: np.ndarray) -> np.ndarray:
-    """Converts float64 to float32 and int64 to int32; leaves other types alone.
+    """Converts float64 to float32 and int64 to int32; returns arrays of other types unchanged.
 
     Raises:
-        DataError: for integers that do not fit into 32 bits. Users' ids are often 64-bit hashes,
-            which would silently become other ids.
+        DataError: an integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
+            would silently become other ids.
     """
     # Types are compared by name, which is the same for both byte orders.
     if array.dtype.name == "float64":
@@ -268,6 +273,6 @@ def take(arrays: Any, rows: Any) -> Any:
 
 
 def random_parts(*sizes: int) -> list[np.ndarray]:
-    """Divides row indices into parts of these sizes, at random with a fixed seed. Each part is sorted."""
+    """Divides row indices into sorted parts of these sizes, at random with a fixed seed."""
     rows = np.random.default_rng(SPLIT_SEED).permutation(sum(sizes))
     return [np.sort(part) for part in np.split(rows, np.cumsum(sizes)[:-1])]
