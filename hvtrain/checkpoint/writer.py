@@ -1,8 +1,8 @@
 """Writes checkpoints, completely or not at all, while training continues.
 
-Does not communicate; only the chief calls it. Files are flushed to disk under a temporary name and
-then renamed; old ones are renamed before they are deleted. So a folder step-NNNNNNNN is always
-complete, and `sweep` recognizes by name what a killed process left behind.
+Does not communicate; only the chief calls it. A checkpoint is flushed to disk under a temporary
+name before it gets its own, and is renamed again before it is deleted. So a folder step-NNNNNNNN
+is always complete, and `sweep` recognizes by name what a killed process left behind.
 """
 
 import json
@@ -47,11 +47,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# The longest that a process waits at its end for the current write, since a disk may hang forever.
 SECONDS_TO_FINISH = 30.0
 BEST = "best.json"
 # Prefixes of a checkpoint while another one replaces it, and while it is deleted.
 _REPLACED = f"{TEMPORARY}old-"
-_GONE = f"{TEMPORARY}gone-"
+_DELETED = f"{TEMPORARY}gone-"
 
 
 def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
@@ -60,26 +61,26 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     Args:
         folder: folder of the run's checkpoints.
         step: number of steps that the run has completed.
-        arrays: arrays by key, see model_state.snapshot.
+        arrays: arrays by key; see model_state.snapshot.
         meta: everything else; must be serializable as JSON.
 
     Raises:
         CheckpointError: it was not written; older checkpoints are unchanged.
     """
-    # safetensors has no bfloat16 for NumPy: meta lists such arrays, which are stored as their bits.
-    halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
-    content = {"unix_seconds": time.time(), **meta, "step": step, "bfloat16": halves}
-    text = json.dumps(content, indent=1).encode()
-    needed_bytes = sum(array.nbytes for array in arrays.values()) + len(text)
+    # safetensors for NumPy lacks bfloat16: such arrays are stored as their bits and listed in meta.
+    bfloat16_keys = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in bfloat16_keys}}
+    content = {"unix_seconds": time.time(), **meta, "step": step, "bfloat16": bfloat16_keys}
+    meta_bytes = json.dumps(content, indent=1).encode()
+    needed_bytes = sum(array.nbytes for array in arrays.values()) + len(meta_bytes)
 
     target = folder / folder_name(step)
     temporary = folder / f"{TEMPORARY}{target.name}"
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
-        (temporary / META).write_bytes(text)
-        # Sharded tables may not fit into memory, so they get a file of their own that is mapped
-        # when read.
+        (temporary / META).write_bytes(meta_bytes)
+        # Sharded tables may not fit into memory, so they get their own file, which is memory-mapped
+        # for reading.
         tables = {key: array for key, array in storable.items() if isinstance(array, ShardedTable)}
         files: dict[str, Any] = {
             ARRAYS: {key: array for key, array in storable.items() if key not in tables}
@@ -94,21 +95,21 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
             _write_arrays(temporary / name, file_arrays)
             # safetensors creates files that only their owner can read.
             shutil.copymode(temporary / META, temporary / name)
-        sums = ""
+        checksums = ""
         for path in [temporary / name for name in (*files, META)]:
             flush(path)
-            sums += f"{digest_of(path)}  {path.name}\n"
-        (temporary / SUMS).write_text(sums, encoding="utf-8")
+            checksums += f"{digest_of(path)}  {path.name}\n"
+        (temporary / SUMS).write_text(checksums, encoding="utf-8")
         flush(temporary / SUMS)
         publish(temporary, target)
     return target
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Gives a checkpoint whose files are flushed its final name. Raises OSError."""
-    # The folder is flushed too, or a power cut might lose the names of its files.
+    """Renames a checkpoint to its final name; its files must be flushed already. Raises OSError."""
+    # The folder is flushed too, since a power cut might otherwise lose the names of its files.
     flush(temporary)
-    # If replacing an older checkpoint of this step is interrupted, sweep restores the older one.
+    # If the replacement of an older checkpoint of this step is interrupted, sweep restores it.
     old = target.with_name(f"{_REPLACED}{target.name}")
     remove(old)
     if os.path.lexists(target):
@@ -131,14 +132,18 @@ def _write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
-    """Records the best checkpoint so far, which prune keeps; host=NAME if it is on another host."""
+    """Records the best checkpoint so far, which prune keeps.
+
+    With host=NAME, the record says that the checkpoint is on that other host.
+    """
     write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
 def read_best(folder: Path) -> Meta | None:
-    """Returns the record of mark_best; None if there is none, if it is damaged, or if the checkpoint is gone.
+    """Returns the record that mark_best wrote; None if it or the checkpoint is missing.
 
-    Its keys are step, metric, value and, if the checkpoint is on another host, host.
+    Its keys are step, metric, value and, if the checkpoint is on another host, host. A damaged
+    record is deleted, and counts as missing.
 
     Raises:
         StorageError: the record cannot be read, but may be intact.
@@ -166,10 +171,16 @@ def read_best(folder: Path) -> Meta | None:
 
 
 def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
-    """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
+    """Deletes all but the `keep` newest checkpoints, the best one, and those to be kept for good.
 
-    Kept for good is the last checkpoint of each span of keep_every_epochs epochs of training, or keep_every_hours
-    clock hours (UTC). Checkpoints after written_step are ignored: they are damaged and could not be set aside.
+    The last checkpoint of each span of keep_every_epochs epochs of training, or of keep_every_hours
+    clock hours (UTC), is kept for good.
+
+    Args:
+        folder: folder of the run's checkpoints.
+        config: keep, keep_every_epochs and keep_every_hours.
+        written_step: the step of the checkpoint just written. Checkpoints after it are ignored:
+            they are damaged and could not be set aside.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
     kept = {path.name for path in paths[-config.keep :]}
@@ -184,41 +195,43 @@ def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
         kept |= _last_of_spans(paths, config)
     for path in paths:
         if path.name not in kept:
-            # Renamed first, so that nothing partly deleted has the name of a checkpoint.
-            gone = path.with_name(f"{_GONE}{path.name}")
+            # Renamed first, so that no partly deleted folder has the name of a checkpoint.
+            renamed = path.with_name(f"{_DELETED}{path.name}")
             with suppress(OSError):
-                remove(gone)
-                path.rename(gone)
-                remove(gone)
+                remove(renamed)
+                path.rename(renamed)
+                remove(renamed)
 
 
 def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
-    """Names the checkpoints after which a new span of epochs or of hours began.
+    """Returns the names of the checkpoints after which a new span of epochs or of hours began.
 
-    Decided only from the checkpoints' own meta, so a restart keeps the same ones. A checkpoint that
-    was kept stays the last of its span, whatever is deleted after it.
+    Only the checkpoints' own meta decides, so the same ones are kept after a restart. A checkpoint
+    that was kept stays the last of its span, whatever is deleted after it.
     """
     every_epochs = config.keep_every_epochs or math.inf
     every_hours = config.keep_every_hours or math.inf
-    spans: list[tuple[str, float, float]] = []
+    spans: list[tuple[str, tuple[float, float]]] = []
     for path in paths:
         meta = unchecked_meta(path)
         # A damaged checkpoint has no readable meta, and is not kept for good.
         with suppress(LookupError, TypeError, ValueError, OverflowError):
-            # Epoch 10 ends the first span of ten, and its middle is in that span too.
-            num_epochs = meta["epoch"] + (meta["step_in_epoch"] > 0)
-            hours = meta["unix_seconds"] / 3600
-            spans.append((path.name, math.ceil(num_epochs / every_epochs), hours // every_hours))
-    return {name for (name, *span), (_, *next_span) in pairwise(spans) if span != next_span}
+            # Counts an unfinished epoch, since the middle of epoch 10 belongs to the first span of
+            # ten, as its end does.
+            epochs_begun = meta["epoch"] + (meta["step_in_epoch"] > 0)
+            epoch_span = math.ceil(epochs_begun / every_epochs)
+            hour_span = meta["unix_seconds"] / 3600 // every_hours
+            spans.append((path.name, (epoch_span, hour_span)))
+    return {name for (name, span), (_, next_span) in pairwise(spans) if span != next_span}
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes left, and undoes an interrupted replacement."""
+    """Removes what killed processes left behind, and undoes an interrupted replacement."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        replaced = folder / path.name.removeprefix(_REPLACED)
+        original = folder / path.name.removeprefix(_REPLACED)
         with suppress(OSError):
-            if path.name.startswith(_REPLACED) and not os.path.lexists(replaced):
-                path.rename(replaced)
+            if path.name.startswith(_REPLACED) and not os.path.lexists(original):
+                path.rename(original)
             else:
                 remove(path)
 
@@ -229,10 +242,11 @@ def save_model(model: "keras.Model", path: Path) -> None:
     Raises:
         StorageError: it was not saved.
     """
-    # A folder: Keras may put temporary files beside the model.
+    # Saved in a temporary folder, since Keras may put temporary files beside the model.
     temporary = path.with_name(f"{TEMPORARY}model")
     save = model.save_weights if path.suffix == ".h5" else model.save
-    with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
+    needed_bytes = sum(weight.numpy().nbytes for weight in model.weights)
+    with writing(path, temporary, needed_bytes):
         temporary.mkdir()
         save(temporary / path.name)
         flush(temporary / path.name)
@@ -243,15 +257,20 @@ def save_model(model: "keras.Model", path: Path) -> None:
 class Writer:
     """Writes checkpoints in a background thread, one at a time (chief only).
 
-    Records which is the best, and deletes old ones. As a context manager it waits up to
-    SECONDS_TO_FINISH for the current write, even if training fails.
+    Records which checkpoint is the best, and deletes old ones. As a context manager, it waits on
+    exit for the current write, for up to SECONDS_TO_FINISH, even if training fails.
 
     Args:
         folder: folder of the run's checkpoints.
         config: how many checkpoints are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
         sign: 1 if higher values of that metric are better, otherwise -1.
-        copy: sends another host the checkpoints that it lacks.
+        copy: sends another host the checkpoints that it lacks; called after each write, in the
+            background thread.
+
+    Attributes:
+        whole_step: the step of the last complete checkpoint; 0 before the first one of this start.
+        whole_at: the time.time() at which it was complete; the time of this start before that.
     """
 
     def __init__(
@@ -270,36 +289,34 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
-        # The step of the last complete checkpoint, and the time.time() at which it was complete.
-        # Before the first one: 0, and the time of this start.
         self.whole_step = 0
         self.whole_at = time.time()
 
     @property
     def failed(self) -> bool:
-        """True if training must stop because a write failed; `outcome` says why. Does not wait."""
+        """True if training must stop because a write failed; does not wait. `outcome` says why."""
         return self._error is not None
 
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        """Waits for the previous write, then starts this one. The arrays must not change afterwards."""
+        """Waits for the previous write, then starts this one. The arrays must not change later."""
         self.outcome()
         self._begin(self._work, step, arrays, meta)
 
     def copy(self) -> None:
-        """Starts sending another host the checkpoints that it lacks; call it before the first submit."""
+        """Starts sending another host the checkpoints that it lacks; call before any submit."""
         self._begin()
 
     def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
-        """Does the work in the background, then sends another host the checkpoints that it lacks."""
+        """In the background, calls `work`, then sends another host the checkpoints it lacks."""
 
         def run():
             try:
                 work(*args)
                 self._copy()
             except BaseException as error:
-                self._note(error)
+                self._handle_error(error)
 
-        # A daemon thread: a failing process waits for the disk in __exit__, but not forever.
+        # A daemon thread, since __exit__ must not wait forever for the disk.
         self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -317,7 +334,8 @@ class Writer:
     def finish(self) -> int:
         """Waits for the last write; returns the step of the last complete checkpoint.
 
-        Raises the error of a write that stops training; only warns if the last state is not saved.
+        Raises the error of a failed write if it stops training. Otherwise only warns that the last
+        state is not saved.
         """
         error = self.outcome()
         if error:
@@ -344,8 +362,8 @@ class Writer:
         self.whole_step = step
         self.whole_at = time.time()
 
-    def _note(self, error: BaseException) -> None:
-        """Keeps the error if it stops training; otherwise logs a warning."""
+    def _handle_error(self, error: BaseException) -> None:
+        """Stores the error if it stops training; otherwise logs a warning."""
         if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
             self._error = error
         elif self._config.on_error == "stop":

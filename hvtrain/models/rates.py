@@ -1,9 +1,9 @@
-"""Implements train.rates, train.weight_decay and train.ema, which extend the step of a Keras optimizer.
+"""Implements train.rates, train.weight_decay and train.ema, which extend a Keras optimizer's step.
 
 With train.ema, the moving average of the weights is validated and saved, while training continues
-from the weights themselves. It is among the variables of Keras's optimizer (use_ema), so checkpoints
-include it, and at the end of training it replaces the weights. Moving statistics are not averaged:
-they are averages already.
+from the weights themselves. The average is kept in variables of the Keras optimizer (use_ema), so
+checkpoints include it; at the end of training it replaces the weights. Moving statistics are not
+averaged: they are averages already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,19 @@ from hvtrain.step.joint_loss import overridden_steps
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
-    """Returns the learning-rate factor of each trainable variable, in the order of model.trainable_variables.
+    """Returns the learning-rate factors of model.trainable_variables, in their order; 1 by default.
 
-    If several patterns match a variable, the last one wins. Raises ConfigError for a pattern that
-    matches nothing trainable.
+    Args:
+        model: the model.
+        rates: factors by pattern (see find_variables). The last match of a variable wins.
+
+    Raises:
+        ConfigError: a pattern matches nothing trainable.
     """
     factors: dict[int, float] = {}
     for pattern, factor in (rates or {}).items():
-        factors |= dict.fromkeys(find_variables(model, [pattern], "train.rates"), float(factor))
+        matched_ids = find_variables(model, [pattern], "train.rates")
+        factors |= dict.fromkeys(matched_ids, float(factor))
     return [factors.get(id(variable), 1.0) for variable in model.trainable_variables]
 
 
@@ -36,9 +41,9 @@ def multiply_rates(
 ) -> None:
     """Multiplies the learning rate of each variable by its factor, changing the optimizer in place.
 
-    A Keras optimizer updates one variable after another, and passes the learning rate to each update;
-    the rate itself is scaled there. A factor on the gradient would have no effect with Adam. Weight
-    decay, which Keras also multiplies by the learning rate, is scaled as well.
+    A Keras optimizer updates variables one by one and passes the learning rate to each update. The
+    factor is applied there, because Adam would cancel a factor on the gradient. Weight decay, which
+    Keras also multiplies by the learning rate, is scaled as well.
 
     Args:
         optimizer: a Keras optimizer.
@@ -46,12 +51,12 @@ def multiply_rates(
         factors: their factors, in the same order.
 
     Raises:
-        ConfigError: the optimizer overrides Keras's step.
+        ConfigError: the optimizer overrides methods of Keras's step.
     """
     if all(factor == 1 for factor in factors):
         return
-    inner = _plain_steps(optimizer, "train.rates")
-    # Keyed by index, not identity, since with parameter servers the variables are other objects.
+    inner = _checked_inner_optimizer(optimizer, "train.rates")
+    # Keyed by index, since with parameter servers the variables in a step are different objects.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
@@ -62,10 +67,11 @@ def multiply_rates(
         return update_step(gradient, variable, learning_rate * factor)
 
     def decay(variables):
-        # Keras reads weight_decay once per call.
+        # Keras reads weight_decay once per call, so each variable gets a call of its own.
         weight_decay = inner.weight_decay
         for variable in variables:
             factor = factor_of.get(index_of(variable), 1.0)
+            # None if the optimizer does not decay weights.
             inner.weight_decay = weight_decay and weight_decay * factor
             apply_weight_decay([variable])
         inner.weight_decay = weight_decay
@@ -75,24 +81,24 @@ def multiply_rates(
 
 
 def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
-    """Makes an optimizer add weight_decay times each kernel to the kernel's gradient, in place.
+    """Changes an optimizer in place: it adds weight_decay x kernel to the gradient of each kernel.
 
-    This is the weight decay of the ResNet paper and many others, and of PyTorch's SGD; it passes
-    through the momentum. Keras's optimizer.weight_decay is instead subtracted from the weights
-    themselves (Loshchilov and Hutter 2017); in SGD with a momentum of 0.9 that decays a tenth as
-    much. A regularizer would have the same gradient, but would be part of every reported loss.
+    This is the weight decay of PyTorch's SGD and of many papers, such as that on ResNet; it passes
+    through the momentum. Keras's optimizer.weight_decay instead decays the weights themselves
+    (Loshchilov and Hutter 2017); in SGD with a momentum of 0.9, that decays a tenth as much. A
+    regularizer would have the same gradient but would be part of every reported loss.
 
     Args:
-        optimizer: a Keras optimizer. Kernels are its variables with two or more axes; biases and the
-            parameters of normalization have one, and do not decay.
+        optimizer: a Keras optimizer. Kernels are its variables with two or more axes. Biases and
+            parameters of normalization layers have one axis, and do not decay.
         weight_decay: the factor; 0 changes nothing.
 
     Raises:
-        ConfigError: the optimizer overrides Keras's step.
+        ConfigError: the optimizer overrides methods of Keras's step.
     """
     if not weight_decay:
         return
-    inner = _plain_steps(optimizer, f"train.weight_decay={weight_decay}")
+    inner = _checked_inner_optimizer(optimizer, f"train.weight_decay={weight_decay}")
     update_step = inner.update_step
 
     def update(gradient, variable, learning_rate):
@@ -105,19 +111,19 @@ def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
 
 
 def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
-    """Makes an optimizer that is not built yet keep a moving average of the weights.
+    """Changes an optimizer in place: it keeps a moving average of the weights.
 
     Args:
-        optimizer: a Keras optimizer without variables yet.
-        momentum: the share of itself that the average keeps in each step that changes weights; None
-            changes nothing.
+        optimizer: a Keras optimizer that is not built yet.
+        momentum: the weight of the old average, in each step that changes the weights:
+            average = momentum * average + (1 - momentum) * weights. None changes nothing.
 
     Raises:
-        ConfigError: the optimizer averages weights already, or overrides Keras's step.
+        ConfigError: the optimizer already averages weights, or overrides methods of Keras's step.
     """
     if momentum is None:
         return
-    inner = _plain_steps(optimizer, f"train.ema={momentum}")
+    inner = _checked_inner_optimizer(optimizer, f"train.ema={momentum}")
     if inner.use_ema:
         raise ConfigError(
             f"train.ema={momentum} and optimizer.use_ema exclude each other; leave "
@@ -127,12 +133,12 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     inner.ema_momentum = momentum
 
     # Keras would also average after steps that only accumulate gradients.
-    accumulate = inner.gradient_accumulation_steps
-    if accumulate:
+    accumulation_steps = inner.gradient_accumulation_steps
+    if accumulation_steps:
         average = inner._update_model_variables_moving_average
 
         def average_after_steps(variables):
-            changes_weights = (inner._iterations + 1) % accumulate == 0
+            changes_weights = (inner._iterations + 1) % accumulation_steps == 0
             keras.ops.cond(changes_weights, lambda: average(variables), lambda: None)
 
         inner._update_model_variables_moving_average = average_after_steps
@@ -140,17 +146,17 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
 
 @contextmanager
 def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
-    """Sets the model's weights to their averages within the block, and restores them exactly.
+    """Sets the model's weights to their averages within the block, then restores them exactly.
 
     Does nothing if `momentum` is None or no step has been taken.
     """
-    inner = _inner(model.optimizer)
+    inner = _inner_optimizer(model.optimizer)
     # Keras's averages are zeros before the first step.
     if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
-    # Copied on the device, where the weights are.
+    # The copies stay on the device of the weights.
     weights = [tf.identity(variable) for variable in variables]
     for variable, average in zip(variables, inner._model_variables_moving_average):
         variable.assign(average)
@@ -166,20 +172,22 @@ def take_averages(model: keras.Model) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _inner(optimizer):
-    """Returns the optimizer inside a LossScaleOptimizer, or the optimizer itself if it is not one."""
+def _inner_optimizer(optimizer):
+    """Returns the optimizer inside a LossScaleOptimizer; any other optimizer is returned itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _plain_steps(optimizer, setting: str):
-    """Returns the inner optimizer. Raises ConfigError if it overrides Keras's step."""
-    inner = _inner(optimizer)
-    # A distributed optimizer's class has two bases: a mixin, and the class that the user chose.
-    kind = type(inner).__bases__[1] if hasattr(inner, "_hvtrain") else type(inner)
-    overridden = overridden_steps(kind)
+def _checked_inner_optimizer(optimizer, setting: str):
+    """Returns the inner optimizer. Raises ConfigError if it overrides methods of Keras's step."""
+    inner = _inner_optimizer(optimizer)
+    optimizer_class = type(inner)
+    if hasattr(inner, "_hvtrain"):
+        # A distributed optimizer's class has two bases: a mixin, and the class that the user chose.
+        optimizer_class = optimizer_class.__bases__[1]
+    overridden = overridden_steps(optimizer_class)
     if overridden:
         raise ConfigError(
-            f"{setting} and {kind.__name__}, which overrides {', '.join(overridden)}, exclude each other; choose an "
-            "optimizer that updates each variable in update_step"
+            f"{setting} and {optimizer_class.__name__}, which overrides {', '.join(overridden)}, "
+            "exclude each other; choose an optimizer that updates each variable in update_step"
         )
     return inner

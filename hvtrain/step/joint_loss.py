@@ -1,10 +1,10 @@
 """Losses whose mean over all ranks is that of the joint batch, whatever each rank's batch contains.
 
-The mean of the ranks' means is the joint mean only if all ranks divide by the same number. With masks,
-ignored labels and weighted means the denominator depends on the batch, so the ranks have to average
-their denominators. That takes a message with a single number, which depends only on masks and weights
-and so is sent while the model computes. Unlike a correction sent with the gradients, it is exact for
-several losses, for accumulated gradients and for the loss in the logs.
+The mean of the ranks' means is the joint mean only if all ranks divide by the same number. With
+masks, ignored labels or weighted means, the denominator depends on the batch, so the ranks average
+their denominators. This costs one message with a single number, which depends only on masks and
+weights and can be sent while the model computes. Unlike a correction sent with the gradients, it is
+exact for several losses, for accumulated gradients and for the loss in the logs.
 """
 
 from collections.abc import Callable
@@ -24,21 +24,23 @@ def joint_loss(
     mean_over_ranks: Callable[[tf.Tensor], tf.Tensor],
     num_ranks: Callable[[], float],
 ) -> keras.losses.Loss:
-    """Returns a copy of a loss whose gradients, averaged over the ranks, are those of the joint batch.
+    """Copies a loss so that its gradients, averaged over the ranks, are those of the joint batch.
 
-    Its values differ from the plain loss only where a gradient is taken. Keras saves it as the plain
-    loss.
+    The copy's values differ from those of the plain loss only while gradients are taken. Keras
+    saves the copy as the plain loss.
 
     Args:
         loss: any keras.losses.Loss.
         mean_over_ranks: a function that returns the mean of a float32 scalar over all ranks.
-        num_ranks: a function that returns the number of ranks, called when a step is traced; or, if
-            means over ranks weight batches by size, the joint batch's size over this batch's.
+        num_ranks: a function that returns the number of ranks; called while a step is traced. If
+            the mean gradient weights each rank by its batch size, it must return the size of the
+            joint batch divided by the size of this rank's batch.
 
     Returns:
-        The copy, with two more attributes. `denominator` is what its last value was divided by, or None if
-        that is the number of elements. `batch_weight` is 1; set it to n x ranks / N if this rank has n of
-        the step's N examples and its gradient is multiplied by that number afterwards.
+        The copy, with two more attributes. `denominator` is the number by which the last value was
+        divided; None if that is the number of elements, or if nothing was divided. `batch_weight`
+        is 1; set it to n x ranks / N if this rank has n of the step's N examples and its gradient
+        is multiplied by that number afterwards.
     """
     base = type(loss)
 
@@ -52,7 +54,7 @@ def joint_loss(
         self._elements = self.denominator = None
         value = base.__call__(self, y_true, y_pred, sample_weight)
         if self._elements is None:
-            return value  # A loss with its own __call__.
+            return value  # The loss overrides __call__ and did not use call().
         mask = get_keras_mask(y_pred)
         if mask is None:
             mask = self._elements_mask
@@ -62,46 +64,47 @@ def joint_loss(
 
         if not is_taking_gradients():
             return value
-        # So that the mean of the ranks' values is the sum over the joint batch.
         if self.reduction == "sum":
+            # The mean of these values over the ranks is the sum over the joint batch.
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        # The value is own sum / own denominator, and the share own denominator / mean denominator.
-        # The mean of their products over the ranks is joint sum / joint denominator.
-        share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
-        return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
+        # value x ratio is this rank's sum / the mean denominator. Its mean over the ranks is the
+        # joint sum / the joint denominator.
+        ratio = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
+        factor = tf.stop_gradient(ratio / self.batch_weight)
+        return value * tf.cast(factor, value.dtype)
 
-    # Bypasses __init__, whose arguments are not known here.
+    # Bypasses __init__, whose arguments are unknown here.
     joint: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy does not gather."""
+    """Raises ConfigError for a loss that needs all ranks' examples: the strategy lacks them."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
-            f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} compares those of "
-            "all; choose strategy=horovod"
+            f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} "
+            "compares those of all; choose strategy=horovod"
         )
 
 
 def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
-    """Makes a subclass of `base`, after the mixins, with the base's name.
+    """Makes a subclass of the mixins and `base` that has the name of `base`.
 
-    Keras writes the names of classes into saved models, so these load with the plain class.
+    Keras writes class names into saved models, so a saved model loads with the plain class.
     """
-    names = {
+    identity = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    return type(base.__name__, (*mixins, base), {**names, **members})
+    return type(base.__name__, (*mixins, base), {**identity, **members})
 
 
 def overridden_steps(kind: type) -> list[str]:
-    """Returns the methods of Keras's step that a class of optimizers or models overrides.
+    """Returns the names of Keras's step methods that an optimizer or model class overrides.
 
     >>> overridden_steps(keras.optimizers.Adam)
     []
@@ -119,20 +122,20 @@ def _denominator(
 ) -> tf.Tensor | None:
     """Returns the number by which Keras divides the sum of the elements.
 
-    None if it is the number of elements, or if Keras does not divide. As in keras.src.losses.loss, a
-    mask of any shape counts by the share of elements that it keeps.
+    Returns None if it is the number of elements, or if Keras does not divide. A mask of any shape
+    counts by the fraction of its entries that are True, as in keras.src.losses.loss.
     """
     if reduction == "mean_with_sample_weight":
         weights = apply_mask(weights, mask, "float32", reduction)
         return None if weights is None else tf.reduce_sum(tf.cast(weights, tf.float32))
     if mask is None or reduction not in ("sum_over_batch_size", "mean"):
         return None
-    kept = tf.reduce_mean(tf.cast(mask, tf.float32))
-    return kept * tf.cast(tf.size(elements), tf.float32)
+    kept_fraction = tf.reduce_mean(tf.cast(mask, tf.float32))
+    return kept_fraction * tf.cast(tf.size(elements), tf.float32)
 
 
 def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
-    """Returns the loss unchanged in value, with its gradient multiplied by the batch's weight."""
+    """Returns the same value as the loss, with a gradient multiplied by the batch's weight."""
     scaled = loss * tf.cast(batch_weight, loss.dtype)
     return scaled + tf.stop_gradient(loss - scaled)
 
@@ -140,9 +143,10 @@ def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
 class ExactLoss(keras.metrics.Mean):
     """Mean loss that does not depend on how an evaluation's examples are batched.
 
-    It replaces the model's own loss metric, which weights each batch by its number of examples. If the
-    loss divides by something else (unmasked elements, the sum of weights), an evaluation weights each
-    batch by that: the result is the sum of losses over the sum of denominators, of all batches of all ranks.
+    It replaces the model's own loss metric, which weights each batch by its number of examples. If
+    the loss divides by another number (of unmasked elements, or the sum of weights), an evaluation
+    weights each batch by that number. The result, over all batches of all ranks, is the sum of the
+    losses divided by the sum of the denominators.
 
     Args:
         loss: a loss that joint_loss returned.
@@ -153,7 +157,7 @@ class ExactLoss(keras.metrics.Mean):
         self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        # Under a strategy that leaves losses as they are, the attribute is missing.
+        # A strategy may use the plain loss, which lacks this attribute.
         denominator = getattr(self._loss, "denominator", None)
         if denominator is not None and not is_taking_gradients():
             sample_weight = denominator

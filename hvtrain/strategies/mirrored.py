@@ -28,11 +28,14 @@ from hvtrain.system.text import counted
 
 
 class MirroredStrategy(ReplicaStrategy):
-    """One process takes the plan's joint batch, and each replica computes on an equal part of it.
+    """One process loads the joint batch of each step; each replica computes on an equal part of it.
 
     Args:
-        num_replicas: number of replicas, each with its own GPU, or without GPUs its own logical CPU
-            device; None: one per GPU, or a single one.
+        num_replicas: number of replicas, each on its own GPU or, if there are no GPUs, on its own
+            logical CPU device; None: one on each GPU, or a single one on the CPU.
+
+    Raises:
+        ConfigError: num_replicas is not a whole number of at least 1.
     """
 
     name = "mirrored"
@@ -45,7 +48,7 @@ class MirroredStrategy(ReplicaStrategy):
         self._requested_replicas = num_replicas
 
     def start(self) -> Topology:
-        # Several processes would each train on their own, with all GPUs of their host.
+        # Each of several processes would train a separate model, on all GPUs of its host.
         refuse_several_processes(self.name, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
@@ -64,11 +67,12 @@ class MirroredStrategy(ReplicaStrategy):
             yield
 
     def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        return plain_variables(functools.partial(self._averaged, next_creator), **options)
+        return plain_variables(functools.partial(self._create_averaged, next_creator), **options)
 
-    def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates a variable; a moving statistic becomes, in each step, its mean over the replicas."""
-        # Moving statistics are not trained, and Keras requests no aggregation for them.
+    def _create_averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
+        """Creates a variable. Updates of moving statistics are averaged over the replicas."""
+        # Moving statistics are recognized by these two options: they are not trained, and Keras
+        # requests no aggregation for them.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
@@ -80,11 +84,12 @@ class MirroredStrategy(ReplicaStrategy):
         return super().distribute(optimizer, check_finite)
 
     def mean(self, number: tf.Tensor) -> tf.Tensor:
-        """Returns the mean over the replicas.
+        """Returns the mean over the replicas, a float32 scalar. All replicas must call it.
 
-        While the step is traced, the replicas' threads take turns at the all-reduce. The replicas share
-        the layers, and so their lists of added losses, which others have changed by the time a replica
-        continues. So each restores its own, before Keras sums them.
+        While the step is traced, each replica's thread pauses at this all-reduce while others run.
+        The replicas share the layers, and with them the lists of losses that layers have added. By
+        the time this replica resumes, others have changed the lists, so it restores its own before
+        Keras sums them.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
@@ -97,12 +102,12 @@ class MirroredStrategy(ReplicaStrategy):
         self._model = model
 
     def check_plan(self, plan: StepPlan) -> None:
-        number = self.num_replicas
-        if not plan.is_full or plan.global_batch % number:
+        num_replicas = self.num_replicas
+        if not plan.is_full or plan.global_batch % num_replicas:
             raise ConfigError(
-                f"strategy={self.name} splits the batch of each step into {number} equal parts, but "
-                f"steps of this run have {plan.global_batch} examples or fewer; choose "
-                f"data.uneven=trim and a batch size that {number} divides"
+                f"strategy={self.name} splits the batch of each step into {num_replicas} equal "
+                f"parts, but steps of this run have {plan.global_batch} examples or fewer; choose "
+                f"data.uneven=trim and a batch size that {num_replicas} divides"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
@@ -115,12 +120,12 @@ class MirroredStrategy(ReplicaStrategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch):
-            # A distributed dataset would give each replica a batch of its own; here they split one.
+            # A distributed dataset would give each replica its own batch; here they split one.
             parts = self.replicas.experimental_distribute_values_from_function(
                 lambda context: part_of(batch, context.replica_id_in_sync_group)
             )
             logs = self.replicas.run(train_step, (parts,))
-            # All replicas add to the same metrics, so the last one's logs include all of them.
+            # All replicas update the same metrics, so the last one's logs cover all replicas.
             return tf.nest.map_structure(
                 lambda output: self.replicas.experimental_local_results(output)[-1], logs
             )
@@ -133,12 +138,12 @@ class MirroredStrategy(ReplicaStrategy):
 
 @functools.cache
 def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
-    """Returns TensorFlow's strategy with this many replicas, on GPUs or else on the CPU.
+    """Returns TensorFlow's strategy with this many replicas, on GPUs or, without any, on the CPU.
 
-    Cached: a process can configure its devices only once, and may run several trainings.
+    Cached, since a process may train several times but can configure its devices only once.
 
     Args:
-        num_replicas: number of replicas; None: one on each GPU, or one on the CPU.
+        num_replicas: number of replicas; None: one on each GPU, or a single one on the CPU.
 
     Raises:
         ConfigError: there are fewer GPUs than replicas.
@@ -147,21 +152,21 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     gpus = physical_gpus()
     if gpus and (num_replicas or 0) > len(gpus):
         raise ConfigError(
-            f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); lower "
-            "it, make more visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the "
-            "CPU"
+            f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); "
+            "lower it, make more visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) "
+            "to train on the CPU"
         )
-    number = num_replicas or max(1, len(gpus))
+    num_devices = num_replicas or max(1, len(gpus))
     with initializing_devices(MirroredStrategy.name):
         if gpus:
-            tf.config.set_visible_devices(gpus[:number], "GPU")
-            for gpu in gpus[:number]:
+            tf.config.set_visible_devices(gpus[:num_devices], "GPU")
+            for gpu in gpus[:num_devices]:
                 tf.config.experimental.set_memory_growth(gpu, True)
         else:
-            # Each replica needs a device of its own, so the CPU is divided into logical devices.
+            # Each replica needs its own device, so the CPU is divided into logical devices.
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(
-                cpu, [tf.config.LogicalDeviceConfiguration()] * number
+                cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices
             )
     devices = tf.config.list_logical_devices("GPU" if gpus else "CPU")
     return tf.distribute.MirroredStrategy([device.name for device in devices])

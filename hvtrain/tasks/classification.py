@@ -1,4 +1,4 @@
-"""Tasks with classes: one of several, yes or no, or any number of labels; and their figures for the report."""
+"""Tasks with classes: one of several, yes or no, or any number of labels; and their figures."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from hvtrain.tasks.task import ClassTask, Losses, Metrics, Task
 
 # With more classes than this, the report lists the most frequent confusions instead of a matrix.
 MAX_MATRIX_CLASSES = 20
+# The largest number of errors that the report shows one by one.
 NUM_WORST = 12
 
 
@@ -41,6 +42,9 @@ class Classification(ClassTask):
         best: Default: accuracy.
         label_smoothing: Share of each target that the training loss spreads over all classes
             (Szegedy et al. 2015, arXiv:1512.00567, section 7).
+
+    Raises:
+        ConfigError: label_smoothing is not from 0 to below 1.
 
     Example:
 
@@ -59,7 +63,8 @@ class Classification(ClassTask):
         super().__init__(*settings, **more)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
-                f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1"
+                f"task.label_smoothing={label_smoothing} is out of range; "
+                "it must be from 0 to below 1"
             )
         self.label_smoothing = label_smoothing
 
@@ -67,9 +72,9 @@ class Classification(ClassTask):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def softener(self, source: Source) -> Callable[[Any], Tensor]:
-        (classes,) = self.output_shape(source)
+        (num_classes,) = self.output_shape(source)
         # MixUp and CutMix blend these one-hot rows into shares of the classes.
-        return lambda targets: tf.one_hot(targets, classes)
+        return lambda targets: tf.one_hot(targets, num_classes)
 
     def harden(self, targets: Tensor) -> Tensor:
         # Accuracy needs one class per example: the one with the largest share.
@@ -79,12 +84,12 @@ class Classification(ClassTask):
         return with_soft_targets(self.loss, self.label_smoothing)
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """Returns each example's class, the class's name and probability, and the probabilities of all classes."""
+        """Returns each example's class, its name and probability, and every class's probability."""
         names = output_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.softmax(outputs))
 
-        # The prefix p. keeps the column of a class named "class" apart from the first column.
+        # Without the prefix p., a class named "class" or "name" would replace a column above it.
         return {
             "class": classes,
             "name": np.array(names, object)[classes],
@@ -144,7 +149,7 @@ class Multilabel(Task):
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         targets, logits = draw_classes(self.output_shape(source) or (), 2)
-        # draw_classes draws two logits for each label, which needs only one.
+        # draw_classes draws two logits for each label; this task has only one.
         return targets.astype(np.float32), logits[..., 0]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -172,7 +177,7 @@ class Multilabel(Task):
             num_correct = int((true & predicted).sum())
             accuracy = np.mean(true == predicted)
 
-            # Precision is 0 for a label that is never predicted, recall for one that never occurs.
+            # Precision is 0 for a label that is never predicted; recall, for one that never occurs.
             precision = num_correct / max(int(predicted.sum()), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
@@ -211,7 +216,7 @@ class Binary(Multilabel):
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
-        # Adds a logit of 0 for "no": the softmax of both gives "yes" the sigmoid of its logit.
+        # With a logit of 0 for "no", softmax gives "yes" the same probability as sigmoid.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
         return _class_figures(reviewed, targets, logits, source)
@@ -220,47 +225,48 @@ class Binary(Multilabel):
 def output_names(
     source: Source, number: int, fact: str = "class_names", prefix: str = ""
 ) -> list[str]:
-    """Returns the names of the model's outputs, which are those of the classes or labels.
+    """Returns a name for each of the model's outputs: that of its class or label.
 
     Args:
         source: The data set.
         number: The number of outputs.
-        fact: The data set's fact with the names.
-        prefix: If the fact does not hold `number` distinct names, the outputs' indices are their names,
-            after this prefix.
+        fact: The key of the names in the data set's facts.
+        prefix: What precedes each output's index in its name, if the fact does not hold `number`
+            distinct names.
     """
     names = source.facts().get(fact) or ()
-    # A model may have another number of outputs, and of two columns with
-    # the same name one would be lost.
+    # A model may have a different number of outputs, and columns with the same name would overwrite
+    # each other.
     if not len(names) == len(set(names)) == number:
         names = [f"{prefix}{index}" for index in range(number)]
     return list(map(str, names))
 
 
 def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
-    """Returns a copy of a sparse cross-entropy that also takes mixed classes, and smooths targets in training.
+    """Copies a sparse cross-entropy so that it takes mixed targets and smooths them in training.
 
-    Targets with as many axes as the outputs hold each class's share; others are class indices. Keras
-    saves the copy as the plain loss.
+    Targets with as many axes as the outputs contain each class's share; others are class indices.
+    Keras saves the copy as the plain loss.
 
     Args:
         loss: A keras.losses.SparseCategoricalCrossentropy without ignore_class.
         label_smoothing: Share of each target that is spread over all classes in training.
 
     Raises:
-        ConfigError: The loss is another one, which may only take indices.
+        ConfigError: The loss is of another type, which may accept only class indices.
     """
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
         raise ConfigError(
-            f"augment mixes the classes of examples, or task.label_smoothing does, and task.loss is "
+            "augment mixes the classes of examples, or task.label_smoothing does, and task.loss is "
             f"{type(loss).__name__}, which may take indices of classes alone; choose "
-            "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes (MixUp, CutMix, label_smoothing)"
+            "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes "
+            "(MixUp, CutMix, label_smoothing)"
         )
 
     def call(self, y_true, y_pred):
-        # Only in training, so that losses in validation and test are comparable with those of
-        # other runs and of saved models.
+        # Targets are smoothed only in training, so that validation and test losses are comparable
+        # with those of other runs and of saved models.
         smoothing = label_smoothing if is_taking_gradients() else 0.0
         if len(y_true.shape) < len(y_pred.shape):
             if not smoothing:
@@ -269,7 +275,7 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
             y_true = ops.one_hot(y_true, y_pred.shape[-1])
         return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, smoothing)
 
-    # Copies the attributes, since the arguments with which the loss was made are unknown.
+    # Copies the attributes, since the arguments that created the loss are unknown.
     extended: Any = object.__new__(subclass_under_its_name(base, call=call))
     vars(extended).update(vars(loss))
     return extended
@@ -278,19 +284,25 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
 def _class_figures(
     reviewed: ReviewedExamples, targets: np.ndarray, logits: np.ndarray, source: Source
 ) -> list[Figure]:
-    """Returns confusions and the worst errors, if any, for targets [examples] and logits [examples, classes].
+    """Returns a figure of the confusions and, if there are errors, one of the worst.
 
     The worst errors are those with the lowest probability of the true class.
+
+    Args:
+        reviewed: The examples.
+        targets: Class indices [examples].
+        logits: Logits [examples, classes].
+        source: The data set.
     """
     names = output_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
     figures = [_confusions(reviewed, targets, predicted, names)]
 
-    # Logarithms still distinguish probabilities so small that they would be rounded to 0.
+    # Logarithms distinguish even probabilities that are too small for float32.
     log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
-    of_true_class = log_probabilities[np.arange(len(targets)), targets]
+    true_log_probabilities = log_probabilities[np.arange(len(targets)), targets]
     # A stable sort, so that ties keep the order of the examples.
-    order = np.argsort(of_true_class, kind="stable").tolist()
+    order = np.argsort(true_log_probabilities, kind="stable").tolist()
     worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:
         return figures
@@ -309,7 +321,7 @@ def _class_figures(
             caption = f"{true_name}, predicted {predicted_name} ({probability})"
             pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
 
-        true_probability = f"{np.exp(of_true_class[row]):.1%}"
+        true_probability = f"{np.exp(true_log_probabilities[row]):.1%}"
         rows.append([row, true_name, predicted_name, probability, true_probability, *values])
 
     if pictures:
@@ -321,6 +333,7 @@ def _class_figures(
 def _confusions(
     reviewed: ReviewedExamples, targets: np.ndarray, predicted: np.ndarray, names: list[str]
 ) -> Figure:
+    """Returns the confusion matrix or, for many classes, the most frequent confusions."""
     accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
     if len(names) <= MAX_MATRIX_CLASSES:
         counts = tf.math.confusion_matrix(targets, predicted, len(names))

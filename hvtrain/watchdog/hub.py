@@ -1,4 +1,4 @@
-"""Rank 0's side of the watchdog: receives the reports of all ranks, and decides for all of them."""
+"""Rank 0's side of the watchdog: receives the reports of all ranks and decides when to end them."""
 
 import logging
 import os
@@ -20,21 +20,23 @@ log = logging.getLogger(__name__)
 
 # Ranks lost within this time are reported together.
 SECONDS_TO_SETTLE = 0.5
+# How long to wait for the stacks of all ranks; a rank may need SECONDS_FOR_A_WOKEN_RANK for each
+# silent one that it wakes.
 SECONDS_FOR_STACKS = 8.0
-# How long to wait for a signal of this process's own before passing on another rank's. A signal to
-# all processes also reaches this one, and a second Ctrl-C would end the run unsaved.
+# How long to wait before passing another rank's signal on to this process. A signal to all ranks
+# also arrives here directly, and a second Ctrl-C would end the run without saving.
 SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
     """The thread on rank 0 that decides for all ranks.
 
-    If there is a reason to stop, it is sent to all ranks; if the run stalls, all ranks are asked for
-    their stacks and then ended.
+    Sends the first reason to stop to all ranks. If the run stalls, asks all ranks for their stacks
+    and then ends them.
 
     Args:
         listener: the socket to which the ranks connect.
-        token: the secret of the job.
+        token: the job's secret, with which ranks prove that they belong to it.
         size: the number of ranks.
         member: rank 0's own member, which connects like any other.
 
@@ -46,8 +48,9 @@ class Hub:
     _reason: StopReason | None = None
     _lost_at = 0.0
     _has_warned = False
-    _passes_signal = False
-    # The state of the ranks when stacks were asked for, after which all ranks are ended; else None.
+    _has_passed_signal = False
+    # The state of the ranks when their stacks were requested; None until then. All ranks are ended
+    # soon afterwards.
     _stalled: Standing | None = None
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
@@ -72,34 +75,35 @@ class Hub:
                 # A tick examines all ranks, so a tick for each beat would be too expensive.
                 timeout = max(0.0, next_tick - time.monotonic())
                 for connection, message in self._connections.messages(timeout):
-                    self._take(connection, message)
-                # No tick once rank 0 has left: the others, which only
-                # wait for it, would seem stalled.
+                    self._handle(connection, message)
+                # No tick once rank 0 has left: the others only wait for it, and would seem stalled.
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
-                    # Sooner once something is wrong.
-                    seconds = SECONDS_TO_SETTLE / 2 if self._stalled or self._lost else 1.0
-                    next_tick = time.monotonic() + min(seconds, self._rules.beat_seconds / 2)
+                    # Ticks are more frequent once something is wrong.
+                    is_urgent = bool(self._stalled or self._lost)
+                    interval = SECONDS_TO_SETTLE / 2 if is_urgent else 1.0
+                    interval = min(interval, self._rules.beat_seconds / 2)
+                    next_tick = time.monotonic() + interval
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all(Kind.BYE)
         self._connections.close()
 
-    def _take(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         """Handles a message from a rank, and answers it unless the rank has left."""
         state = connection.state
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            # _tick stops the run a little later, so that ranks lost at the
-            # same time are reported together.
+            # _tick stops the run a little later, so that ranks lost at the same time are reported
+            # together.
             if not self._rules.survives_loss:
                 is_cut = message["is_cut"]
                 text = loss(state.name, is_cut)
                 self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
-                # The time of the first loss: otherwise a series of losses
-                # would postpone the end forever.
+                # Keeps the time of the first loss, or a series of losses could postpone the end
+                # forever.
                 self._lost_at = self._lost_at or time.monotonic()
             return
         if kind == Kind.BYE:
@@ -111,7 +115,7 @@ class Hub:
 
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
-            # By rank 0's clock, since those of other hosts may differ.
+            # By rank 0's clock, since other hosts' clocks may differ.
             state.heard = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
@@ -120,23 +124,22 @@ class Hub:
         elif kind == Kind.STACKS:
             # The rank's own stacks, or those of a rank that it woke.
             rank = message["rank"]
-            # A woken rank sends its own stacks too, but they show a later moment, and are ignored.
+            # A woken rank also sends its own stacks, but these show a later moment and are ignored.
             if rank != state.rank or rank not in self._woken:
                 self._stacks[rank] = message["text"]
                 self._process_states[rank] = message["state"]
         elif kind == Kind.ASK:
-            # If a rank is silent while another has an error, stacks are
-            # collected even before the limit.
+            # If a rank is silent while another has an error, stacks are collected before the limit.
             standing = self._standing(time.monotonic())
             if standing.silent_ranks():
                 self._collect_stacks(standing)
         connection.send(Kind.HEARD)
 
     def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that a rank reports, unless this process receives one itself."""
-        if self._passes_signal:
+        """Sends this process the first signal that a rank reports, unless it gets one directly."""
+        if self._has_passed_signal:
             return
-        self._passes_signal = True
+        self._has_passed_signal = True
         console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, number)
 
     def _standing(self, now: float) -> Standing:
@@ -145,7 +148,7 @@ class Hub:
         return Standing(ranks, now, self._rules)
 
     def _tick(self, now: float) -> None:
-        """Decides what to do, according to the reports so far."""
+        """Acts on the reports so far: ends or stops all ranks, asks for their stacks, or warns."""
         standing = self._standing(now)
         suspended = self._suspension.seconds(now)
         for state in standing.ranks:
@@ -153,13 +156,13 @@ class Hub:
 
         if self._stalled:
             # Ranks that have left in the meantime need not answer.
-            has_all = self._connections.ranks.keys() <= self._stacks.keys()
-            if has_all or now >= self._stalled.now + SECONDS_FOR_STACKS:
+            has_all_stacks = self._connections.ranks.keys() <= self._stacks.keys()
+            if has_all_stacks or now >= self._stalled.now + SECONDS_FOR_STACKS:
                 self._end_all(self._stalled)
         elif self._reason:
-            pass
+            pass  # All ranks have been told to stop.
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
-            # At most three reasons, so that they fit into a line.
+            # At most three reasons, so that they fit on a line.
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
@@ -176,31 +179,31 @@ class Hub:
                 f"no progress for {seconds:.0f} s: {standing.describe({})}; the run ends after "
                 "watchdog.abort_seconds of it"
             )
-        # After some progress, the next stall gets a warning again.
+        # After progress, the next stall is warned about again.
         self._has_warned = seconds > 0
 
     def _stop(self, reason: StopReason) -> None:
         """Tells all ranks why they must stop; later reasons are ignored."""
         if self._reason or self._stalled:
             return
-        # The message from a failed rank includes advice; for any other reason it is added here.
+        # The message from a failed rank includes advice; for any other reason, it is added here.
         if not reason.is_failure:
-            reason = replace(
-                reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}"
-            )
+            advice = processes.resume_advice(self._member.folder)
+            reason = replace(reason, text=f"{reason.text}; {advice}")
         self._reason = reason
-        # This includes rank 0, which is a member like any other.
+        # Rank 0 is included, being a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
     def _collect_stacks(self, standing: Standing) -> None:
         """Asks every rank for its stacks; _tick then ends all ranks.
 
-        A silent rank is woken by another one on the same machine, which sends the stacks.
+        A silent rank is woken by another rank on the same machine, which sends the stacks for it.
         """
         if self._stalled or self._reason:
             return
-        # With copies of the states, since a rank that is woken will report again.
-        self._stalled = replace(standing, ranks=list(map(replace, standing.ranks)))
+        # The states are copied, since a rank that is woken will report again.
+        states = [replace(state) for state in standing.ranks]
+        self._stalled = replace(standing, ranks=states)
 
         ranks = self._connections.ranks
         process_of = {
@@ -223,18 +226,17 @@ class Hub:
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
     def _end_all(self, standing: Standing) -> None:
-        """Reports the culprits, and ends all other ranks and then this one."""
+        """Reports the culprits and ends all ranks, this one last."""
         limit = self._rules.limit
         folder = self._member.folder
         stacks = {
             state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n"
             for state in standing.ranks
         }
-        where = processes.write_stacks(folder, stacks)
+        stacks_note = processes.write_stacks(folder, stacks)
 
-        text = (
-            f"{standing.describe(self._process_states)}; {where}{processes.resume_advice(folder)}"
-        )
+        problem = standing.describe(self._process_states)
+        text = f"{problem}; {stacks_note}{processes.resume_advice(folder)}"
         seconds = standing.stalled_seconds(limit)
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
@@ -242,7 +244,7 @@ class Hub:
         culprit = next((state.rank for state in standing.culprits()), None)
         processes.say(text, 0, culprit)
 
-        # This process ends last, since it holds the connections.
+        # This process ends last, since it holds the connections to all others.
         for rank, connection in self._connections.ranks.items():
             if rank:
                 connection.send(Kind.END)

@@ -1,6 +1,7 @@
 """Reads images with Pillow: those that TensorFlow cannot decode, and a sample of a data set.
 
-The sample is read before training. It shows formats and sizes, and reveals images that would be misread.
+The sample is read before training. It shows formats and sizes, and reveals images that would be
+misread.
 """
 
 import io
@@ -26,16 +27,17 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
 # Images in a data set's sample; few, since a network file system may be slow.
 MAX_SAMPLE = 16
-# The bit depth in the header of a 16-bit PNG.
+# The bit depth in the header of a 16-bit PNG, at byte 24.
 DEEP_PNG = b"\x10"
-# 16-bit images whose values are all below this are taken to hold 14, 12 or 10 bits.
+# 16-bit images whose values are all below this are assumed to use only 14, 12 or 10 bits.
 LEAST_DEEP_VALUE = 2**14
 
 # Pillow's modes, by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
-# The first bytes of files that often pass for images by name, with what they are.
+# The first bytes of files that are often mistaken for images, and what such a file is. The first
+# match counts, so b"<svg" comes before b"<".
 NOT_IMAGES = {
     b"<svg": "SVG, which must be converted",
     b"<": "a web page",
@@ -57,24 +59,30 @@ def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
     >>> sample(range(10), 4)
     [0, 3, 6, 9]
     """
-    return list(items[:: -(-len(items) // number) or 1])
+    stride = -(-len(items) // number)  # Rounded up.
+    return list(items[:: stride or 1])
 
 
 def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> list[str]:
     """Describes a sample of images: formats, sizes, orientation.
 
     Args:
-        images: The location of each, for messages, and its path or its bytes. Unreadable ones are
-            skipped here: the streams that read the data set report them.
+        images: For each image, its location, for messages, and its path or its bytes. Unreadable
+            images are skipped here; the streams that read the data set report them.
         sizing: The Sizing of the data set.
+
+    Returns:
+        Phrases, such as "JPEG of 20x10 to 640x480 pixels (16 sampled), ..."; none if no image is
+        readable.
 
     Raises:
         DataError: The 16-bit images use so few of their bits that they would look almost black.
+        StorageError: The storage cannot be read.
     """
     formats = Counter[str]()
     sizes = set()
     num_turned = 0
-    deep = []  # The largest value and the location of each 16-bit image.
+    deep_images = []  # The largest value and the location of each 16-bit image.
     for location, content in images:
         try:
             if isinstance(content, str):
@@ -86,24 +94,26 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
                 is_deep = image.format == "PNG" and content[24:25] == DEEP_PNG
             if is_deep:
                 values = tf.io.decode_png(content, dtype=tf.uint16)
-                deep.append((int(tf.reduce_max(values)), location))
+                deep_images.append((int(tf.reduce_max(values)), location))
         except StorageError:
             raise
         except Exception:
-            # Pillow raises errors of many types, SyntaxError among them, for damaged files.
+            # For damaged files, Pillow raises errors of many types, even SyntaxError.
             continue
 
     if not formats:
         return []
-    largest, location = max(deep, default=(LEAST_DEEP_VALUE, ""))
-    if largest < LEAST_DEEP_VALUE:
-        raise DataError(
-            f"{location} has 16 bits a channel and no value above {largest:,}, which would become "
-            f"{largest >> 8} of 255; rescale the images to 8 bits (value x 255 / largest possible value)"
-        )
+    if deep_images:
+        largest, location = max(deep_images)
+        if largest < LEAST_DEEP_VALUE:
+            raise DataError(
+                f"{location} has 16 bits a channel and no value above {largest:,}, which would "
+                f"become {largest >> 8} of 255; rescale the images to 8 bits "
+                "(value x 255 / largest possible value)"
+            )
 
-    kinds = " and ".join(name for name, _ in formats.most_common())
-    phrases = [f"{kinds} of {_size_phrase(sizes)} ({formats.total()} sampled), {sizing.phrase()}"]
+    names = " and ".join(name for name, _ in formats.most_common())
+    phrases = [f"{names} of {_size_phrase(sizes)} ({formats.total()} sampled), {sizing.phrase()}"]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")
@@ -126,15 +136,16 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     """Decodes an image to uint8 [h, w, channels].
 
     Args:
-        data: The bytes of the image, followed by one more, since NumPy strips zero bytes at the end.
+        data: The bytes of the image and one extra byte, since NumPy strips trailing zero bytes.
         channels: 1, 3 or 4.
-        exif: Turn the image upright, as its EXIF orientation says.
+        exif: Whether to turn the image upright according to its EXIF orientation.
 
     Raises:
         tf.errors.InvalidArgumentError: The image cannot be decoded.
     """
     content = np.asarray(data).item()[:-1]
-    kind = next((NOT_IMAGES[mark] for mark in NOT_IMAGES if content.startswith(mark)), "damaged")
+    kinds = (kind for start, kind in NOT_IMAGES.items() if content.startswith(start))
+    kind = next(kinds, "damaged")
     if content[4:8] == b"ftyp":
         kind = "HEIC or a video, which must be converted"
     problem = f"Image cannot be decoded: it is {kind}"
@@ -144,10 +155,14 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
                 picture = ImageOps.exif_transpose(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
-            problem = f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); write it with 8 bits"
-    except Exception as error:  # Pillow raises errors of many types, SyntaxError among them.
+            problem = (
+                f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); "
+                "write it with 8 bits"
+            )
+    except Exception as error:  # Pillow raises errors of many types, even SyntaxError.
         # Pillow's message for an unknown format is left out: it contains a memory address.
         if not isinstance(error, UnidentifiedImageError):
-            problem = f"Image cannot be decoded: {str(error).partition(chr(10))[0]}"
-    # The same type of error as TensorFlow's own decoder raises.
+            first_line = str(error).partition("\n")[0]
+            problem = f"Image cannot be decoded: {first_line}"
+    # TensorFlow's own decoder raises the same type of error.
     raise tf.errors.InvalidArgumentError(None, None, problem)

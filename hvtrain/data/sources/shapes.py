@@ -1,4 +1,4 @@
-"""Images of drawn shapes on textured ground, with masks: segmentation data that need no download."""
+"""Draws shapes on a textured background, with masks: segmentation data without a download."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ MIN_SIDE = 16
 MAX_SHAPES = 3
 # The range of the radius of a shape's circumscribed circle, as a share of the image's shorter side.
 RADII = (0.2, 0.4)
-# The number of patches of random brightness along each side;
-# brightness is interpolated between them.
+# The number of patches of random brightness along each side. Brightness is interpolated between the
+# patches.
 PATCHES = 6
 # The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
-# The least difference in grey levels between the colors of a shape and of the ground, modulo 256.
+# The least difference between the colors of a shape and of the background, in grey levels of each
+# channel, modulo 256.
 COLOR_DISTANCE = 64
 
 
@@ -40,15 +41,16 @@ def shapes(
 ) -> ImagesWithMasks:
     """Makes a source of discs, squares, triangles, rings and crosses.
 
-    Their size, rotation and color are random: only its form tells the class of a shape. Example n of a split
-    depends only on seed, image_shape, noise and border, and is the same on every rank.
+    Sizes, positions, rotations and colors are random, so only the outline of a shape reveals its
+    class. Example n of a split depends only on seed, image_shape, noise and border; it is the same
+    on every rank.
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
-        num_train, num_validation, num_test: number of examples of each split.
-        noise: the largest change of a value by noise, up or down, in grey levels.
-        border: width in pixels of each shape's outline, which is labelled 255 and so ignored, as
-            in PASCAL VOC; 0: none.
+        num_train, num_validation, num_test: number of examples in each split.
+        noise: the most that noise adds to or subtracts from a value, in grey levels.
+        border: width in pixels of each shape's outline in the mask, where pixels are labelled 255
+            and so ignored, as in PASCAL VOC; 0: no outline.
         seed: seed of the drawings, independent of the run's seed.
         standardize, shift_pixels, flip: see ArraySource.
 
@@ -66,8 +68,7 @@ def shapes(
     def load():
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
-            # Each split has its own random numbers, so that its size
-            # does not change the other splits.
+            # Each split has its own random numbers, so its size does not change the other splits.
             rng = np.random.default_rng([seed, number])
             examples = [draw(rng, shape, noise, border) for _ in range(count)]
             if examples:
@@ -93,32 +94,34 @@ def shapes(
 def draw(
     rng: np.random.Generator, image_shape: ImageShape, noise: int, border: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
+    """Draws an image, uint8 [h, w, c], of 1 to MAX_SHAPES shapes, and its mask, uint8 [h, w].
 
-    Uses only sums, products and roots, which every processor rounds in the same way, so all hosts draw the same bits.
+    Uses only arithmetic and square roots, which every processor rounds in the same way, so all
+    hosts draw the same bits.
     """
     height, width, channels = image_shape
-    ground = rng.uniform(0, 255, channels)
-    image = _textured(rng, image_shape, ground)
+    ground_color = rng.uniform(0, 255, channels)
+    image = _draw_texture(rng, image_shape, ground_color)
     mask = np.zeros((height, width), np.uint8)
     ys, xs = np.mgrid[:height, :width].astype(np.float64)
+    distance_functions = list(DISTANCES.values())
 
     for _ in range(rng.integers(1, MAX_SHAPES + 1)):
         label = int(rng.integers(1, len(DISTANCES) + 1))
         radius = rng.uniform(*RADII) * min(height, width)
-        y, x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
-        cosine, sine = _direction(rng)
+        center_y, center_x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
+        cosine, sine = _draw_direction(rng)
 
         # The pixels' offsets from the shape's center, along the shape's own axes.
-        across = cosine * (xs - x) - sine * (ys - y)
-        along = sine * (xs - x) + cosine * (ys - y)
-        distance = list(DISTANCES.values())[label - 1](across, along, radius)
+        across = cosine * (xs - center_x) - sine * (ys - center_y)
+        along = sine * (xs - center_x) + cosine * (ys - center_y)
+        distance = distance_functions[label - 1](across, along, radius)
 
-        color = (ground + rng.uniform(COLOR_DISTANCE, 256 - COLOR_DISTANCE, channels)) % 256
-        # Edges are smooth: a pixel is blended in proportion to the
-        # part of it that the shape covers.
-        covered = np.clip(0.5 - distance, 0, 1)[..., None]
-        image += covered * (_textured(rng, image_shape, color) - image)
+        color_shift = rng.uniform(COLOR_DISTANCE, 256 - COLOR_DISTANCE, channels)
+        color = (ground_color + color_shift) % 256
+        # Smooth edges: each pixel is blended in proportion to the part that the shape covers.
+        coverage = np.clip(0.5 - distance, 0, 1)[..., None]
+        image += coverage * (_draw_texture(rng, image_shape, color) - image)
         mask[distance <= 0] = label
         mask[np.abs(distance) < border / 2] = IGNORED
 
@@ -126,27 +129,30 @@ def draw(
     return np.clip(np.rint(image), 0, 255).astype(np.uint8), mask
 
 
-def _textured(rng: np.random.Generator, image_shape: ImageShape, color: np.ndarray) -> np.ndarray:
-    """Returns an image of one color, with smoothly varying random brightness."""
+def _draw_texture(
+    rng: np.random.Generator, image_shape: ImageShape, color: np.ndarray
+) -> np.ndarray:
+    """Returns an image of one color, float64 [h, w, c], with smoothly varying random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
-    brightness = _stretched(_stretched(patches, height).T, width).T
+    rows = _interpolate(patches, height)
+    brightness = _interpolate(rows.T, width).T
     return color + brightness[..., None]
 
 
-def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
+def _interpolate(rows: np.ndarray, count: int) -> np.ndarray:
     """Interpolates `rows` linearly to `count` rows."""
     positions = np.linspace(0, len(rows) - 1, count)
     low = np.minimum(positions.astype(int), len(rows) - 2)
-    share = (positions - low)[:, None]
-    return rows[low] * (1 - share) + rows[low + 1] * share
+    weight = (positions - low)[:, None]
+    return rows[low] * (1 - weight) + rows[low + 1] * weight
 
 
-def _direction(rng: np.random.Generator) -> tuple[float, float]:
+def _draw_direction(rng: np.random.Generator) -> tuple[float, float]:
     """Returns the cosine and sine of a random angle."""
-    # math.cos and math.sin are not used, since their last bit differs between C
-    # libraries. A random point of the unit disc has a uniform direction. Those near the
-    # center, which has none, are drawn again.
+    # math.cos and math.sin are not used, since their last bit differs between C libraries. Random
+    # points in the unit disc have uniformly distributed directions. Points near the center, which
+    # has no direction, are drawn again.
     while True:
         x, y = rng.uniform(-1, 1, 2)
         length = math.sqrt(x * x + y * y)
@@ -154,10 +160,10 @@ def _direction(rng: np.random.Generator) -> tuple[float, float]:
             return x / length, y / length
 
 
-# The shapes by name, as classes from 1 on; class 0 is the ground. Each function returns
-# the distance of each pixel from the outline, in pixels, negative inside. Near corners,
-# it is less than the true distance. x and y are offsets from the center, and radius is
-# that of the circumscribed circle.
+# The shapes by name, as classes from 1 on; class 0 is the ground. Each function returns the
+# distance of each pixel from the outline, in pixels, negative inside. Near corners, it is less than
+# the true distance. x and y are offsets from the center, and radius is that of the circumscribed
+# circle.
 DISTANCES = {
     "disc": lambda x, y, radius: np.sqrt(x * x + y * y) - radius,
     "square": lambda x, y, radius: np.maximum(np.abs(x), np.abs(y)) - radius * math.sqrt(0.5),
