@@ -1,8 +1,8 @@
-"""Compares N ranks with a batch each against one process on all batches.
+"""Checks that N ranks with one batch each train like one process on the joint batch.
 
-If the weights differ, the ranks do not train together. Every rank starts with different weights and
-data, so only broadcast and all-reduce can make the results equal. One rank alone, without
-all-reduce, must end with different weights, or the comparison would prove nothing.
+Every rank starts with different weights and data, so only broadcast and all-reduce can make the
+results equal. One rank alone, without all-reduce, must end with different weights, or the
+comparison would prove nothing.
 """
 
 from collections.abc import Callable
@@ -30,19 +30,19 @@ from hvtrain.checks.table import CheckError
 
 Arrays = list[np.ndarray]
 IGNORED = -1  # A label that the loss ignores.
-BATCH = 16
-# With accumulation over four steps, the weights change twice.
+BATCH = 16  # Examples per rank and step.
+# The weights change twice even with accumulation over four steps.
 STEPS = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small model trained with some optimizer.
+    """A small model, its loss and its optimizer.
 
     Attributes:
         optimizer: Makes the optimizer.
-        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, in which
-            ranks have different total loss weights.
+        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNEQUAL_KINDS, in
+            which ranks have different total loss weights.
         tolerance: Largest relative difference in any weight or slot that rounding may cause.
         steps_per_reduction: Training steps per weight update.
         more_layers: Makes layers to insert before the last one.
@@ -58,7 +58,13 @@ class Case:
 
 
 class Trained(NamedTuple):
-    """The weights before a training, the weights and float slots after it, and its number of reductions."""
+    """The result of a training.
+
+    Attributes:
+        before: The weights before it.
+        after: The weights and float slots after it.
+        reductions: The number of reductions, counted in the graph.
+    """
 
     before: Arrays
     after: Arrays
@@ -66,7 +72,7 @@ class Trained(NamedTuple):
 
 
 class OwnStep(SGD):
-    """An optimizer with its own apply(): it normalizes each gradient, and never calls Keras's."""
+    """An optimizer whose own apply() normalizes each gradient, and never calls Keras's apply()."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for gradient, variable in zip(grads, trainable_variables):
@@ -88,8 +94,8 @@ CASES = {
     "accumulation": Case(
         lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4
     ),
-    # Half precision rounds the activations of one rank's batch differently
-    # from those of the joint batch.
+    # Half precision rounds the activations of one rank's batch differently from those of the
+    # joint batch.
     "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
     "mixed_float16": Case(lambda: LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
     # From here on, ranks have different total loss weights, so a mean of means is wrong.
@@ -101,7 +107,7 @@ CASES = {
     ),
 }
 # Kinds of cases that are exact only with a DistributedLoss.
-UNLIKE = ("ignored", "masked", "weighted", "two losses")
+UNEQUAL_KINDS = ("ignored", "masked", "weighted", "two losses")
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,10 @@ class Comparison:
     """Largest differences of weights and float slots, relative to the largest value of each array.
 
     Attributes:
-        error: N ranks against one process.
-        error_without_reduction: One rank alone against one process on all batches.
-        error_of_plain_loss: N ranks with the mean of their losses against one process; infinite
-            for cases in which that mean is correct.
+        error: N ranks against one process on the joint batch.
+        error_without_reduction: One rank alone against one process on the joint batch.
+        error_of_plain_loss: N ranks with the mean of their losses against one process on the joint
+            batch; infinite for cases in which that mean is correct.
         ranks_differ: The ranks against each other, at the start (after the broadcast) or at the end.
         reductions: Fewest reductions of any rank.
     """
@@ -131,44 +137,46 @@ def compare(
 ) -> Comparison:
     """Trains the case on all ranks, in one process, and on one rank alone (every rank).
 
-    The result is the same on each rank.
+    Returns the same comparison on each rank.
 
     Args:
         case: The model and its optimizer.
-        steps: Steps of the training loop.
+        steps: Number of training steps.
         wrap: Makes the case's optimizer distributed.
     """
     rank = hvd.rank()
     size = hvd.size()
     # Every rank generates the data of all ranks, and takes its part.
     data = _data(case.kind, steps, size)
-    order = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
+    indices = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
-    def batches(rows):
+    def batches(indices_by_step):
         return [
-            keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data)
-            for step in rows
+            keras.tree.map_structure(partial(np.take, indices=step_indices.ravel(), axis=0), data)
+            for step_indices in indices_by_step
         ]
 
-    own = batches(order[:, rank])
-    together = _train(case, own, rank, wrap, hvd.DistributedLoss)
+    own = batches(indices[:, rank])
+    distributed = _train(case, own, rank, wrap, hvd.DistributedLoss)
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
-    plain = _train(case, own, rank, wrap).after if case.kind in UNLIKE else None
-    # Rank 0 trains on the joint batch while the last rank trains alone;
-    # both start from rank 0's weights.
+    plain = None
+    if case.kind in UNEQUAL_KINDS:
+        plain = _train(case, own, rank, wrap).after
+    # Rank 0 trains on the joint batch while the last rank trains alone, on rank 0's batches; both
+    # start from rank 0's weights.
     joint = None
     alone = None
     if rank == 0:
-        joint = _train(case, batches(order), seed=0).after
+        joint = _train(case, batches(indices), seed=0).after
     if rank == size - 1:
-        alone = _train(case, batches(order[:, 0]), seed=0).after
+        alone = _train(case, batches(indices[:, 0]), seed=0).after
 
     # The model is small enough to gather its arrays as one object from each rank.
-    everyone = hvd.allgather_object((together, joint, alone), name="hvtrain.compare")
-    first, expected, _ = everyone[0]
-    _, _, without_reduction = everyone[-1]
+    gathered = hvd.allgather_object((distributed, joint, alone), name="hvtrain.compare")
+    first, expected, _ = gathered[0]
+    _, _, without_reduction = gathered[-1]
     error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
-    of_ranks = [trained for trained, _, _ in everyone]
+    trained_by_rank = [trained for trained, _, _ in gathered]
 
     return Comparison(
         error=largest_difference(first.after, expected),
@@ -176,14 +184,17 @@ def compare(
         error_of_plain_loss=hvd.broadcast_object(error_of_plain_loss, name="hvtrain.compare"),
         ranks_differ=max(
             largest_difference(trained.before + trained.after, first.before + first.after)
-            for trained in of_ranks
+            for trained in trained_by_rank
         ),
-        reductions=min(trained.reductions for trained in of_ranks),
+        reductions=min(trained.reductions for trained in trained_by_rank),
     )
 
 
 def check_joint_batch(case: Case) -> str:
-    """Runs the comparison and returns its finding in a few words (every rank). Raises CheckError if it fails."""
+    """Runs the comparison, and returns its result in a few words (every rank).
+
+    Raises CheckError if the ranks do not train together, or if the comparison proves nothing.
+    """
     comparison = compare(case)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
@@ -204,7 +215,7 @@ def check_joint_batch(case: Case) -> str:
         raise CheckError(
             f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
         )
-    # A check that cannot fail proves nothing: wrong methods must give clearly different weights.
+    # A check that cannot fail proves nothing: the wrong ways must give clearly different weights.
     wrong_ways = {
         "the mean of the ranks' losses gives": comparison.error_of_plain_loss,
         "one rank without reduction ends with": comparison.error_without_reduction,
@@ -214,7 +225,7 @@ def check_joint_batch(case: Case) -> str:
             raise CheckError(f"{wrong_way} the same weights, so the comparison proves nothing")
 
     controls = f"without reduction {comparison.error_without_reduction:.1g}"
-    if case.kind in UNLIKE:
+    if case.kind in UNEQUAL_KINDS:
         controls = f"with the mean of losses {comparison.error_of_plain_loss:.1g}; {controls}"
     return (
         f"{size} x {BATCH} equal 1 x {BATCH * size} to {comparison.error:.1g}; {controls}; "
@@ -223,17 +234,19 @@ def check_joint_batch(case: Case) -> str:
 
 
 def largest_difference(actual: Arrays, expected: Arrays) -> float:
-    """Returns the largest difference, relative to the expected array's largest value; infinite if not finite.
+    """Returns the largest difference in any array, relative to the expected array's largest value.
+
+    Infinite if a difference is not finite.
 
     >>> round(largest_difference([np.array([1.0, 2.0])], [np.array([1.0, 4.0])]), 6)
     0.5
     """
     largest = 0.0
-    for a, b in zip(actual, expected, strict=True):
-        exact = np.asarray(b, np.float64)
+    for array, expected_array in zip(actual, expected, strict=True):
+        exact = np.asarray(expected_array, np.float64)
         # Relative to the whole array: a value near 0 may differ by a multiple of itself.
         scale = np.max(np.abs(exact), initial=0.0) or 1.0
-        gap = np.max(np.abs(a - exact), initial=0.0) / scale
+        gap = np.max(np.abs(array - exact), initial=0.0) / scale
         if not np.isfinite(gap):
             return float("inf")
         largest = max(largest, float(gap))
@@ -248,11 +261,11 @@ def _data(kind: str, steps: int, size: int) -> tuple[Any, ...]:
     """
     generator = np.random.default_rng(7)
     count = steps * size * BATCH
-    # The share of labels or weights that count grows with the rank.
+    # The higher the rank, the more of its labels count, or the larger its weights are.
     share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), BATCH), steps)
     x = generator.normal(size=(count, 12)).astype("float32")
     y = generator.integers(0, 3, count)
-    counts = generator.random(count) < share
+    is_counted = generator.random(count) < share
     if kind == "embedding":
         return generator.integers(0, 50, (count, 6)), y
     if kind == "masked":
@@ -262,9 +275,9 @@ def _data(kind: str, steps: int, size: int) -> tuple[Any, ...]:
     if kind == "weighted":
         return x, y, (share * generator.random(count)).astype("float32")
     if kind == "two losses":
-        return x, {"o": np.where(counts, y, IGNORED), "p": np.where(counts, IGNORED, y)}
+        return x, {"o": np.where(is_counted, y, IGNORED), "p": np.where(is_counted, IGNORED, y)}
     if kind == "ignored":
-        return x, np.where(counts, y, IGNORED)
+        return x, np.where(is_counted, y, IGNORED)
     return x, y
 
 
@@ -300,7 +313,10 @@ def _train(
     wrap: Callable[[Any], Any] | None = None,
     wrap_loss: Callable[[Any], Any] = lambda loss: loss,
 ) -> Trained:
-    """Trains for one pass over the batches."""
+    """Trains for one pass over the batches.
+
+    If given, `wrap` makes the optimizer distributed, and `wrap_loss` the loss.
+    """
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
@@ -310,15 +326,15 @@ def _train(
 
     losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()
     model.compile(optimizer, losses, jit_compile=False)
-    # Each rank initialized different weights, from its own seed.
+    # So far, each rank has different weights, from its own seed.
     if wrap:
         hvd.broadcast_model(model)
 
     before = [weight.copy() for weight in model.get_weights()]
     # Without shuffling, each step trains on one of the given batches, in order.
-    whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    rows = len(keras.tree.flatten(batches[0])[0])
-    dataset = tf.data.Dataset.from_tensor_slices(whole).batch(rows)
+    examples = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    batch_size = len(keras.tree.flatten(batches[0])[0])
+    dataset = tf.data.Dataset.from_tensor_slices(examples).batch(batch_size)
     model.fit(dataset, epochs=1, verbose=0, shuffle=False)
     # Slots only: counters are integers, and the learning rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]

@@ -1,8 +1,8 @@
-"""`python -m hvtrain replay` and `bisect`: repeat a stretch of a run, and compare it with receipts or another run.
+"""`python -m hvtrain replay` and `bisect`: repeat a stretch of training, and compare the bits.
 
-replay compares a repeated stretch of a run with the run's receipts. bisect finds the first step at which two runs
-diverge, and why: receipts give the interval, and each run is repeated over it with digests at every step. repeat.py
-does the training.
+replay compares the repeated stretch with the run's own receipts. bisect finds the first step at
+which two runs diverge, and why: receipts narrow it down to an interval, over which both runs are
+repeated with digests at every step. repeat.py does the training.
 """
 
 import re
@@ -44,7 +44,8 @@ def replay() -> int:
             "type": not_negative,
             "default": TOLERANCE,
             "metavar": "T",
-            "help": f"relative difference of weights that operations in any order may make; default: {TOLERANCE:g}",
+            "help": "largest relative difference of weights to accept without train.deterministic; "
+            f"default: {TOLERANCE:g}",
         },
     )
     refuse_checkpoint(finished)
@@ -52,7 +53,7 @@ def replay() -> int:
     with console.quiet_import(finished.config.verbose):
         from hvtrain.checks.repeat import repeat
 
-    receipts = {}
+    receipts = {}  # Filled on the chief, by choose().
 
     def choose(_):
         receipts.update(read_receipts(finished.folder))
@@ -99,7 +100,7 @@ def choose_stretch(
     Args:
         folder: the run folder.
         steps: the steps of its receipts, in order.
-        bounds: FROM and TO; None: from the newest checkpoint before the last receipt to that receipt.
+        bounds: FROM and TO; None: from the last checkpoint before the last receipt to that receipt.
         each_step: see Repetition.
 
     Raises:
@@ -112,7 +113,7 @@ def choose_stretch(
     newest = max(steps, default=0)
     first, last = bounds or (newest - 1, newest)
     begin = max((step for step in checkpoints if step <= first), default=0)
-    # A run is repeated from its beginning only on request, since that may take weeks.
+    # Repeating a run from its beginning may take weeks, so it is done only on request.
     if begin == 0 < first:
         raise CheckpointError(
             f"{folder} has no checkpoint up to step {first} (there are: {checkpoints or 'none'}); choose a later FROM, "
@@ -120,12 +121,15 @@ def choose_stretch(
         )
     saves = tuple(step for step in steps if begin < step <= last)
     if not saves:
-        there = ", ".join(map(str, steps)) or "none"
+        receipt_steps = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"{folder} has no receipt after step {begin} up to {last} (there are: {there}); choose other steps"
+            f"{folder} has no receipt after step {begin} up to {last} "
+            f"(there are: {receipt_steps}); choose other steps"
         )
-    kept = [step for step in saves if step in checkpoints]
-    return Repetition(folder, begin, saves, each_step, measured=max(kept, default=None))
+    # Receipts outlive most checkpoints; weights can be compared only where a checkpoint was kept.
+    with_checkpoint = [step for step in saves if step in checkpoints]
+    measured = max(with_checkpoint, default=None)
+    return Repetition(folder, begin, saves, each_step, measured=measured)
 
 
 def judge(
@@ -134,7 +138,10 @@ def judge(
     """Compares a repetition with the run's receipts; returns the exit code, and lines for the user.
 
     Args:
-        tolerance: the largest relative difference allowed; None: operations are deterministic.
+        receipts: the run's receipts, by step.
+        repetition: the repeated stretch.
+        tolerance: the largest relative difference allowed in a weight; None: operations are
+            deterministic, so no difference is allowed.
     """
     steps = sorted(repetition.digests.keys() & receipts.keys())
     step = next(
@@ -143,18 +150,18 @@ def judge(
     if step is None:
         return 0, [f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"]
 
-    before = max((equal for equal in steps if equal < step), default=repetition.begin)
+    last_equal = max((earlier for earlier in steps if earlier < step), default=repetition.begin)
     lines = [
         f"differs at step {step:,}: {first_difference(receipts[step].digests, repetition.digests[step])}"
     ]
     if step == repetition.begin:
         return 1, [*lines, "cause: the checkpoint has changed since it was written"]
-    lines.append(f"the last step with the same bits: {before:,}")
+    lines.append(f"the last step with the same bits: {last_equal:,}")
     causes = causes_of(receipts[step].facts, repetition.facts)
     lines += cause_lines(causes, tolerance is None)
     difference = repetition.difference
     if difference is None or repetition.measured is None or repetition.measured < step:
-        # The run has kept no checkpoint from that step on, with which weights could be compared.
+        # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
         f"largest difference of a weight at step {repetition.measured:,}: {difference:.2g} of the largest value there"
@@ -164,20 +171,22 @@ def judge(
     return 0, [*lines, f"within the tolerance of {tolerance:g}"]
 
 
-def first_difference(before: Digests, now: Digests) -> str:
-    """Names the first variable whose digests differ, and how many differ.
+def first_difference(digests: Digests, others: Digests) -> str:
+    """Names the first variable whose digests differ, and how many differ; at least one must.
 
     >>> first_difference({"model/0000/a/kernel": "1", "model/0001/a/bias": "2"}, {"model/0000/a/kernel": "1"})
     'a/bias (1 of 2 variables differ)'
     """
-    keys = [key for key in before | now if before.get(key) != now.get(key)]
+    every_key = digests | others
+    keys = [key for key in every_key if digests.get(key) != others.get(key)]
+    # Keys of a checkpoint's arrays: GROUP/NUMBER/NAME.
     group, *_, name = keys[0].split("/", 2)
     owner = "the optimizer's " if group == "optimizer" else ""
-    return f"{owner}{name} ({len(keys)} of {len(before | now)} variables differ)"
+    return f"{owner}{name} ({len(keys)} of {len(every_key)} variables differ)"
 
 
 def causes_of(before: Facts, now: Facts) -> list[str]:
-    """Describes the facts that differ, one text for each kind."""
+    """Describes the facts that differ, in one text for each kind of fact."""
     from hvtrain.training.consistency import difference_of
 
     texts = {kind: difference_of(before.get(kind, {}), now.get(kind, {})) for kind in before | now}
@@ -185,7 +194,7 @@ def causes_of(before: Facts, now: Facts) -> list[str]:
 
 
 def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
-    """Returns a line for each cause; if the receipts show none, a line about what else is possible."""
+    """Returns a line for each cause; if the receipts show none, a line on what else to suspect."""
     if causes:
         return [f"cause: {cause}" for cause in causes]
     if not is_deterministic:
@@ -198,6 +207,7 @@ def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
     ]
 
 
+# Stands for an exit code after bisect's first repetition: the other run is still to be repeated.
 CONTINUE = -1
 BISECT_ABOUT = """\
 Finds the first receipts at which two runs differ, then repeats both from the checkpoint before and compares each step,
@@ -209,7 +219,10 @@ BISECT_EXAMPLES = """\
 
 
 def bisect() -> int:
-    """Compares two runs' receipts; if they differ, repeats both to find the step. Rank 0 prints the result."""
+    """Compares two runs' receipts; if they differ, repeats both runs to find the step.
+
+    Rank 0 prints the result.
+    """
     options, finished = parse_command(
         "bisect", "with=RUN", BISECT_ABOUT, BISECT_EXAMPLES, "with", trains=True
     )
@@ -217,8 +230,11 @@ def bisect() -> int:
     folder = finished.arguments.get("with")
     if not folder:
         raise ConfigError("with=RUN is missing; name the folder of the other run")
+    # Overrides apply to both runs. An argument without "=" is RUN, another form of run=RUN.
     settings = [
-        text for text in options.overrides if "=" in text and not text.startswith(("run=", "with="))
+        argument
+        for argument in options.overrides
+        if "=" in argument and not argument.startswith(("run=", "with="))
     ]
     other = finished_config([f"run={folder}", *settings], trust=options.trust, trains=True)
     with console.quiet_import(finished.config.verbose):
@@ -232,16 +248,21 @@ def bisect() -> int:
 
 
 class Divergence:
-    """Finds where two runs diverge (chief only)."""
+    """Finds where two runs diverge (its methods are called on the chief only).
+
+    Attributes:
+        stretches: what compare() chose to repeat, one stretch for each run.
+    """
 
     def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
         self.runs = runs
         self.stretches: list[Repetition] = []
 
     def compare(self, num_ranks: int) -> "Repetition | int":
-        """Prints the receipts between which the runs diverge.
+        """Compares the runs' receipts, and prints the steps between which they diverge.
 
         Returns the first run's stretch to repeat, or the exit code if nothing is to be repeated.
+        Raises ConfigError if the runs have no receipts of the same step.
         """
         mine, others = (read_receipts(run.folder) for run in self.runs)
         steps = [step for step in mine if step in others]
@@ -254,21 +275,22 @@ class Divergence:
             print(f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}")
             return 0
 
-        before = max((equal for equal in steps if equal < step), default=0)
-        print(f"the runs diverge between steps {before:,} and {step:,}")
+        last_equal = max((earlier for earlier in steps if earlier < step), default=0)
+        print(f"the runs diverge between steps {last_equal:,} and {step:,}")
         causes = causes_of(mine[step].facts, others[step].facts)
         is_deterministic = all(run.config.train.deterministic for run in self.runs)
         print("\n".join(cause_lines(causes, is_deterministic)))
         note = f"at step {step:,}: {first_difference(mine[step].digests, others[step].digests)}"
         try:
             for run, receipts in zip(self.runs, (mine, others)):
-                of_run = receipts[step].facts.get("ranks", {}).get("number of ranks")
-                if of_run != num_ranks:
+                run_ranks = receipts[step].facts.get("ranks", {}).get("number of ranks")
+                if run_ranks != num_ranks:
                     raise ConfigError(
-                        f"{run.folder} had {of_run} ranks, but {num_ranks} were started"
+                        f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started"
                     )
+                bounds = (last_equal, step)
                 self.stretches.append(
-                    choose_stretch(run.folder, list(receipts), (before, step), each_step=True)
+                    choose_stretch(run.folder, list(receipts), bounds, each_step=True)
                 )
         except (CheckpointError, ConfigError) as error:
             print(f"{note}\nthe first step at which they differ is unknown: {error}")
@@ -276,8 +298,11 @@ class Divergence:
         return self.stretches[0]
 
     def conclude(self, _: "Repetition") -> int:
-        """Compares both repetitions step by step, and prints the result."""
-        # By now, both stretches hold the digests of their repetitions.
+        """Compares both repetitions step by step, and prints the result.
+
+        Returns the exit code 1, since the receipts differ whatever the repetitions show.
+        """
+        # Each repetition has put its digests into its stretch.
         mine, others = (stretch.digests for stretch in self.stretches)
         steps = sorted(mine.keys() & others.keys())
         step = next((step for step in steps if mine[step] != others[step]), None)

@@ -1,6 +1,6 @@
-"""Figures for the report, which a task makes from predictions: plain values that the report renders by `kind`.
+"""Figures for HTML pages, as plain values that report/base.html.j2 renders by `kind`. Pure.
 
-Pure.
+Tasks make them from predictions, and `inspect` from a data set's examples.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """What the page shows above and below any figure."""
+    """The base of all figures: the page shows the title, the note, and then the content."""
 
     title: str
     note: str
@@ -26,7 +26,12 @@ class Table(Figure):
 
 @dataclass(frozen=True)
 class Matrix(Figure):
-    """A confusion matrix: counts of examples, with a row for each true class and a column for each predicted one."""
+    """A confusion matrix.
+
+    Args:
+        labels: Names of the classes.
+        counts: Numbers of examples; a row for each true class, a column for each predicted class.
+    """
 
     labels: list[str]
     counts: list[list[int]]
@@ -35,9 +40,11 @@ class Matrix(Figure):
 
 @dataclass(frozen=True)
 class Pictures(Figure):
-    """Pictures, each a base64 PNG with a caption, and a legend of their colors as (name, "#rrggbb") pairs.
+    """Pictures with captions, and a legend of their colors.
 
     Args:
+        pictures: (PNG in base64, caption) pairs.
+        legend: (name, "#rrggbb") pairs.
         panels: Number of images side by side in each picture. The page leaves room for them.
     """
 
@@ -49,7 +56,12 @@ class Pictures(Figure):
 
 @dataclass(frozen=True)
 class Texts(Figure):
-    """Pairs of texts: input and model output. goes_on: the output continues the input."""
+    """Pairs of texts.
+
+    Args:
+        pairs: (input, model output) pairs.
+        goes_on: True if the output continues the input, so that the page shows both on one line.
+    """
 
     pairs: list[tuple[str, str]]
     goes_on: bool
@@ -58,7 +70,12 @@ class Texts(Figure):
 
 @dataclass(frozen=True)
 class Scatter(Figure):
-    """Points (x, y), and the line on which perfect predictions lie: "diagonal" or "zero"."""
+    """A scatter plot, with the line on which perfect predictions lie.
+
+    Args:
+        points: (x, y) pairs.
+        line: "diagonal" for y = x, or "zero" for y = 0.
+    """
 
     x_label: str
     y_label: str

@@ -1,4 +1,7 @@
-"""Writes predictions batch by batch, to a CSV or Parquet file that appears once it is complete, or as PNG masks."""
+"""Writes predictions batch by batch, as a table or as masks.
+
+A table is a CSV or Parquet file that appears once it is complete; masks are PNG files.
+"""
 
 import csv
 from collections.abc import Iterator
@@ -16,23 +19,23 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
 from hvtrain.system.files import TEMPORARY, page_path, remove
 
-# Size of a Parquet row group in memory. A group for each batch would
-# make the file many times larger.
+# Size of a Parquet row group in memory. A row group for each batch would make the file many times
+# larger.
 ROW_GROUP_BYTES = 2**24
 
 
 class Writer:
-    """Writes rows to a path; only the chief uses one.
+    """Writes rows to a path (chief only).
 
-    A table's file gets its name only when it is complete. Its writer opens `self._file` on the first
-    `add`, since it needs the rows' columns.
+    A table's file gets its name only when it is complete. Table writers open `self._file` on the
+    first `add`, since they need the rows' columns.
     """
 
     _file: Any = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Beside the file: a rename works only within one file system.
+        # In the same folder, since a rename works only within one file system.
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
 
     def add(self, rows: Rows) -> None:
@@ -40,7 +43,7 @@ class Writer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Completes the output, if it is not complete after each `add`. Raises StorageError."""
+        """Completes a table's file; masks are complete after each `add`. Raises StorageError."""
         if self._file is not None:
             with _storage_errors(self.path):
                 self._file.close()
@@ -96,12 +99,13 @@ class ParquetWriter(Writer):
         super().close()
 
     def _write_group(self) -> None:
-        # In some batches a column of ids may have only missing values,
-        # which pyarrow gives the type null.
+        # In some batches a column of ids may have only missing values, which pyarrow gives the
+        # type null.
         table = pa.concat_tables(self._group, promote_options="permissive")
         self._group = []
         with _storage_errors(self.path):
             if self._file is None:
+                # If all values in the first group are missing, the column becomes text.
                 fields = [
                     column.with_type(pa.string()) if pa.types.is_null(column.type) else column
                     for column in table.schema
@@ -111,9 +115,10 @@ class ParquetWriter(Writer):
 
 
 class MaskWriter(Writer):
-    """Writes a folder of PNG masks whose pixel values are classes, named after the input image or the example's number.
+    """Writes a folder of PNG masks whose pixel values are classes.
 
-    The mask of x.jpg is x.png, or x.jpg.png if another image's mask is x.png already.
+    A mask is named after its input image, or else after the example's number. The mask of x.jpg is
+    x.png, or x.jpg.png if another image's mask is x.png already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,15 +127,15 @@ class MaskWriter(Writer):
         self._written: set[Path] = set()
 
     def add(self, rows: Rows) -> None:
-        files = rows.get("file", [f"{number:08d}" for number in rows["example"]])
-        for name, mask in zip(files, rows["mask"]):
+        names = rows.get("file", [f"{number:08d}" for number in rows["example"]])
+        for name, mask in zip(names, rows["mask"]):
             path = (self.path / str(name)).with_suffix(".png")
             if path in self._written:
                 path = self.path / f"{name}.png"
             self._written.add(path)
             with _storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # An 8-bit PNG holds at most 256 classes.
+                # A pixel of an 8-bit PNG can have at most 256 values.
                 dtype = np.uint8 if mask.max() < 256 else np.uint16
                 Image.fromarray(mask.astype(dtype)).save(path)
 
@@ -140,21 +145,21 @@ def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
 
     Args:
         output: a .csv or .parquet file, or a folder for masks.
-        has_masks: True if the predictions are images.
-        inputs: nested settings that may name files that are read, which must not be overwritten.
-            Which ones do depends on the data set, so every string counts as a path.
+        has_masks: True if the predictions are masks.
+        inputs: nested settings, some of which name input files, which must not be overwritten.
+            Which ones do depends on the data set, so every string is tried as a path.
 
     Raises:
         ConfigError: the output would replace an input, its suffix is unknown, its folder does not
             exist, or a folder for masks is not empty.
     """
     for value in keras.tree.flatten(inputs):
-        is_read = False
+        is_input = False
         # samefile follows links. It raises an error unless both are paths that exist.
         with suppress(OSError, TypeError, ValueError):
-            is_read = output.samefile(value)
-        if is_read:
-            raise ConfigError(f"--output {output} is what is read too; choose another name")
+            is_input = output.samefile(value)
+        if is_input:
+            raise ConfigError(f"--output {output} is also an input; choose another name")
     if has_masks:
         if output.suffix or output.is_file():
             raise ConfigError(
@@ -166,6 +171,6 @@ def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
 
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
-    # If the path is a symbolic link, its target is replaced and the link kept.
+    # If the path is a symbolic link, its target is replaced, and the link is kept.
     path = page_path(output).resolve()
     return ParquetWriter(path) if output.suffix == ".parquet" else CsvWriter(path)

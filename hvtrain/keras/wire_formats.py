@@ -1,9 +1,9 @@
-"""Formats of gradients on the wire: bfloat16, int8 and PowerSGD, in addition to Horovod's fp16.
+"""Wire formats for gradients: bfloat16, int8 and PowerSGD, in addition to Horovod's fp16.
 
-Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead: each
-rank receives its slice of every rank's gradients (alltoall), adds the slices in float32, and sends
-the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower numbers.
-PowerSGD reduces two thin matrices in place of a large one.
+Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead:
+each rank receives its slice of every rank's gradients (alltoall), decodes and averages them, and
+sends the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower
+numbers. PowerSGD reduces two thin matrices in place of a large one.
 
 In each format all ranks decode the same values, so their weights stay equal to the last bit.
 """
@@ -16,23 +16,28 @@ import tensorflow as tf
 
 Tensors = list[tf.Tensor]
 
-# Number of values that share a scale in Int8; an outlier costs only these their precision.
+# Number of values that share a scale in Int8. An outlier costs precision only within its block.
 BLOCK = 1024
 
 
 class WireFormat(ABC):
-    """A format in which a message's gradients are sent, for what Horovod's Compressor cannot do."""
+    """A format for sending gradients that Horovod's Compressor cannot express.
+
+    A Compressor only changes tensors before and after an all-reduce. A WireFormat chooses the
+    collectives itself, and may need errors and projections of the previous step, which
+    compression.py keeps.
+    """
 
     # The value of the setting strategy.compression that selects the format.
     name: str
     # True if each rank adds its compression error to its next gradient (error feedback, Karimireddy
-    # et al. 2019). Over the steps nothing is then lost; it only arrives later.
+    # et al. 2019). Nothing is lost then; it only arrives in a later step.
     keeps_errors = False
-    # Number of first steps in which gradients are sent uncompressed.
+    # Number of steps at the start of training in which gradients are sent uncompressed.
     whole_steps = 0
 
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
-        """Returns the shape of the matrix kept for a variable between steps, or None."""
+        """Returns the shape of the matrix to keep between steps for such a variable, or None."""
         return None
 
     def __repr__(self) -> str:
@@ -46,18 +51,22 @@ class WireFormat(ABC):
 
         Args:
             tensors: float32 or float64, all of the same type, of any shapes.
-            projections: for each tensor a variable of projection_shape, or None; empty if the format keeps no errors.
+            projections: for each tensor a variable of projection_shape, or None; empty if the
+                format keeps no errors.
             name: prefix of the messages' names.
             process_set: the ranks that take part, at least two.
 
         Returns:
-            Means and errors, in the tensors' shapes and type. The exact means are these means plus
-            the ranks' mean errors.
+            Means and errors, in the tensors' shapes and type. A returned mean plus the errors'
+            mean over the ranks is the exact mean.
         """
 
     @abstractmethod
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        """Returns the bytes that a rank sends to reduce tensors of these shapes; unknown sizes count as 0."""
+        """Returns the bytes that a rank sends to reduce tensors of these shapes.
+
+        Tensors of unknown size count as 0.
+        """
 
 
 class ByteFormat(WireFormat):
@@ -84,34 +93,33 @@ class ByteFormat(WireFormat):
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
-        # With three ranks or more, each sums one slice; all slices have the same number of blocks.
-        num_pieces = 1 if num_ranks == 2 else num_ranks
-        blocks = _packed(tensors, num_pieces)
+        # With three ranks or more, each averages one slice. All slices have equally many blocks.
+        num_slices = 1 if num_ranks == 2 else num_ranks
+        blocks = _pack(tensors, num_slices)
         encoded, own = self.encode(blocks)
-        losses = blocks - own
+        errors = blocks - own
 
         # Two ranks exchange everything, which takes the same number of bytes and rounds only once.
         if num_ranks == 2:
             received = tf.split(hvd.allgather(encoded, name=f"{name}_bytes", **options), 2)
             other = self.decode(received[1 - process_set.rank()], dtype)
-            return _unpacked((own + other) / 2, tensors), _unpacked(losses, tensors)
+            return _unpack((own + other) / 2, tensors), _unpack(errors, tensors)
 
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
-        # Summed in the order of the ranks, so that the result does
-        # not depend on which rank does it.
-        piece = tf.add_n([self.decode(part, dtype) for part in received]) / num_ranks
-        encoded_piece, own_piece = self.encode(piece)
-        gathered = hvd.allgather(encoded_piece, name=f"{name}_bytes", **options)
+        # Summed in the order of the ranks, so that the result does not depend on which rank sums.
+        mean_slice = tf.add_n([self.decode(part, dtype) for part in received]) / num_ranks
+        encoded_slice, decoded_slice = self.encode(mean_slice)
+        gathered = hvd.allgather(encoded_slice, name=f"{name}_bytes", **options)
         means = self.decode(gathered, dtype)
 
         # Only this rank knows the second rounding error, that of the mean in its slice. It adds the
         # error to its next gradient, times num_ranks because the next mean divides by that.
-        lost = num_ranks * (piece - own_piece)
-        length = tf.shape(piece)[0]
-        before = process_set.rank() * length
-        after = tf.shape(blocks)[0] - before - length
-        losses += tf.pad(lost, [[before, after], [0, 0]])
-        return _unpacked(means, tensors), _unpacked(losses, tensors)
+        slice_error = num_ranks * (mean_slice - decoded_slice)
+        slice_blocks = tf.shape(mean_slice)[0]
+        blocks_before = process_set.rank() * slice_blocks
+        blocks_after = tf.shape(blocks)[0] - blocks_before - slice_blocks
+        errors += tf.pad(slice_error, [[blocks_before, blocks_after], [0, 0]])
+        return _unpack(means, tensors), _unpack(errors, tensors)
 
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
         blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK
@@ -121,7 +129,8 @@ class ByteFormat(WireFormat):
 class BFloat16(ByteFormat):
     """Sends gradients as bfloat16: half the bytes of float32, with the same range.
 
-    Each rank's gradients are rounded before the sum; with three ranks or more the mean is rounded once more.
+    Each rank's gradients are rounded before the sum; with three ranks or more, the mean is rounded
+    too.
     """
 
     name = "bf16"
@@ -150,12 +159,12 @@ class Int8(ByteFormat):
 
         A block with a non-finite value is decoded as NaN, so that every rank sees it.
         """
-        # Two reductions take half the time of one over tf.abs(), whose result
-        # TensorFlow would write to memory.
+        # Two reductions take half the time of one over tf.abs(), whose result TensorFlow would
+        # write to memory.
         highest = tf.reduce_max(blocks, axis=1, keepdims=True)
         lowest = tf.reduce_min(blocks, axis=1, keepdims=True)
         scale = tf.cast(tf.maximum(highest, -lowest) / 127, tf.float32)
-        # A block of zeros has the scale 0.
+        # A block of zeros has the scale 0, and its levels are 0 too.
         levels = tf.round(tf.math.divide_no_nan(blocks, tf.cast(scale, blocks.dtype)))
         values = tf.bitcast(tf.cast(levels, tf.int8), tf.uint8)
         scale_bytes = tf.reshape(tf.bitcast(scale, tf.uint8), [-1, 4])
@@ -171,14 +180,15 @@ class Int8(ByteFormat):
 class PowerSGD(WireFormat):
     """Sends gradients as low-rank matrices (Vogels et al. 2019, arXiv:1905.13727).
 
-    A gradient M [m, n] is approximated by P Q^T, found by one step of power iteration from the last
-    step's Q: P = M Q, averaged over the ranks and made orthonormal; then Q = M^T P, averaged. Each
-    rank keeps the error M - P Q^T. Vectors, and matrices that would hardly get smaller, are sent whole.
+    A gradient M [m, n] is approximated by P Q^T, found by one step of power iteration from the
+    previous step's Q: P = M Q, averaged over the ranks and made orthonormal; then Q = M^T P,
+    averaged. Each rank keeps the error M - P Q^T. Vectors are sent whole, and so are matrices that
+    would hardly get smaller.
 
     Args:
         rank: number of columns of P and Q. A higher rank approximates better and costs more bytes.
-        whole_steps: number of first steps in which gradients are sent uncompressed. Gradients
-            change fastest then, so the last step's Q is a poor start.
+        whole_steps: number of steps at the start of training in which gradients are sent
+            uncompressed. Gradients change fastest then, so the previous step's Q is a poor start.
 
     Raises:
         ValueError: if rank is below 1, or whole_steps below 0.
@@ -204,51 +214,57 @@ class PowerSGD(WireFormat):
         num_elements = shape.num_elements()
         if not num_elements or shape.rank < 2:
             return None
-        # The last axis of a kernel, dense or convolutional, is that of the outputs.
+        # The last axis of a dense or convolutional kernel is the output axis.
         num_columns = shape[-1]
         num_rows = num_elements // num_columns
+        # P and Q must have less than half of the matrix's values.
         is_smaller = 2 * (num_rows + num_columns) * self.rank < num_elements
         return (num_columns, self.rank) if is_smaller else None
 
     def reduce(
         self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
-        low = [i for i, projection in enumerate(projections) if projection is not None]
+        low_rank = [i for i, projection in enumerate(projections) if projection is not None]
         whole = [i for i, projection in enumerate(projections) if projection is None]
-        matrices = [tf.reshape(tensors[i], [-1, projections[i].shape[0]]) for i in low]
+        matrices = [tf.reshape(tensors[i], [-1, projections[i].shape[0]]) for i in low_rank]
         products = [
-            matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low, matrices)
+            matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low_rank, matrices)
         ]
-        # Tensors that are sent whole are added to the first message.
+        # The first message also carries the tensors that are sent whole.
         sent = [*products, *(tensors[i] for i in whole)]
         averaged = average(sent, f"{name}_p", process_set)
-        bases = [tf.linalg.qr(product).q for product in averaged[: len(low)]]
-        own = [tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)]
-        coefficients = average(own, f"{name}_q", process_set)
+        bases = [tf.linalg.qr(product).q for product in averaged[: len(low_rank)]]
+        own_coefficients = [
+            tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)
+        ]
+        coefficients = average(own_coefficients, f"{name}_q", process_set)
 
-        means = dict(zip(whole, averaged[len(low) :]))
-        for i, base, coefficient in zip(low, bases, coefficients):
+        means_by_index = dict(zip(whole, averaged[len(low_rank) :]))
+        for i, base, coefficient in zip(low_rank, bases, coefficients):
             approximation = tf.matmul(base, coefficient, transpose_b=True)
-            means[i] = tf.reshape(approximation, tf.shape(tensors[i]))
+            means_by_index[i] = tf.reshape(approximation, tf.shape(tensors[i]))
+            # A step that overflows must not leave its NaNs in the next step's start.
             is_finite = tf.reduce_all(tf.math.is_finite(coefficient))
             kept = tf.where(is_finite, tf.cast(coefficient, projections[i].dtype), projections[i])
             projections[i].assign(kept)
-        ordered = [means[i] for i in range(len(tensors))]
-        losses = [
-            tf.zeros_like(tensor) if projection is None else tensor - value
-            for tensor, projection, value in zip(tensors, projections, ordered)
+        means = [means_by_index[i] for i in range(len(tensors))]
+        errors = [
+            tf.zeros_like(tensor) if projection is None else tensor - mean
+            for tensor, projection, mean in zip(tensors, projections, means)
         ]
-        return ordered, losses
+        return means, errors
 
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
         num_values = 0
         for shape in shapes:
-            projection = self.projection_shape(shape)
+            projection_shape = self.projection_shape(shape)
             num_elements = shape.num_elements() or 0
-            if projection is None:
+            if projection_shape is None:
                 num_values += num_elements
-            else:
-                num_values += self.rank * (num_elements // projection[0] + projection[0])
+                continue
+            num_columns, rank = projection_shape
+            num_rows = num_elements // num_columns
+            num_values += rank * (num_rows + num_columns)
         return ring_bytes(4 * num_values, num_ranks)
 
 
@@ -267,18 +283,18 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     return num_bytes * 2 * (num_ranks - 1) / num_ranks
 
 
-def _packed(tensors: Tensors, num_pieces: int) -> tf.Tensor:
-    """Packs tensors into blocks [n, BLOCK], padded with zeros so that n is a multiple of num_pieces."""
+def _pack(tensors: Tensors, num_slices: int) -> tf.Tensor:
+    """Packs tensors into blocks [n, BLOCK], zero-padded so that n is a multiple of num_slices."""
     size = tf.add_n([tf.size(tensor) for tensor in tensors])
-    padding = tf.zeros([-size % (num_pieces * BLOCK)], tensors[0].dtype)
+    padding = tf.zeros([-size % (num_slices * BLOCK)], tensors[0].dtype)
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return tf.reshape(tf.concat([*flat, padding], axis=0), [-1, BLOCK])
 
 
-def _unpacked(blocks: tf.Tensor, like: Tensors) -> Tensors:
-    """Splits blocks into tensors of the shapes of `like`, without the padding."""
+def _unpack(blocks: tf.Tensor, like: Tensors) -> Tensors:
+    """Splits blocks into tensors with the shapes of `like`, and drops the padding."""
     sizes = [tf.size(tensor) for tensor in like]
     padding = tf.size(blocks) - tf.add_n(sizes)
-    # Where the parts are aligned, tf.split copies nothing.
+    # tf.split copies nothing if the parts are aligned in memory.
     parts = tf.split(tf.reshape(blocks, [-1]), [*sizes, padding])
     return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, like)]

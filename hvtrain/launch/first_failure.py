@@ -1,8 +1,8 @@
 """The first failure of a launch: which rank, on which host, why, and what to do. Pure.
 
-Ranks and horovodrun report it in lines of JSON (console.Verdict). Only the output of mpirun, ssh and
-Python is matched as text, by the patterns in this file; tests/launch/transcripts has real output of
-each launcher.
+Ranks and horovodrun report it in lines of JSON (console.Verdict). Only the output of mpirun, ssh,
+Gloo and Python is matched as text, by the patterns in this file; tests/launch/transcripts has real
+output of each launcher.
 """
 
 import re
@@ -18,9 +18,10 @@ from hvtrain.system.console import UNSAVED, VERDICT_PREFIX, Verdict, read_verdic
 AGAIN = "run the same command again"
 RESUME = "run the same command with the same run.dir to resume from the newest checkpoint"
 RULER = "-" * 74  # Open MPI prints one before and after each of its messages.
-LOST = 255  # ssh's exit code when its connection breaks; Open MPI's too.
+LOST = 255  # Exit code of ssh, and of Open MPI, when the connection to a host breaks.
 
-# How launchers report the end of a rank, with whitespace collapsed to single spaces.
+# How launchers report the end of a rank or the loss of a host. _search matches these patterns and
+# _SSH with whitespace collapsed to single spaces.
 _BY_MPIRUN = (
     r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
     r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
@@ -32,6 +33,7 @@ _BY_HOROVOD = (
 )
 # Open MPI also writes this about a lost host, if ssh noticed the loss first.
 _NOT_STARTED = r"ORTE was unable to reliably start one or more daemons"
+# Messages of Open MPI, and single lines, that follow from a failure but explain nothing.
 _NOISE = r"Primary job terminated normally|ORTE does not know how to route"
 _NOISE_LINE = r"mpirun: (killing job|Forwarding signal)|.*resource_tracker: There appear to be"
 _SSH = (
@@ -42,19 +44,19 @@ _SSH = (
 # The last line of a Python traceback: a user's own program writes no verdict.
 _EXCEPTION = r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)\b.*"
 # Gloo's last message if packets to another rank, or to the launcher, are dropped. A refused
-# connection does not count: that rank may have ended.
+# connection is left out: it may only mean that the other rank has ended.
 _UNREACHABLE = (
     r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
 )
 PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
-# Exit codes of ranks that were killed by a signal. A rank that
-# handles Ctrl-C exits with 130 itself.
+# Exit codes of ranks that were killed by a signal. SIGINT is left out: a rank that handles Ctrl-C
+# exits with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of the rank that ended first.
+    """The rank that ended first, and how it ended.
 
     Args:
         rank: its number, or HOST[SLOT] in an elastic job; "" if only a host was lost.
@@ -68,7 +70,9 @@ class End:
 
 
 def again(line: Sequence[str]) -> str:
-    """Returns the advice after a failure that a restart may fix: only ranks that run hvtrain itself resume.
+    """Returns the advice after a failure that a restart may fix.
+
+    Only training with hvtrain itself is sure to resume from run.dir.
 
     >>> again(["horovodrun", "-np", "2", "python", "-m", "hvtrain", "model=mlp"]) == RESUME
     True
@@ -82,7 +86,7 @@ def again(line: Sequence[str]) -> str:
 
 
 def shell_code(code: int) -> int:
-    """Converts to a shell's exit code: for a child killed by a signal Python has -signal, a shell 128 + signal.
+    """Converts a child's exit code from Python's form to a shell's: -N (signal N) becomes 128 + N.
 
     >>> shell_code(7), shell_code(-9)
     (7, 137)
@@ -93,7 +97,7 @@ def shell_code(code: int) -> int:
 def failed_rank(text: str) -> tuple[str | None, int] | None:
     """Returns the name and exit code of the first rank that failed, from the text of Horovod's error.
 
-    None if the text has no exit code.
+    The name is None if the text has only an exit code. Returns None if it has no exit code.
 
     >>> failed_rank("Process name: 3 Exit code: -9")
     ('3', -9)
@@ -103,7 +107,10 @@ def failed_rank(text: str) -> tuple[str | None, int] | None:
 
 
 def _search(patterns: Sequence[str], text: str) -> dict[str, str] | None:
-    """Returns the named groups of the first pattern found in the text, with whitespace collapsed to single spaces."""
+    """Returns the named groups of the first pattern that occurs in the text, or None.
+
+    Whitespace in the text is collapsed first, since launchers wrap their messages.
+    """
     line = " ".join(text.split())
     for pattern in patterns:
         match = re.search(pattern, line)
@@ -117,7 +124,7 @@ class Listener:
 
     Attributes:
         first: how the first rank ended; None until one has.
-        verdicts: by rank, the verdict that it wrote: the one on itself, or else one on another rank.
+        verdicts: each rank's verdict: the one on itself if it wrote one, else one on another rank.
         lost: hosts to which ssh lost its connection.
         held: an unfinished message from Open MPI, which is shown as a whole or not at all.
     """
@@ -133,7 +140,7 @@ class Listener:
     def launcher(self, line: str) -> str:
         """Reads a line that the launcher itself wrote.
 
-        Returns the text to show now: "" while a message is incomplete or if it is not to be shown.
+        Returns the text to show now: "" while a message is incomplete, or if it is not to be shown.
         """
         text = line.strip()
         if self.held or text == RULER:
@@ -141,16 +148,16 @@ class Listener:
             if text != RULER or len(self.held) == 1:
                 return ""
             message = self.rest()
-            return "" if self._understands(" ".join(message.split())) else message
+            return "" if self._read_message(" ".join(message.split())) else message
 
-        # A process between the launcher and a rank may have begun the line
-        # ("Exception in thread ") and died.
-        begun, prefix, rest = line.partition(VERDICT_PREFIX)
+        # A process between the launcher and a rank may have begun the line ("Exception in thread ")
+        # and died.
+        unfinished, prefix, rest = line.partition(VERDICT_PREFIX)
         # Here the verdict comes from horovodrun, which knows only the rank's name.
-        statement = read_verdict(f"{prefix}{rest}")
-        if statement:
-            self.first = self.first or End(str(statement.rank), shell_code(statement.code or 0))
-            return f"{begun}\n" if begun else ""
+        verdict = read_verdict(f"{prefix}{rest}")
+        if verdict:
+            self.first = self.first or End(str(verdict.rank), shell_code(verdict.code or 0))
+            return f"{unfinished}\n" if unfinished else ""
 
         self._read_ssh(text)
         return "" if re.match(_NOISE_LINE, text) else line
@@ -158,12 +165,12 @@ class Listener:
     def rank(self, rank: int, line: str) -> bool:
         """Reads a line of a rank's stderr. Returns True for a verdict, which is not shown."""
         text = line.rstrip()
-        statement = read_verdict(text)
-        if statement:
-            # A failing rank may write why, and later that it stops because of
-            # others: the verdict on itself counts.
-            if statement.rank == rank or rank not in self.verdicts:
-                self.verdicts[rank] = statement
+        verdict = read_verdict(text)
+        if verdict:
+            # A failing rank may write why, and later that it stops because of another rank. The
+            # verdict on itself counts.
+            if verdict.rank == rank or rank not in self.verdicts:
+                self.verdicts[rank] = verdict
             return True
 
         unreachable = re.match(_UNREACHABLE, text)
@@ -190,10 +197,10 @@ class Listener:
         if match:
             self.lost.append(match["host"])
 
-    def _understands(self, message: str) -> bool:
-        """Notes the end that a message from Open MPI reports.
+    def _read_message(self, message: str) -> bool:
+        """Reads a whole message from Open MPI, and notes the end that it reports, if any.
 
-        Returns True if the message adds nothing to the last line of the launch, and so is not shown.
+        Returns True for a message that adds nothing to the launch's last line, and is not shown.
         """
         match = _search(_BY_MPIRUN, message)
         if match is None and self.lost and re.search(_NOT_STARTED, message):
@@ -216,8 +223,8 @@ class Ending:
         code: its exit code.
         message: the last line, which says why it ended and what to do; "" after success or Ctrl-C, and
             if no rank was started.
-        host: the host at fault, if any.
-        is_shown: rank 0 has already printed the message, for all ranks.
+        host: the host at fault; "" if there is none.
+        is_shown: True if rank 0 has already printed the message, for all ranks.
     """
 
     code: int
@@ -235,21 +242,22 @@ def judge(
     label: Callable[[int], str] = "rank {}".format,
     advice: str = AGAIN,
 ) -> Ending:
-    """Returns the launch's ending, which says why the rank that ended first did so.
+    """Explains the end of a launch by the rank that ended first.
 
     Args:
         end: how the first rank ended.
         verdicts: the ranks' verdicts, by the rank that wrote them.
-        hosts: each rank's host, by its name in -H.
+        hosts: each rank's host, as named in -H.
         out_of_memory: hosts whose kernel has killed processes for lack of memory during the launch.
         lost: hosts to which ssh lost its connection, or which no longer answer.
         label: returns the name of a rank in messages.
         advice: what to do where a restart may help; see `again`.
     """
     rank = int(end.rank) if end.rank.isdigit() else None
-    on_themselves = [number for number, statement in verdicts.items() if statement.rank == number]
-    if rank in verdicts and rank not in on_themselves and on_themselves:
-        rank = on_themselves[0]  # A rank that stops because of another may end before that one.
+    self_reported = [writer for writer, verdict in verdicts.items() if verdict.rank == writer]
+    # A rank that stops because of another may end before that one.
+    if rank in verdicts and rank not in self_reported and self_reported:
+        rank = self_reported[0]
 
     # Open MPI may use another name for the host than -H.
     host = end.host or end.rank.partition("[")[0]
@@ -258,10 +266,10 @@ def judge(
     if not end.rank and host in hosts:
         rank = hosts.index(host)
     who = end.rank
-    statement = None
+    verdict = None
     if rank is not None:
         who = label(rank)
-        statement = verdicts.get(rank)
+        verdict = verdicts.get(rank)
 
     quoted = None
     code = RESTART_HELPS
@@ -271,37 +279,36 @@ def judge(
     elif signal_name == "SIGKILL" and host in out_of_memory:
         cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
         code = 1
-    elif signal_name and statement and statement.code:
-        quoted = statement
-        cause = statement.cause
-        code = statement.code
+    elif signal_name and verdict and verdict.code:
+        quoted = verdict
+        cause = verdict.cause
+        code = verdict.code
     elif signal_name:
         cause = f"killed by {signal_name}; {advice}"
     elif end.code == RESTART_HELPS:
-        # If the watchdog ends all ranks, one without a verdict may
-        # end before the one that says why.
-        quoted = statement or next(iter(verdicts.values()), None)
+        # When the watchdog ends all ranks, one without a verdict may end before the one that says
+        # why.
+        quoted = verdict or next(iter(verdicts.values()), None)
         if quoted is None:
             return Ending(code, f"preempted, saved; {advice}")
         cause = f"{quoted.cause}; {advice}"
         if quoted.cause.endswith(UNSAVED):
             return Ending(code, cause)
     else:
-        quoted = statement
-        cause = (
-            statement.cause
-            if statement
-            else f"ended with exit code {end.code}; see its output above"
-        )
+        quoted = verdict
+        cause = f"ended with exit code {end.code}; see its output above"
+        if verdict:
+            cause = verdict.cause
         code = end.code
-    # The rank that ended first may report a fault of another: all ranks
-    # raise an error of rank 0's disk.
+    # The rank that ended first may report another's fault: an error of rank 0's disk is raised on
+    # all ranks.
     if quoted and isinstance(quoted.rank, int) and quoted.rank < len(hosts):
         who = label(quoted.rank)
         host = hosts[quoted.rank]
 
-    where = " ".join(filter(None, [who, host and f"host {host}"]))
-    # All ranks check the settings in the same way, and only rank 0 writes what is wrong with them.
-    writes_it = 0 in on_themselves or (rank == 0 and 0 in verdicts)
-    is_shown = end.code == ConfigError.exit_code and writes_it
+    location = [who, f"host {host}" if host else ""]
+    where = " ".join(filter(None, location))
+    # All ranks check the settings in the same way, and only rank 0 prints what is wrong with them.
+    rank_0_reported = 0 in self_reported or (rank == 0 and 0 in verdicts)
+    is_shown = end.code == ConfigError.exit_code and rank_0_reported
     return Ending(code, f"FIRST FAILURE {where}: {cause}", host, is_shown)

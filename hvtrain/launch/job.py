@@ -1,4 +1,7 @@
-"""A job, however it is started: its hosts, the placement of its processes, and the launcher's command line. Pure."""
+"""A job: its hosts, the placement of its processes, and the launcher's command line.
+
+Starts nothing. The same Job describes a launch by Horovod's launcher, by mpirun, or on a cluster.
+"""
 
 import os
 import re
@@ -15,13 +18,13 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.on_host import MARK
 from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
-HOST_NAME = r"\w[\w.-]*"  # ssh would take a name with a leading dash as an option.
+HOST_NAME = r"\w[\w.-]*"  # No leading dash: ssh would take such a name as an option.
 
 # The first rank must run on some host within this time. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 
-# With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the
-# watchdog, whose message is better. By default mpirun waits a quarter of an hour for such a host.
+# With these options, Open MPI notices a lost host or a cut network after 40 to 45 s: later than the
+# watchdog, whose message is better. By default, mpirun waits a quarter of an hour for such a host.
 MPI_NOTICES_CUTS = shlex.split(
     "-mca oob_tcp_keepalive_time 5 -mca oob_tcp_keepalive_intvl 1 -mca oob_tcp_keepalive_probes 40"
 )
@@ -40,24 +43,25 @@ Hosts = tuple[Host, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """One training, and how its ranks are started.
+    """A training job, and how to start its ranks.
 
     Every rank runs the same command in the same folder.
 
     Args:
-        command: what every rank runs: python -m hvtrain ...
+        command: the command of every rank: python -m hvtrain ...
         num_ranks: the number of ranks that train.
         hosts: where they run; empty if a scheduler chooses.
         controller: Horovod's controller, "gloo" or "mpi".
         environment: environment variables of the ranks; no others are sent to them.
         min_ranks: minimum number of ranks of an elastic job; None: the number of ranks is fixed.
         max_ranks: maximum number of ranks of an elastic job.
-        num_ps: parameter servers, started with a coordinator on the first host; 0: neither.
-        ssh: how hosts are reached.
-        mpirun: start ranks with MPI's own launcher instead of Horovod's.
-        interfaces: comma-separated network interfaces, instead of those that the launcher chooses.
+        num_ps: number of parameter servers, which are started on the first host with a
+            coordinator; 0: neither servers nor a coordinator.
+        ssh: how to reach the hosts.
+        mpirun: True to start ranks with MPI's own launcher instead of Horovod's.
+        interfaces: comma-separated network interfaces; None: the launcher chooses.
         discovery_script: a script that prints the hosts of an elastic job.
-        seconds_to_begin: how long to wait for the first rank.
+        seconds_to_begin: how long to wait until a rank begins.
     """
 
     command: tuple[str, ...]
@@ -90,7 +94,7 @@ class Job:
 def option_names(arguments: Iterable[str]) -> set[str]:
     """Returns the names of the options on a launcher's command line.
 
-    Raises ConfigError for a repeated option (except --env), of which a parser would silently take the last.
+    Raises ConfigError for a repeated option, except --env: a parser would silently take the last.
     """
     counts = Counter(
         argument.partition("=")[0] for argument in arguments if argument.startswith("-")
@@ -102,9 +106,14 @@ def option_names(arguments: Iterable[str]) -> set[str]:
 
 
 def parse_hosts(text: str, file: Path | None = None) -> Hosts:
-    """Parses the hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError.
+    """Parses hosts in the form of -H, s1:4,s2:4; a host without a number has one slot.
 
-    file: the hostfile that holds them, for messages; None: they come from -H.
+    Args:
+        text: the hosts.
+        file: the hostfile that they come from, for messages; None: they come from -H.
+
+    Raises:
+        ConfigError: the text has another form, or names a host twice.
     """
     source = f"--hostfile {file}" if file else f"-H {text}"
     advice = "lines such as: s1 slots=4" if file else "-H s1:4,s2:4"
@@ -117,7 +126,7 @@ def parse_hosts(text: str, file: Path | None = None) -> Hosts:
             )
         hosts.append(Host(match[1], int(match[2] or 1)))
 
-    # With two slot counts for one host it would be unclear whether to add them up.
+    # If a host had two numbers of slots, it would be unclear whether to add them.
     name, times = Counter(host.name for host in hosts).most_common(1)[0]
     if times > 1:
         raise ConfigError(
@@ -129,7 +138,7 @@ def parse_hosts(text: str, file: Path | None = None) -> Hosts:
 def parse_hostfile(path: Path) -> Hosts:
     """Reads the hosts from a file with lines such as `s1 slots=4`; # begins a comment.
 
-    Raises ConfigError.
+    Raises ConfigError if the file cannot be read, or as parse_hosts does.
     """
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
@@ -144,7 +153,7 @@ def parse_hostfile(path: Path) -> Hosts:
 
 
 def hosts_option(hosts: Iterable[Host]) -> str:
-    """Formats the hosts for -H."""
+    """Formats the hosts as the value of -H."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
@@ -157,7 +166,7 @@ def used_hosts(rank_hosts: Iterable[str]) -> Hosts:
 
 
 def place_ranks(job: Job) -> tuple[str, ...]:
-    """Returns the host of each process.
+    """Returns the name of each process's host, in the order of job.roles.
 
     Workers fill the slots in order; the other processes go on the first host.
 
@@ -170,7 +179,8 @@ def place_ranks(job: Job) -> tuple[str, ...]:
             "lower -np or add hosts"
         )
     # The coordinator and the parameter servers (--num-ps) need no slots.
-    return slots[:1] * (job.num_processes - job.num_ranks) + slots[: job.num_ranks]
+    num_others = job.num_processes - job.num_ranks
+    return slots[:1] * num_others + slots[: job.num_ranks]
 
 
 def launcher_command(
@@ -179,9 +189,9 @@ def launcher_command(
     """Returns the command that starts the job's ranks from this host.
 
     Args:
-        job: what to start.
-        network: the network of the hosts, for mpirun; horovodrun finds it itself.
-        folder: the launch's folder, see supervisor.Launch; None: nothing supervises the command.
+        job: the job to start.
+        network: the hosts' network, for mpirun; horovodrun finds it itself.
+        folder: the launch's folder (see supervisor.Launch); None: nothing supervises the command.
     """
     rank_command = with_own_python(job.command)
     if job.mpirun:
@@ -190,7 +200,7 @@ def launcher_command(
             line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
         return [*line, *rank_command]
 
-    # If nothing supervises the command, it is horovodrun, which is a supervisor itself.
+    # Without a supervisor, the command is horovodrun, which supervises its launch itself.
     line = [f"{sys.prefix}/bin/horovodrun"]
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
@@ -233,11 +243,11 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     line = [
         f"{sys.prefix}/bin/mpirun",
         *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
-        # As in Horovod's launcher: Horovod's background thread must not
-        # share one core with other threads.
+        # As in Horovod's launcher: Horovod's background thread must not share one core with other
+        # threads.
         *shlex.split("--bind-to none --map-by slot -mca pml ob1 -mca btl ^openib"),
     ]
-    # Otherwise Open MPI refuses to run as root, as ranks in a container often do.
+    # Otherwise, Open MPI refuses to run as root, and ranks in a container often do.
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
 
@@ -247,8 +257,8 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     elif network:
         line += mpi_options(network.subnet, network.interfaces, job.ssh)
 
-    # Above 64 hosts Open MPI would spawn from host to host, and the hosts
-    # have no ssh keys for each other.
+    # Above 64 hosts, Open MPI would start its daemons from host to host, but the hosts have no ssh
+    # keys for each other.
     line += f"-mca plm_rsh_no_tree_spawn 1 -mca plm_rsh_num_concurrent {len(hosts)}".split()
     # Names only: a value on a command line is visible to every user of the host.
     for name in sorted(job.environment):
@@ -259,9 +269,14 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
 def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     """Returns Open MPI's options to start ranks on the hosts and to let them communicate.
 
-    The subnet is given rather than an interface: names may differ from host to host, and Open MPI
-    would try an interface that has the same address everywhere (docker0) and wait forever. The
-    user's NCCL_SOCKET_IFNAME overrides interface_names.
+    Without a choice, Open MPI would try an interface that has the same address everywhere
+    (docker0), and wait forever.
+
+    Args:
+        subnet: the network for Open MPI. Interfaces work too, but their names may differ from host
+            to host.
+        interface_names: the interfaces for NCCL, unless the user has set NCCL_SOCKET_IFNAME.
+        ssh: how to reach the hosts.
     """
     return [
         *start_options(subnet, ssh),
@@ -271,7 +286,7 @@ def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
 
 
 def start_options(networks: str, ssh: Ssh) -> list[str]:
-    """Returns Open MPI's options to start ranks on the hosts: over these interfaces or subnets, by ssh."""
+    """Returns Open MPI's options to start ranks by ssh, over these interfaces or subnets."""
     return [
         *("--prefix", sys.prefix),
         *("-mca", "oob_tcp_if_include", networks),
@@ -281,11 +296,11 @@ def start_options(networks: str, ssh: Ssh) -> list[str]:
 
 
 def _hosts_of_processes(job: Job) -> Hosts:
-    """Returns the hosts, with a slot for each of their processes.
-
-    Ranks of an elastic job may take any slot.
-    """
-    return job.hosts if job.is_elastic else used_hosts(place_ranks(job))
+    """Returns the hosts with a slot for each process; those of an elastic job unchanged."""
+    # Ranks of an elastic job may take any slot.
+    if job.is_elastic:
+        return job.hosts
+    return used_hosts(place_ranks(job))
 
 
 class ClusterKind:
@@ -299,8 +314,8 @@ class ClusterKind:
         program: the program that the command needs; "": its first word.
         no_elastic: why --min-np is not supported, and what to do instead; "": it is supported.
         no_hosts: the same for -H.
-        starts_servers: it can start parameter servers and a coordinator.
-        starts_replicas: it can start one process for several GPUs.
+        starts_servers: True if it can start parameter servers and a coordinator.
+        starts_replicas: True if it can start one process for several GPUs.
     """
 
     kind: ClassVar[str]
@@ -321,7 +336,13 @@ class ClusterKind:
         raise NotImplementedError
 
     def check_texts(self, pattern: str, needed: str, *names: str) -> None:
-        """Raises ConfigError if one of the named settings does not match the pattern; null is always valid."""
+        """Raises ConfigError if a setting does not match the pattern; null is always valid.
+
+        Args:
+            pattern: a regular expression for the whole value.
+            needed: the end of the message after "is not": what is valid, and what to write.
+            *names: the settings to check.
+        """
         for name in names:
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):

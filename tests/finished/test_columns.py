@@ -123,7 +123,7 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
         (tmp_path / "link").rename(other)
     for output in (read, other):
         with pytest.raises(
-            ConfigError, match=f"--output {output} is what is read too; choose another name"
+            ConfigError, match=f"--output {output} is also an input; choose another name"
         ):
             writer_for(output, has_masks, [None, {"file": ["none", str(read)]}])
 

@@ -1,4 +1,4 @@
-"""Builds streams whose epochs are opened in Python, one after the other, and then read by TensorFlow alone."""
+"""Builds streams whose epochs Python opens, one after another, and TensorFlow alone reads."""
 
 import random
 import threading
@@ -16,19 +16,25 @@ from tensorflow.python.eager import context
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_sizes, unconverted
 
-# TensorFlow's seed is global, and tf.data may open epochs of several
-# streams at once in its own threads.
-_seeding = threading.RLock()
+# TensorFlow's seed is global, and tf.data may open epochs of several streams at once, in threads of
+# its own.
+_seed_lock = threading.RLock()
 
 
 def call_python(
     function: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[TensorSpec]
 ) -> list[Any]:
-    """Calls a Python function on arrays within a stream; its results, arrays of these specs, become tensors."""
+    """Calls a Python function within a stream, and returns its results as tensors.
+
+    Args:
+        function: Gets and returns NumPy arrays.
+        arguments: Tensors to call it with.
+        specs: Types and shapes of its results.
+    """
     end_with_python()
-    # In eager mode, a single tensor is returned without its list.
+    # In eager mode, numpy_function returns a single tensor without a list around it.
     tensors = nest.flatten(tf.numpy_function(function, arguments, [spec.dtype for spec in specs]))
-    # A Python function hides the shapes from the graph.
+    # The graph cannot know the shapes of a Python function's results.
     return [tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs)]
 
 
@@ -36,10 +42,13 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     """Chains the data sets of all epochs from `first` on, opening each when the one before it has ended.
 
     Args:
-        open_epoch: Called in Python with the epoch's number. TensorFlow then reads the data set it returns.
+        open_epoch: Called in Python with an epoch's number; returns its data set. All of them must
+            have the same element_spec.
+        first: The first epoch's number.
     """
     end_with_python()
-    # Opened here, so that its errors are raised unchanged, not wrapped by TensorFlow.
+    # The first epoch is opened here, so that its errors are raised unchanged, not wrapped by
+    # TensorFlow.
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the last two data sets are kept alive.
@@ -63,22 +72,23 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
 def seeded(seed: int, epoch: int) -> Iterator[None]:
     """Sets TensorFlow's global seed to a function of seed and epoch, and restores the old one at the end.
 
-    A shuffle created inside has another order in each epoch, but the same one again when the run is
-    resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their shards
-    differ anyway, and if ranks read the same data by mistake, they read it in the same order, so that
-    their equal batches are noticed.
+    A shuffle created inside, with or without a seed of its own, gets a different order in each
+    epoch, and the same order again when the run is resumed.
+
+    All ranks use the same seed. Their shards differ anyway; and ranks that read the same data by
+    mistake read it in the same order, so their equal batches are noticed.
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
-    # tf.random.set_seed is not used, since it would also reset random operations elsewhere.
+    # Not tf.random.set_seed(), which would also reset random operations elsewhere.
     eager = context.context()
-    with _seeding:
-        before = (eager._seed, getattr(eager, "_rng", None))
+    with _seed_lock:
+        old_state = (eager._seed, getattr(eager, "_rng", None))
         eager._seed = order_seed
         eager._rng = random.Random(order_seed)
         try:
             yield
         finally:
-            eager._seed, eager._rng = before
+            eager._seed, eager._rng = old_state
 
 
 def cut_epoch(
@@ -94,9 +104,11 @@ def cut_epoch(
 
     Args:
         batches: Batches of up to share.batch_size examples.
-        share: This rank's steps.
+        share: This rank's examples of the epoch, and their division into steps.
+        first_step: The step at which the stream starts, counted within the epoch.
         wrong_number: Makes the error, given the number of examples that were read.
-        ends: If True, the stream also fails if there are more examples than the share has.
+        ends: True if the examples must end with the share; the stream then also fails if there are
+            more.
     """
     end_with_python()
 
@@ -108,12 +120,13 @@ def cut_epoch(
         # A run resumed at the end of an epoch has no steps left in it.
         batches = batches.rebatch(sizes) if sizes else batches
 
-    # Empty batches are appended, so that the check also runs for a stream that is too short.
+    # Empty batches follow, so that the check also runs if the examples end too early.
     empty = nest.map_structure(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype), batches.element_spec
     )
     endless = batches.concatenate(Dataset.from_tensors(empty).repeat())
-    # Because of the empty batches, the static shapes no longer have the batch size.
+    # The empty batches have hidden the batch size from the static shapes. It is put back if all
+    # of the stream's batches are full.
     static_size = share.batch_size if share.is_full and not ends else None
 
     def ensure_size(part: Tensor) -> Tensor:
@@ -123,7 +136,7 @@ def cut_epoch(
     def check(step, batch):
         size = tf.shape(nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
-        # With `ends`, one more step follows the share, and it must be empty.
+        # A step after the share must be empty; see `ends`.
         needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
@@ -133,6 +146,7 @@ def cut_epoch(
         with tf.control_dependencies([is_right]):
             return nest.map_structure(ensure_size, batch)
 
+    # With `ends`, one more step is read, to check that it is empty; then it is dropped.
     steps = Dataset.range(first_step, share.steps + ends)
     checked = Dataset.zip(steps, endless).map(check)
     if ends:
