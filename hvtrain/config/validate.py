@@ -143,7 +143,8 @@ def check_least(name: str, value: float, low: float) -> None:
 
 def check_whole(name: str, value: Any, low: int) -> None:
     """Raises ConfigError unless the value of the setting `name` is a whole number of at least `low`."""
-    if type(value) is not int or value < low:
+    # Integers become int64.
+    if type(value) is not int or not low <= value < 2**63:
         raise ConfigError(f"{name}={value} is not a whole number of at least {low}")
 
 
