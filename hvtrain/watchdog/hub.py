@@ -47,6 +47,7 @@ class Hub:
     _is_open = True
     _reason: StopReason | None = None
     _lost_at = 0.0
+    _next_tick = 0.0
     _has_warned = False
     _has_passed_signal = False
     # The state of the ranks when their stacks were requested; None until then. All ranks are ended
@@ -70,21 +71,19 @@ class Hub:
 
     def _run(self) -> None:
         try:
-            next_tick = 0.0
             while self._is_open:
                 # A tick examines all ranks, so a tick for each beat would be too expensive.
-                timeout = max(0.0, next_tick - time.monotonic())
+                timeout = max(0.0, self._next_tick - time.monotonic())
                 for connection, message in self._connections.messages(timeout):
                     self._handle(connection, message)
                 # No tick once rank 0 has left: the others only wait for it, and would seem stalled.
-                if self._is_open and time.monotonic() >= next_tick:
+                if self._is_open and time.monotonic() >= self._next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
-                    # Ticks are more frequent once something is wrong.
-                    is_urgent = bool(self._stalled or self._lost)
-                    interval = SECONDS_TO_SETTLE / 2 if is_urgent else 1.0
+                    # Ticks are more frequent while the stacks of a stalled run are collected.
+                    interval = 0.25 if self._stalled else 1.0
                     interval = min(interval, self._rules.beat_seconds / 2)
-                    next_tick = time.monotonic() + interval
+                    self._next_tick = time.monotonic() + interval
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all(Kind.BYE)
@@ -105,6 +104,9 @@ class Hub:
                 # Keeps the time of the first loss, or a series of losses could postpone the end
                 # forever.
                 self._lost_at = self._lost_at or time.monotonic()
+                # Open MPI kills the other ranks a second after the first one has ended, so they
+                # must learn why before the next regular tick.
+                self._next_tick = min(self._next_tick, self._lost_at + SECONDS_TO_SETTLE)
             return
         if kind == Kind.BYE:
             self._connections.close_one(connection)
