@@ -263,8 +263,10 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     os.kill(ranks[rank], signal.SIGKILL)
     output = finish(process, timeout=60)
     assert process.returncode == 75, output
-    assert f"({role}) is gone (killed, or its host is lost)" in output
-    assert "to resume from step-" in output
+    # Open MPI kills the others a second later; on a busy machine they cannot say why before it.
+    by_watchdog = f"({role}) is gone (killed, or its host is lost)" in output
+    assert by_watchdog or f"rank {rank} host" in output and "killed by SIGKILL" in output, output
+    assert "to resume from " in output
     assert not ranks_of(tmp_path)
 
 
