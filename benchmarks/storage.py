@@ -5,7 +5,8 @@
 
 Both take turns. Each start has a cache of its own, which is empty. Epochs count from the first batch on; what comes
 before it, from the opening of the data set, stands apart. The store is a small server on this host that waits before
-it answers; its own work takes part of the cores, which a real store's does not.
+it answers. A real store takes none of the ranks' cores, so this one has a core of its own, and the ranks share the
+others, in a folder too.
 """
 
 import argparse
@@ -20,8 +21,10 @@ import tarfile
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from email.utils import formatdate
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -59,11 +62,14 @@ def main() -> int:
         folder = Path(name)
         write_images(folder, options.images, HEIGHT, WIDTH)
         write_shards(folder)
+        store_core, *rank_cores = os.sched_getaffinity(0)
+        # The server's thread inherits this.
+        os.sched_setaffinity(0, {store_core})
         port = serve(folder, options.milliseconds / 1000)
         ratios: dict[str, list[list[float]]] = {kind: [] for kind in options.kinds}
         for kind in options.kinds * options.rounds:
             near, far = (
-                epochs_of(kind, folder / kind, address, port)
+                epochs_of(kind, folder / kind, address, port, rank_cores)
                 for address in (str(folder / kind), f"s3://bucket/{kind}")
             )
             ratios[kind].append([here / there for here, there in zip(near[1:], far[1:])])
@@ -92,7 +98,9 @@ def write_shards(folder: Path) -> None:
                 label.unlink()
 
 
-def epochs_of(kind: str, folder: Path, address: str, port: int) -> list[float]:
+def epochs_of(
+    kind: str, folder: Path, address: str, port: int, cores: Sequence[int]
+) -> list[float]:
     """Returns the seconds to the first batch, of the first epoch and of a later one, on the slower of two ranks."""
     with tempfile.TemporaryDirectory() as cache:
         keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "benchmark")
@@ -104,7 +112,10 @@ def epochs_of(kind: str, folder: Path, address: str, port: int) -> list[float]:
         command = [sys.executable, "-m", "benchmarks.storage", "--read", kind, str(folder), address]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank)], env={**os.environ, **keys, **store, **folders}, stdout=-1
+                [*command, str(rank)],
+                env={**os.environ, **keys, **store, **folders},
+                stdout=subprocess.PIPE,
+                preexec_fn=partial(os.sched_setaffinity, 0, cores),
             )
             for rank in range(2)
         ]

@@ -265,7 +265,7 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     assert process.returncode == 75, output
     # Open MPI kills the others a second later; on a busy machine they cannot say why before it.
     by_watchdog = f"({role}) is gone (killed, or its host is lost)" in output
-    assert by_watchdog or f"rank {rank} host" in output and "killed by SIGKILL" in output, output
+    assert by_watchdog or (f"rank {rank} host" in output and "killed by SIGKILL" in output), output
     assert "to resume from " in output
     assert not ranks_of(tmp_path)
 
