@@ -20,7 +20,7 @@ from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
-from hvtrain.system.text import flatten, format_known
+from hvtrain.system.text import aligned, flatten, format_known
 
 COMPARISON_FILE = "comparison.html"
 # Settings that differ between any two runs, or say nothing about the training.
@@ -235,13 +235,7 @@ def table(rows: list[Row]) -> list[str]:
     """Formats the runs as the lines of a table. The run's name, which may be long, comes last."""
     header = ("began", "state", "ranks", "ex/s", "score", "metric", "run")
     # Text is aligned to the left, numbers to the right.
-    alignments = "<<>>><<"
-    cell_rows = [header, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cell_rows)]
-    lines = []
-    for cells in cell_rows:
-        padded = [f"{cell:{align}{width}}" for cell, align, width in zip(cells, alignments, widths)]
-        lines.append("  ".join(padded).rstrip())
+    lines = aligned([header, *map(_cells, rows)], "<<>>><<")
 
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
