@@ -264,8 +264,7 @@ def _megabytes(num_bytes: int | None) -> str:
 def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
     return render(
-        "compare.html.j2",
-        Path(__file__).parent,
+        "compare/compare.html.j2",
         comparison=comparison,
         overview=table(comparison),
         drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],

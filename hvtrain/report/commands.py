@@ -95,7 +95,7 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     charts = charts_of_several(runs, labels)
 
     return render(
-        "comparison.html.j2",
+        "report/comparison.html.j2",
         runs=list(zip(labels, runs)),
         metrics=metrics,
         bests=best_metrics,
