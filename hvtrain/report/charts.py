@@ -144,20 +144,16 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
 
 
 def _for_a_page(text: str, title: str) -> str:
-    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids, size and fonts."""
+    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
-    text = re.sub(rf"<metadata>.*?</metadata>|<!--.*?-->|{fonts}", "", text, flags=re.DOTALL)
-    # Ids must be unique on a page, and nothing refers to these.
-    text = re.sub(r'<g id="[\w.-]*"', "<g", text)
+    # Ids must be unique on a page, and nothing refers to those of groups.
+    unused = rf'<metadata>.*?</metadata>|<!--.*?-->|(?<=<g) id="[\w.-]*"|{fonts}'
+    text = re.sub(unused, "", text, flags=re.DOTALL)
 
     # As CSS variables, the colors follow the page's light or dark mode.
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
-
-    # Without a size of its own, the chart fills the width of its place on the page.
-    for attribute in ("height", "width"):
-        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
 
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
@@ -197,15 +193,12 @@ def charts_of(run: RunFiles) -> list[Chart]:
     return _with_points(charts)
 
 
-def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
+def charts_of_several(runs: Sequence[RunFiles]) -> list[Chart]:
     """Returns charts that compare runs: one for each metric in validation and in training, and one for the speed."""
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
         # A run has the same color in all charts.
-        return [
-            Series(label, points_of(run), color)
-            for color, (run, label) in enumerate(zip(runs, labels))
-        ]
+        return [Series("", points_of(run), color) for color, run in enumerate(runs)]
 
     # With a curve for each run, training and validation in one chart would be too crowded.
     columns = [column for name in _metric_names(runs) for column in (f"val_{name}", name)]
@@ -213,9 +206,9 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
     return _with_points([*charts, Chart("examples per second", curves(_speed))])
 
 
-def svg(chart: Chart, has_legend: bool = True) -> str:
+def svg(chart: Chart) -> str:
     """Draws the chart as an SVG element for a page."""
-    return page_svg(chart.title, partial(_draw, chart, has_legend=has_legend), _WIDTH, _HEIGHT)
+    return page_svg(chart.title, partial(_draw, chart), _WIDTH, _HEIGHT)
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
@@ -285,7 +278,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     ]
 
 
-def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
+def _draw(chart: Chart, axes) -> None:
     for series in chart.series:
         axes.plot(
             [epoch for epoch, _ in series.points],
@@ -310,7 +303,7 @@ def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
     axes.locator_params("y", nbins=5)
     axes.yaxis.set_major_formatter("{x:,.10g}")
 
-    if has_legend and len(chart.series) > 1:
+    if len(chart.series) > 1 and chart.series[0].label:
         # Above the axes, clear of the curves.
         axes.legend(
             frameon=False,
