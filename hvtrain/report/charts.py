@@ -2,8 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -60,57 +59,38 @@ _WIDTH = 4.4  # In inches, like the height.
 _HEIGHT = 2.6
 
 
-@contextmanager
-def picture(
-    path: Path, width: float, height: float, columns: int = 1, rows: int = 1
-) -> Iterator[tuple[Any, Any]]:
-    """Yields a figure and its axes, and saves the figure as `path` when the block ends.
-
-    Args:
-        path: a PNG file. Readers see either the old picture or the new one, never part of it.
-        width: width of the whole figure, in inches.
-        height: height of the whole figure, in inches.
-        columns: number of columns of axes.
-        rows: number of rows of axes.
-    """
-    # A Figure made without pyplot needs no display, and need not be closed.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns)
-    for panel in figure.axes:
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-
-    yield figure, axes
-
-    file = io.BytesIO()
-    figure.savefig(file, dpi=130, format="png")
-    # Replaced atomically, since a browser may read the picture at any moment.
-    write_atomic(path, file.getvalue())
-
-
 def write_panels(
     panels: Sequence[Panel], path: Path, most_columns: int, panel_size: tuple[float, float]
 ) -> None:
     """Draws the panels into one picture, row by row.
 
     Args:
-        panels: at least one.
-        path: the PNG file.
+        panels: at least one; a panel whose axes say enough has the title "".
+        path: a PNG file. Readers see either the old picture or the new one, never part of it.
         most_columns: number of panels in a row, if there are enough.
         panel_size: width and height of a panel, in inches.
     """
+    # A Figure made without pyplot needs no display, and need not be closed.
+    from matplotlib.figure import Figure
+
     width, height = panel_size
     columns = min(most_columns, len(panels))
     rows = -(-len(panels) // columns)
-    with picture(path, width * columns, height * rows, columns, rows) as (figure, _):
-        for axes, (title, draw) in zip(figure.axes, panels):
-            draw(axes)
-            axes.set_title(title, loc="left", fontsize=10)
-        # The last row may have more axes than there are panels.
-        for axes in figure.axes[len(panels) :]:
-            axes.remove()
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure.subplots(rows, columns)
+    for axes, (title, draw) in zip(figure.axes, panels):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        axes.set_title(title, loc="left", fontsize=10)
+    # The last row may have more axes than there are panels.
+    for axes in figure.axes[len(panels) :]:
+        axes.remove()
+
+    file = io.BytesIO()
+    figure.savefig(file, dpi=130, format="png")
+    # Replaced atomically, since a browser may read the picture at any moment.
+    write_atomic(path, file.getvalue())
 
 
 def page_svg(title: str, draw: Callable[[Any], None], width: float, height: float) -> str:
