@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
-from hvtrain.report.run_files import RunFiles, read_run
+from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
@@ -192,9 +191,9 @@ def find_runs(folder: Path) -> Iterator[Path]:
     """Yields the run folders down to DEPTH levels below a folder, which may itself be one."""
     # os.walk skips folders that this user may not read, and does not follow symbolic links, which
     # may lead back to a parent. It descends only into what is left in `folders`.
-    for root, folders, files in os.walk(folder):
+    for root, folders, _ in os.walk(folder):
         path = Path(root)
-        is_run = CONFIG_FILE in files and "checkpoints" in folders
+        is_run = is_run_folder(path)
         if is_run:
             yield path
         if is_run or len(path.relative_to(folder).parts) == DEPTH:
