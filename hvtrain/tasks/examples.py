@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.metrics import (
-    FBetaScore,
-    Metric,
-    PrecisionAtRecall,
-    RecallAtPrecision,
-    SensitivityAtSpecificity,
-    SpecificityAtSensitivity,
-)
+from keras.metrics import FBetaScore, Metric
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
@@ -137,16 +130,6 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             )
 
 
-# These metrics compare outputs with many thresholds between 0 and 1,
-# and have no argument for logits.
-_OF_PROBABILITIES = (
-    PrecisionAtRecall,
-    RecallAtPrecision,
-    SensitivityAtSpecificity,
-    SpecificityAtSensitivity,
-)
-
-
 def of_logits(metric: Metric, setting: str) -> Metric:
     """Returns a Keras metric that takes logits, if this one would take them for probabilities.
 
@@ -162,17 +145,17 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     """
     if not type(metric).__module__.startswith("keras."):
         return metric
-    kind = type(metric).__name__
-    if isinstance(metric, _OF_PROBABILITIES):
-        raise ConfigError(
-            f"{setting} is a {kind}, which needs probabilities, and this task's outputs are logits; choose another "
-            "metric, such as AUC, or compute it from the predictions"
-        )
     config = metric.get_config()
     if "from_logits" in config:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
         return type(metric).from_config({**config, "from_logits": True})
+    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1.
+    if "num_thresholds" in config:
+        raise ConfigError(
+            f"{setting} is a {type(metric).__name__}, which needs probabilities, and this task's outputs are logits; "
+            "choose another metric, such as AUC, or compute it from the predictions"
+        )
 
     # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
     takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)
