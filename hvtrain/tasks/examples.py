@@ -76,7 +76,7 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
     return first_fault(is_wrong, problem)
 
 
-def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
+def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 
     An evaluation sums the ranks' states. The result equals the state of a single process on all
@@ -87,7 +87,6 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
         name: Its name below task.metrics, for messages.
         targets: NUM_CHECKED targets.
         outputs: Outputs for these targets.
-        task: The task's name, for messages.
 
     Raises:
         ConfigError: The metric cannot take these examples, gives several numbers, or has a state that is
@@ -100,7 +99,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
     examples = (
-        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as {task} has them"
+        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as this task has them"
     )
     try:
         checked = fresh(metric, "checked")
