@@ -4,7 +4,6 @@ Prints a summary and writes a page with pictures, masks and texts, in one proces
 """
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed
@@ -46,8 +45,7 @@ def main() -> int:
     findings = examine(config, options.limit, has_task)
     phrases = findings.described.phrases
     page = render(
-        "inspect.html.j2",
-        folder=Path(__file__).parent,
+        "checks/inspect.html.j2",
         title=findings.source.name,
         origin=findings.source.origin,
         # Joined by semicolons, since phrases may contain commas.

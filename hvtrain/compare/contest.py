@@ -53,11 +53,6 @@ class Contestant:
     has_servers: bool = False
     differences: Sequence[str] = ()
 
-    @property
-    def is_single(self) -> bool:
-        """True for the single process, which needs no launcher."""
-        return self.strategy == SINGLE
-
     def speed_overrides(self, num_steps: int) -> list[str]:
         """Settings of a short run, which is timed."""
         steps = f"train.steps={round_up_to_accumulation(num_steps, self.accumulate)}"
@@ -77,8 +72,8 @@ def contestants(
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    values, common = take_values(overrides, "strategy")
-    choice = values.get("strategy", "")
+    values, common = take_values(overrides, "strategy", "run.dir", "run.name")
+    choice = values.pop("strategy", "")
     # Commas separate strategies, so each strategy's own settings begin with @.
     names = choice.split(",")
     if len(names) < 2 or len(set(names)) < len(names):
@@ -87,10 +82,9 @@ def contestants(
             "strategy=single,horovod,horovod@compression=fp16"
         )
 
-    folder = next((text for text in common if text.startswith(("run.dir=", "run.name="))), None)
-    if folder:
+    if values:
         raise ConfigError(
-            f"{folder} was given, but each strategy has its own run folder; choose --output DIR instead"
+            f"{' and '.join(values)} was given, but each strategy has its own run folder; choose --output DIR instead"
         )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.
@@ -230,7 +224,8 @@ class Contest:
         python = [sys.executable, "-m", "hvtrain"]
         # The user waits for the comparison as a whole, so its runs send no notices.
         settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
-        if contestant.is_single:
+        # The single process needs no launcher.
+        if contestant.strategy == SINGLE:
             return [*python, *settings]
         # All other strategies use the same launcher, even on one host.
         options = ["-np", str(self.num_ranks), *self.host_options]
@@ -243,7 +238,7 @@ class Contest:
     def cores(self, contestant: Contestant) -> set[int]:
         """Returns the cores that the run may use; a launcher divides them among its ranks."""
         cores = sorted(os.sched_getaffinity(0))
-        if contestant.is_single:
+        if contestant.strategy == SINGLE:
             cores = cores[: self.single_cores]
 
         return set(cores)

@@ -18,7 +18,7 @@ from hvtrain.compare.conclusion import (
     on_test,
 )
 from hvtrain.compare.contest import SINGLE, Contest, Contestant
-from hvtrain.compare.ratios import Ratio, draw_rounds
+from hvtrain.compare.ratios import draw_rounds
 from hvtrain.core.run_files import lower_is_better
 from hvtrain.launch.measure import Training
 from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
@@ -236,8 +236,7 @@ def _table_row(entry: Record, goal: str, tests: Sequence[str], has_gpus: bool) -
     """Returns a strategy's cells, by the header of their column."""
     against_single = "-"
     if entry["against_single"]:
-        ratio = Ratio(**entry["against_single"])
-        against_single = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        against_single = "{median:.2f} ({low:.2f} to {high:.2f})".format(**entry["against_single"])
 
     target = "-"
     if entry["target_epoch"]:
@@ -264,8 +263,7 @@ def _megabytes(num_bytes: int | None) -> str:
 def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
     return render(
-        "compare.html.j2",
-        Path(__file__).parent,
+        "compare/compare.html.j2",
         comparison=comparison,
         overview=table(comparison),
         drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],

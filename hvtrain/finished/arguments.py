@@ -116,7 +116,7 @@ def finished_config(
     Raises:
         ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
     """
-    own, others = take_values(arguments, "run", "checkpoint", *names)
+    own, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
     settings = [argument for argument in others if "=" in argument or argument.startswith("-")]
     bare = [argument for argument in others if argument not in settings]
     if bare and "run" not in own:
@@ -126,9 +126,10 @@ def finished_config(
     if bare:
         raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
 
-    for setting in settings:
-        if setting.startswith("run.dir="):
-            raise ConfigError(f"{setting}: a finished run keeps its folder; leave run.dir out")
+    if "run.dir" in own:
+        raise ConfigError(
+            f"run.dir={own['run.dir']}: a finished run keeps its folder; leave run.dir out"
+        )
     if not own.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as run=runs/first")
     folder = path_of(own.pop("run"))

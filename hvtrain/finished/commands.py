@@ -32,15 +32,15 @@ validation or test (default).""",
     )
     split = finished.choice("split", SPLITS, "test")
     with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.finished_run import opened
         from hvtrain.finished.outputs import metrics_of
 
-    with on_ranks(finished.config) as strategy:
+    with opened(finished) as run:
         if options.output:
+            comm = run.strategy.comm
             # Refuses an output that cannot be written before the evaluation takes its time.
-            output = strategy.comm.all_or_raise(lambda: Output(options.output, replaces=True))
-            strategy.comm.on_chief(lambda: page_path(output.path))
-        run = open_run(finished, strategy)
+            output = comm.all_or_raise(lambda: Output(options.output, replaces=True))
+            comm.on_chief(lambda: page_path(output.path))
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
         if run.is_chief:
             for text in results["skipped"]:
@@ -83,14 +83,13 @@ validation or test (default).""",
     if path is not None and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.finished_run import opened
         from hvtrain.finished.inputs import of_input, of_split
         from hvtrain.finished.outputs import predictions
         from hvtrain.finished.writers import writer_for
 
-    with on_ranks(finished.config) as strategy:
-        comm = strategy.comm
-        run = open_run(finished, strategy, uses_split=path is None)
+    with opened(finished, uses_split=path is None) as run:
+        comm = run.strategy.comm
         examples = comm.all_or_raise(
             lambda: of_input(run, Path(path)) if path else of_split(run, split)
         )
@@ -168,11 +167,10 @@ folder with a model card, as Hugging Face's hub has them, and repo= uploads it."
 
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.exported import export_checked
-        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.finished_run import opened
 
     # One process is enough; more would only write the same file.
-    with on_ranks(finished.config, alone=True) as strategy:
-        run = open_run(finished, strategy, uses_split=False)
+    with opened(finished, alone=True, uses_split=False) as run:
         result = read_json(finished.folder / RESULT_FILE, dict)
         verdict = export_checked(run, model_format, path, result, repo or path.name)
         output.send()
@@ -252,11 +250,10 @@ def generate() -> int:
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
     _refuse_launcher("generate")
     with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.finished_run import opened
         from hvtrain.tasks.language import continuation
 
-    with on_ranks(finished.config, alone=True) as strategy:
-        run = open_run(finished, strategy, uses_split=False)
+    with opened(finished, alone=True, uses_split=False) as run:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()

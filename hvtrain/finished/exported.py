@@ -167,11 +167,6 @@ def compare_outputs(
                     f"format={model_format} gives outputs of shape {array.shape} instead of {reference.shape}"
                 )
 
-            wrong = array[~np.isfinite(array)]
-            if wrong.size:
-                raise ConfigError(
-                    f"the model in format={model_format} gives {wrong[0]}; choose another format"
-                )
             # Unlike Python's max, np.max propagates a NaN.
             difference = float(np.max(np.abs(array - reference), initial=difference))
             largest = max(largest, float(np.max(np.abs(reference), initial=0.0)))

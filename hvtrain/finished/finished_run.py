@@ -89,15 +89,17 @@ class FinishedRun:
 
 
 @contextmanager
-def on_ranks(config: RunConfig, alone: bool = False) -> Iterator[Strategy]:
-    """Starts Horovod's strategy, or the single process if `alone`, and stops it after the block (every rank)."""
+def opened(
+    finished: FinishedConfig, alone: bool = False, uses_split: bool = True
+) -> Iterator[FinishedRun]:
+    """Opens a run for the block, on Horovod's ranks, or in the single process if `alone` (every rank)."""
     strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
         console.start_log(strategy.start().is_chief)
         # The log lines about a run's start would only bury the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
-        strategy.start_watchdog(config.watchdog.abort_seconds)
-        yield strategy
+        strategy.start_watchdog(finished.config.watchdog.abort_seconds)
+        yield open_run(finished, strategy, uses_split)
         strategy.stop()
 
 

@@ -147,7 +147,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
             f"input={path} has images, and the model does not take images; give {NEEDED}"
         )
 
-    return _of_images(run, path, images, has_channels=len(shape) == 3)
+    return _of_images(run, path, images)
 
 
 def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
@@ -159,7 +159,7 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
         yield slice(start, min(start + batch_size, total))
 
 
-def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels: bool) -> Examples:
+def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
     check_names(files)
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing or Sizing(run.source.image_shape)
@@ -171,7 +171,8 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
         try:
             pixels = sizing.whole(tf.io.read_file(str(file)))
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
-            if not has_channels:
+            # The model may take images without an axis for channels.
+            if len(preprocessing.shape) == 2:
                 batch = batch[..., 0]
             return keras.ops.convert_to_numpy(preprocessing(batch))[0]
         except Exception as error:

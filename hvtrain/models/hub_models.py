@@ -362,10 +362,9 @@ def _preset_folder(preset: str) -> str:
     """Returns the absolute path of a preset's folder. Raises ConfigError if it is not one."""
     path = Path(preset)
     if not (path / CONFIG_FILE).is_file():
-        problem = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
         raise ConfigError(
-            f"model.preset={preset} {problem}; give a folder that save_to_preset of keras-hub "
-            "wrote: nothing is downloaded"
+            f"model.preset={preset} is not a folder with {CONFIG_FILE}; give a folder that "
+            "save_to_preset of keras-hub wrote: nothing is downloaded"
         )
     # Absolute, since keras-hub would download a preset that it knows by name, such as bert_base_en.
     return str(path.resolve())

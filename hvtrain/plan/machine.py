@@ -69,7 +69,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     from scipy.optimize import nnls  # Importing it takes half a second; only --calibrate needs it.
 
     rows = [(each.num_ranks, each.num_bytes, each.seconds) for each in measurements]
-    ranks, sizes, seconds = np.array(rows, float).reshape(-1, 3).T
+    ranks, sizes, seconds = np.array(rows, float).T
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "

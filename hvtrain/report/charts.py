@@ -2,8 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -60,57 +59,38 @@ _WIDTH = 4.4  # In inches, like the height.
 _HEIGHT = 2.6
 
 
-@contextmanager
-def picture(
-    path: Path, width: float, height: float, columns: int = 1, rows: int = 1
-) -> Iterator[tuple[Any, Any]]:
-    """Yields a figure and its axes, and saves the figure as `path` when the block ends.
-
-    Args:
-        path: a PNG file. Readers see either the old picture or the new one, never part of it.
-        width: width of the whole figure, in inches.
-        height: height of the whole figure, in inches.
-        columns: number of columns of axes.
-        rows: number of rows of axes.
-    """
-    # A Figure made without pyplot needs no display, and need not be closed.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns)
-    for panel in figure.axes:
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-
-    yield figure, axes
-
-    file = io.BytesIO()
-    figure.savefig(file, dpi=130, format="png")
-    # Replaced atomically, since a browser may read the picture at any moment.
-    write_atomic(path, file.getvalue())
-
-
 def write_panels(
     panels: Sequence[Panel], path: Path, most_columns: int, panel_size: tuple[float, float]
 ) -> None:
     """Draws the panels into one picture, row by row.
 
     Args:
-        panels: at least one.
-        path: the PNG file.
+        panels: at least one; a panel whose axes say enough has the title "".
+        path: a PNG file. Readers see either the old picture or the new one, never part of it.
         most_columns: number of panels in a row, if there are enough.
         panel_size: width and height of a panel, in inches.
     """
+    # A Figure made without pyplot needs no display, and need not be closed.
+    from matplotlib.figure import Figure
+
     width, height = panel_size
     columns = min(most_columns, len(panels))
     rows = -(-len(panels) // columns)
-    with picture(path, width * columns, height * rows, columns, rows) as (figure, _):
-        for axes, (title, draw) in zip(figure.axes, panels):
-            draw(axes)
-            axes.set_title(title, loc="left", fontsize=10)
-        # The last row may have more axes than there are panels.
-        for axes in figure.axes[len(panels) :]:
-            axes.remove()
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure.subplots(rows, columns)
+    for axes, (title, draw) in zip(figure.axes, panels):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        axes.set_title(title, loc="left", fontsize=10)
+    # The last row may have more axes than there are panels.
+    for axes in figure.axes[len(panels) :]:
+        axes.remove()
+
+    file = io.BytesIO()
+    figure.savefig(file, dpi=130, format="png")
+    # Replaced atomically, since a browser may read the picture at any moment.
+    write_atomic(path, file.getvalue())
 
 
 def page_svg(title: str, draw: Callable[[Any], None], width: float, height: float) -> str:
@@ -144,20 +124,16 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
 
 
 def _for_a_page(text: str, title: str) -> str:
-    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids, size and fonts."""
+    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
-    text = re.sub(rf"<metadata>.*?</metadata>|<!--.*?-->|{fonts}", "", text, flags=re.DOTALL)
-    # Ids must be unique on a page, and nothing refers to these.
-    text = re.sub(r'<g id="[\w.-]*"', "<g", text)
+    # Ids must be unique on a page, and nothing refers to those of groups.
+    unused = rf'<metadata>.*?</metadata>|<!--.*?-->|(?<=<g) id="[\w.-]*"|{fonts}'
+    text = re.sub(unused, "", text, flags=re.DOTALL)
 
     # As CSS variables, the colors follow the page's light or dark mode.
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
-
-    # Without a size of its own, the chart fills the width of its place on the page.
-    for attribute in ("height", "width"):
-        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
 
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
@@ -197,15 +173,12 @@ def charts_of(run: RunFiles) -> list[Chart]:
     return _with_points(charts)
 
 
-def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
+def charts_of_several(runs: Sequence[RunFiles]) -> list[Chart]:
     """Returns charts that compare runs: one for each metric in validation and in training, and one for the speed."""
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
         # A run has the same color in all charts.
-        return [
-            Series(label, points_of(run), color)
-            for color, (run, label) in enumerate(zip(runs, labels))
-        ]
+        return [Series("", points_of(run), color) for color, run in enumerate(runs)]
 
     # With a curve for each run, training and validation in one chart would be too crowded.
     columns = [column for name in _metric_names(runs) for column in (f"val_{name}", name)]
@@ -213,9 +186,9 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
     return _with_points([*charts, Chart("examples per second", curves(_speed))])
 
 
-def svg(chart: Chart, has_legend: bool = True) -> str:
+def svg(chart: Chart) -> str:
     """Draws the chart as an SVG element for a page."""
-    return page_svg(chart.title, partial(_draw, chart, has_legend=has_legend), _WIDTH, _HEIGHT)
+    return page_svg(chart.title, partial(_draw, chart), _WIDTH, _HEIGHT)
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
@@ -285,7 +258,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     ]
 
 
-def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
+def _draw(chart: Chart, axes) -> None:
     for series in chart.series:
         axes.plot(
             [epoch for epoch, _ in series.points],
@@ -310,7 +283,7 @@ def _draw(chart: Chart, axes, has_legend: bool = True) -> None:
     axes.locator_params("y", nbins=5)
     axes.yaxis.set_major_formatter("{x:,.10g}")
 
-    if has_legend and len(chart.series) > 1:
+    if len(chart.series) > 1 and chart.series[0].label:
         # Above the axes, clear of the curves.
         axes.legend(
             frameon=False,

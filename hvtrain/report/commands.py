@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
-from hvtrain.report.run_files import RunFiles, read_run
+from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
-from hvtrain.system.text import flatten, format_known
+from hvtrain.system.text import aligned, flatten, format_known
 
 COMPARISON_FILE = "comparison.html"
 # Settings that differ between any two runs, or say nothing about the training.
@@ -92,16 +91,16 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     best_metrics = dict.fromkeys(
         run.result["best"]["metric"] for run in runs if run.result.get("best")
     )
-    charts = charts_of_several(runs, labels)
+    charts = charts_of_several(runs)
 
     return render(
-        "comparison.html.j2",
+        "report/comparison.html.j2",
         runs=list(zip(labels, runs)),
         metrics=metrics,
         bests=best_metrics,
         labels=labels,
         num_colors=len(SERIES),
-        drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
+        drawn=[(chart.title, svg(chart)) for chart in charts],
         settings=differing([run.config for run in runs]),
         script=(FOLDER / "sort.js").read_text("utf-8"),
     )
@@ -192,9 +191,9 @@ def find_runs(folder: Path) -> Iterator[Path]:
     """Yields the run folders down to DEPTH levels below a folder, which may itself be one."""
     # os.walk skips folders that this user may not read, and does not follow symbolic links, which
     # may lead back to a parent. It descends only into what is left in `folders`.
-    for root, folders, files in os.walk(folder):
+    for root, folders, _ in os.walk(folder):
         path = Path(root)
-        is_run = CONFIG_FILE in files and "checkpoints" in folders
+        is_run = is_run_folder(path)
         if is_run:
             yield path
         if is_run or len(path.relative_to(folder).parts) == DEPTH:
@@ -235,13 +234,7 @@ def table(rows: list[Row]) -> list[str]:
     """Formats the runs as the lines of a table. The run's name, which may be long, comes last."""
     header = ("began", "state", "ranks", "ex/s", "score", "metric", "run")
     # Text is aligned to the left, numbers to the right.
-    alignments = "<<>>><<"
-    cell_rows = [header, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cell_rows)]
-    lines = []
-    for cells in cell_rows:
-        padded = [f"{cell:{align}{width}}" for cell, align, width in zip(cells, alignments, widths)]
-        lines.append("  ".join(padded).rstrip())
+    lines = aligned([header, *map(_cells, rows)], "<<>>><<")
 
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]

@@ -59,7 +59,7 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     """Returns a run's page as HTML, with or without the uncommitted changes in the user's checkout."""
     start = run.last_start
     return render(
-        "page.html.j2",
+        "report/page.html.j2",
         run=run,
         start=start,
         with_diff=with_diff,
@@ -72,19 +72,19 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     )
 
 
-def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """Renders a template as a page in the style of this folder.
 
     Text in the values is escaped, except SVG, which the templates mark as safe.
 
     Args:
-        template: the template's file name. It may extend base.html.j2.
-        folder: the template's folder.
+        template: the template's path in hvtrain, such as report/page.html.j2. It may extend
+            report/base.html.j2.
         **values: the template's variables.
     """
     # The style is inlined, so that the page can be shared as one file.
     return (
-        _templates(folder)
+        _templates()
         .get_template(template)
         .render(
             style=(FOLDER / "style.css").read_text("utf-8"),
@@ -96,12 +96,12 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
 
 
 @cache
-def _templates(folder: Path):
+def _templates():
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, FOLDER]),
-        autoescape=jinja2.select_autoescape(default=True, default_for_string=True),
+        loader=jinja2.FileSystemLoader(FOLDER.parent),
+        autoescape=True,
         # A run that failed early lacks much of the data; undefined values are shown as empty.
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from hvtrain.report.charts import picture
+from hvtrain.report.charts import BLUE, ORANGE, write_panels
 from hvtrain.system.files import write_json
 
 MIB = 2**20
@@ -166,18 +167,15 @@ def write_png(folder: Path, trials: Sequence[Trial]) -> None:
     peaks = [max(trial.memory_bytes) / MIB for trial in trials]
     best = fastest(trials).batch_size
 
-    with picture(folder / "batch.png", 7, 5, rows=2) as (_, (speed, memory)):
-        speed.plot(sizes, rates, "o-", color="tab:blue")
-        speed.axvline(best, color="tab:orange", linestyle="--", label=f"fastest: {best}")
-        speed.set(ylabel="examples/s of all ranks", ylim=(0, 1.1 * max(rates)))
-        speed.legend()
-        memory.plot(sizes, peaks, "o-", color="tab:green")
-        memory.set(
-            xlabel="train.batch_size",
-            ylabel="peak memory of a rank in MiB",
-            ylim=(0, 1.1 * max(peaks)),
-        )
-        for axes in (speed, memory):
-            # A logarithmic axis, since each size is twice the one before.
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [str(size) for size in sizes])
+    def draw(axes, values: Sequence[float], label: str) -> None:
+        axes.plot(sizes, values, "o-", color=BLUE)
+        axes.axvline(best, color=ORANGE, linestyle="--", label=f"fastest: {best}")
+        axes.set(xlabel="train.batch_size", ylabel=label, ylim=(0, 1.1 * max(values)))
+        # A logarithmic axis, since each size is twice the one before.
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.legend()
+
+    speed = partial(draw, values=rates, label="examples/s of all ranks")
+    memory = partial(draw, values=peaks, label="peak memory of a rank in MiB")
+    write_panels([("", speed), ("", memory)], folder / "batch.png", 1, (7, 2.5))

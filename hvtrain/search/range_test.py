@@ -13,7 +13,7 @@ import numpy as np
 from hvtrain import runner
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import TrainingError
-from hvtrain.report.charts import picture
+from hvtrain.report.charts import write_panels
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.files import csv_text, write_atomic
 from hvtrain.training.callbacks.guard import explain_errors
@@ -171,7 +171,7 @@ def write(
     header = ("learning_rate", "loss", "smoothed_loss")
     write_atomic(folder / "range.csv", csv_text([header, *zip(rates, losses, averages)]))
 
-    with picture(folder / "range.png", 7, 4) as (_, axes):
+    def draw(axes) -> None:
         axes.plot(rates, losses, color="0.75", linewidth=1, label="loss of a step")
         axes.plot(rates, averages, color="tab:blue", label="smoothed")
         if suggestion:
@@ -186,3 +186,5 @@ def write(
             before = averages[: len(averages) // 2]
             axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(before)))
         axes.legend()
+
+    write_panels([("", draw)], folder / "range.png", 1, (7, 4))

@@ -50,18 +50,20 @@ def format_known(value: float | None, form: str, missing: str = "-") -> str:
     return missing if value is None else format(value, form)
 
 
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Formats a table as lines of text, with all columns but the first right-aligned.
+def aligned(table: Sequence[Sequence[str]], alignments: str = "") -> list[str]:
+    """Formats a table as lines of text.
+
+    `alignments` has "<" or ">" for each column; by default, all but the first are right-aligned.
 
     >>> aligned([["a", "speed"], ["long", "7"]])
     ['a     speed', 'long      7']
     """
     widths = [max(map(len, column)) for column in zip(*table)]
+    alignments = alignments or "<".ljust(len(widths), ">")
     lines = []
-    for first, *others in table:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        lines.append("  ".join(cells))
+    for row in table:
+        cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths)]
+        lines.append("  ".join(cells).rstrip())
     return lines
 
 

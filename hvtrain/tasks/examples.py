@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.metrics import (
-    FBetaScore,
-    Metric,
-    PrecisionAtRecall,
-    RecallAtPrecision,
-    SensitivityAtSpecificity,
-    SpecificityAtSensitivity,
-)
+from keras.metrics import FBetaScore, Metric
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
@@ -83,7 +76,7 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
     return first_fault(is_wrong, problem)
 
 
-def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
+def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 
     An evaluation sums the ranks' states. The result equals the state of a single process on all
@@ -94,7 +87,6 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
         name: Its name below task.metrics, for messages.
         targets: NUM_CHECKED targets.
         outputs: Outputs for these targets.
-        task: The task's name, for messages.
 
     Raises:
         ConfigError: The metric cannot take these examples, gives several numbers, or has a state that is
@@ -107,7 +99,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
     examples = (
-        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as {task} has them"
+        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as this task has them"
     )
     try:
         checked = fresh(metric, "checked")
@@ -137,16 +129,6 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             )
 
 
-# These metrics compare outputs with many thresholds between 0 and 1,
-# and have no argument for logits.
-_OF_PROBABILITIES = (
-    PrecisionAtRecall,
-    RecallAtPrecision,
-    SensitivityAtSpecificity,
-    SpecificityAtSensitivity,
-)
-
-
 def of_logits(metric: Metric, setting: str) -> Metric:
     """Returns a Keras metric that takes logits, if this one would take them for probabilities.
 
@@ -162,17 +144,17 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     """
     if not type(metric).__module__.startswith("keras."):
         return metric
-    kind = type(metric).__name__
-    if isinstance(metric, _OF_PROBABILITIES):
-        raise ConfigError(
-            f"{setting} is a {kind}, which needs probabilities, and this task's outputs are logits; choose another "
-            "metric, such as AUC, or compute it from the predictions"
-        )
     config = metric.get_config()
     if "from_logits" in config:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
         return type(metric).from_config({**config, "from_logits": True})
+    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1.
+    if "num_thresholds" in config:
+        raise ConfigError(
+            f"{setting} is a {type(metric).__name__}, which needs probabilities, and this task's outputs are logits; "
+            "choose another metric, such as AUC, or compute it from the predictions"
+        )
 
     # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
     takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)

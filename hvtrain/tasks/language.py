@@ -123,9 +123,7 @@ class Language(ClassTask):
         if is_causal:
             # A graph that all calls share, since calling the model
             # eagerly for each token would be slow.
-            model_graph: Any = tf.function(
-                lambda row, training: model(row, training=training), reduce_retracing=True
-            )
+            model_graph: Any = tf.function(model)
             shown = inputs[:, :PROMPT_TOKENS]
             written: Any = [
                 continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])

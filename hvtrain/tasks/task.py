@@ -337,7 +337,6 @@ class Task(ABC):
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
         """Raises ConfigError for a metric that cannot take these examples, or whose state is not a sum."""
-        task = type(self).__name__
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
                 parts = (targets, outputs)
@@ -346,9 +345,9 @@ class Task(ABC):
                         f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
                     )
                 for inner, item in metric.items():
-                    check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name], task)
+                    check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name])
             else:
-                check_adds_up(metric, name, targets, outputs, task)
+                check_adds_up(metric, name, targets, outputs)
 
 
 class ClassTask(Task):

@@ -306,7 +306,7 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
         (["strategy=single,horovod,single"], "two strategies or more, each once; for example"),
         (
             ["strategy=single,horovod", "run.dir=x"],
-            "run.dir=x was given, but each strategy has its own run folder",
+            "run.dir was given, but each strategy has its own run folder",
         ),
         (["strategy=single,horovod", "model=cnnn"], "model=cnnn is not one of application, cnn"),
         (["strategy=single,horovod@compresion=fp16"], "did you mean 'strategy.compression'?"),

@@ -229,11 +229,11 @@ def test_data_that_the_model_cannot_take_are_refused():
 def test_a_preset_that_is_not_on_disk_is_refused_and_nothing_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(
-        "model.preset=bert_base_en_uncased is not a folder; .* nothing is downloaded",
+        "model.preset=bert_base_en_uncased is not a folder with config.json; .* nothing is downloaded",
         preset="bert_base_en_uncased",
     )
     (tmp_path / "bert_base_en_uncased").mkdir()
-    refused("model.preset=bert_base_en_uncased has no config.json", preset="bert_base_en_uncased")
+    refused("bert_base_en_uncased is not a folder with config.json", preset="bert_base_en_uncased")
     (tmp_path / "bert_base_en_uncased/config.json").write_text("{}")
     refused("cannot be built: ValueError: Unrecognized format", preset="bert_base_en_uncased")
 

@@ -157,7 +157,7 @@ def test_runs_are_compared(tmp_path):
         "augment.x",
     ]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
-    charts = charts_of_several(runs, ["a", "b"])
+    charts = charts_of_several(runs)
     assert [chart.title for chart in charts] == [
         "val_loss",
         "loss",

@@ -180,7 +180,7 @@ def small(image_shape):
         ),
         (
             keras.metrics.AUC(),
-            r"task.metrics.found cannot take targets of shape \(32,\) and outputs of \(32, 10\), as C",
+            r"task.metrics.found cannot take targets of shape \(32,\) and outputs of \(32, 10\), as this task",
         ),
         (
             keras.metrics.MeanMetricWrapper(small),
