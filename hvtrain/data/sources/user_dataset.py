@@ -56,10 +56,6 @@ class FunctionSource(Source):
         ConfigError: if num_examples names a split that the function cannot open.
     """
 
-    equal_batches_advice = (
-        f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
-    )
-
     def __init__(
         self,
         function: UserFunction,
