@@ -29,7 +29,7 @@ import numpy as np
 from hvtrain.data.manifest import user_path
 from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import Arrays, ArraySource
-from hvtrain.errors import DataError
+from hvtrain.errors import DataError, first_line
 
 # Timeout for an answer of the download's host, and for each read.
 PROBE_SECONDS = 5
@@ -243,8 +243,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
             # One more byte shows whether the file is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, struct.error, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path} cannot be read ({reason}); {FETCH}") from error
+        raise DataError(f"{path} cannot be read ({first_line(error)}); {FETCH}") from error
 
     if len(values) != expected:
         # "At least", since how many bytes too many there are is unknown.
