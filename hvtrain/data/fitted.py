@@ -53,9 +53,8 @@ def read(run: Path) -> dict[str, bytes]:
         paths = [path for path in folder.iterdir() if not path.name.startswith(TEMPORARY)]
         return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
-        problem = error.strerror or error
         raise StorageError(
-            f"{folder} cannot be read: {problem}; fix that, and start again"
+            f"{folder} cannot be read: {error.strerror or error}; fix that, and start again"
         ) from error
 
 

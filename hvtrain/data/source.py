@@ -154,11 +154,6 @@ class Source(ABC):
     """What to do with an unreadable example: "stop", or "skip" it. Set before streams are opened."""
     same_on_all_ranks: bool = False
     """True if ranks are meant to read the same data. Otherwise, equal first batches are an error."""
-    equal_batches_advice: str = (
-        "give each rank its own part (topology.share), or set same_on_all_ranks on the data set if that is "
-        "intended"
-    )
-    """Advice for the message about equal first batches."""
     raw_batches: bool = False
     """True if the training step calls finish(), so that a GPU runs it, not the training stream. Images
     are then sent as bytes, a quarter of the size. Set before streams are opened."""

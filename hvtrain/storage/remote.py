@@ -157,7 +157,7 @@ class Remote:
                     raise
                 target.close()
 
-        self.attempt(copy, StorageError, "written")
+        self.attempt(copy, StorageError)
 
     def delete(self) -> None:
         """Deletes the object, unless it is gone. Raises StorageError."""
@@ -167,11 +167,9 @@ class Remote:
             with suppress(FileNotFoundError):
                 self.filesystem.delete_file(self.path)
 
-        self.attempt(delete, StorageError, "written")
+        self.attempt(delete, StorageError)
 
-    def attempt(
-        self, action: Callable[[], T], kind: type[UserError] = DataError, verb: str = "read"
-    ) -> T:
+    def attempt(self, action: Callable[[], T], kind: type[UserError] = DataError) -> T:
         """Returns the action's result, retrying after transient failures.
 
         Raises:
@@ -191,7 +189,7 @@ class Remote:
                 pause = next(pauses, None)
                 if pause is None:
                     raise kind(
-                        f"{self.address} was not {verb} in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
+                        f"{self.address} failed in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
                         f"({_reason(error)}); check the network and the store"
                     ) from None
                 log.debug("%s: %s; retried in about %s s", self.address, _reason(error), pause)

@@ -174,7 +174,8 @@ def check_first_batches(run: Run, start_step: int) -> None:
         if first_rank.setdefault(rank_digest, rank) != rank:
             raise DataError(
                 f"ranks {first_rank[rank_digest]} and {rank} read the same first batch of {source.name}; "
-                f"{source.equal_batches_advice}"
+                "each must read its own part, such as topology.share or dataset.shard(num_shards, shard); or set "
+                "same_on_all_ranks on the data set if that is intended"
             )
 
 

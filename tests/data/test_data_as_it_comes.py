@@ -222,12 +222,12 @@ REFUSED_FOLDERS = [
     (
         "train/a/1.png train/a/2.png",
         {"validation_fraction": 0.1},
-        "validation_fraction=0.1 takes no image: the classes",
+        "validation_fraction=0.1 takes 0 images, and leaves training images of 1 of 1 classes: they have 2 to 2",
     ),
     (
         "train/a/1.png train/b/1.png train/b/2.png",
         {"test_fraction": 0.6},
-        "leaves no training images of a",
+        "test_fraction=0.6 takes 2 images, and leaves training images of 1 of 2 classes",
     ),
     (
         "train/a/x/1.png train/b/x/1.png",

@@ -66,21 +66,21 @@ def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:100], r"7840 bytes expected after the header, 84 found"),
-        (lambda data: data + b"x", r"7840 bytes expected after the header, more found"),
-        (lambda data: data[:9], r"16 bytes of header expected, 9 found"),
+        (lambda data: data[:100], r"7840 bytes expected after the header, at least 84 found"),
+        (lambda data: data + b"x", r"7840 bytes expected after the header, at least 7841 found"),
+        (lambda data: data[:9], r" cannot be read \(unpack requires a buffer of 12 bytes\)"),
         (lambda data: b"\x00\x00\x08\x01" + data[4:], r"starts with 00000801, not 00000803"),
         (lambda data: b"<htm" + data[4:], r"starts with 3c68746d, not 00000803"),
         (
             lambda data: data[:7] + b"\x09" + data[8:],
-            r"7056 bytes expected after the header, more found",
+            r"7056 bytes expected after the header, at least 7057 found",
         ),
     ],
 )
 def test_damaged_idx_files_are_named_with_what_was_found(mnist_folder, damage, message):
     path = mnist_folder / "t10k-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=f"{path}: {message}"):
+    with pytest.raises(DataError, match=f"{path}:? ?{message}"):
         mnist(dir=str(mnist_folder)).num_examples("train")
 
 

@@ -257,7 +257,8 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("leaves", str(prepared), splits={"dev": "train"}, image_shape=SHAPE)
     source = PreparedDataset("leaves", str(prepared), splits={"train": "leaf"}, image_shape=SHAPE)
     with pytest.raises(
-        DataError, match=r"leaves, leaf in 1 shards: .*; choose other splits or fewer ranks"
+        ConfigError,
+        match=r"^leaves\(shard=0, num_shards=1, split='train'\) failed: ValueError: .*leaf",
     ):
         source.num_examples("train")
 

@@ -254,7 +254,7 @@ def test_files_that_cannot_be_opened(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(
             DataError,
-            match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or set data.on_error=skip",
+            match=rf"^{path}: is not a Parquet file, or is damaged: .+; fix or remove it, or set data.on_error=skip",
         ):
             Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()

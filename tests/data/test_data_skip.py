@@ -221,7 +221,7 @@ def test_a_row_group_and_a_file_that_cannot_be_read_at_all(tmp_path):
     assert {image.tobytes() for image in read} == set(scaled(np.delete(images, range(4, 8), 0)))
     told = {item.location: item.num_examples for item in source.unreadable()}
     assert told == {str(tmp_path / "train-2.parquet"): None, f"{path}, row group 1": 4}
-    with pytest.raises(DataError, match=r"train-2\.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match=r"train-2\.parquet: is not a Parquet file"):
         opened("parquet", tmp_path, "stop").num_examples("train")
 
 

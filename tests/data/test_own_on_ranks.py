@@ -56,7 +56,7 @@ def test_they_learn_and_are_tested(ran, kind):
 
 
 def test_a_function_that_ignores_its_shard_is_stopped_on_all_ranks(ran):
-    said = "DataError: ranks 0 and 1 read the same first batch of pipelines.ignoring; the function must return a"
+    said = "DataError: ranks 0 and 1 read the same first batch of pipelines.ignoring; each must read its own"
     for rank in ran[0]:
         assert rank["ignoring"]["error"].startswith(said)
 

@@ -236,7 +236,7 @@ def test_patience_ends_in_one_line(store, monkeypatch):
         )
 
     place = remote.locate("s3://data/one")
-    message = r"^s3://data/one was not read in 6 attempts \(SLOW_DOWN \(HTTP status 503\) during GetObject\); check"
+    message = r"^s3://data/one failed in 6 attempts \(SLOW_DOWN \(HTTP status 503\) during GetObject\); check"
     with pytest.raises(DataError, match=message):
         place.attempt(fail)
     assert len(attempts) == 6

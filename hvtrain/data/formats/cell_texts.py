@@ -63,7 +63,7 @@ def share(mask: pa.Array) -> float:
 
 
 def unit_in(text: pa.Array) -> str:
-    """Returns the unit of a column of texts, or an empty string if it has none.
+    """Returns the unit of a column of at least one text, or an empty string if it has none.
 
     A unit is one of UNITS, or CLOCK, in at least MOSTLY of the cells, or a word that ends every cell.
     """
@@ -72,7 +72,7 @@ def unit_in(text: pa.Array) -> str:
             return unit
     if share(pc.match_substring_regex(text, CLOCK_TIME)) >= MOSTLY:
         return CLOCK
-    suffix = re.search(r"\d ?([^\W\d_]+)$", text[0].as_py()) if len(text) else None
+    suffix = re.search(r"\d ?([^\W\d_]+)$", text[0].as_py())
     return suffix[1] if suffix and pc.all(pc.ends_with(text, suffix[1])).as_py() else ""
 
 

@@ -111,13 +111,13 @@ class Cells(NamedTuple):
         return is_nan[:, 0] if is_nan.shape[1] == 1 else is_nan.any(axis=1)
 
 
-def with_progress(items: Sequence[Item], label: str, unit: str = "columns") -> Iterator[Item]:
+def with_progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yields the items, logging every few seconds how many are done; quick work logs nothing."""
     logged_at = time.monotonic()
     for num_done, item in enumerate(items):
         if time.monotonic() - logged_at >= SECONDS_BETWEEN:
             logged_at = time.monotonic()
-            log.info("%s, %s of %s %s", label, f"{num_done:,}", f"{len(items):,}", unit)
+            log.info("%s, %s of %s", label, f"{num_done:,}", f"{len(items):,}")
         yield item
 
 

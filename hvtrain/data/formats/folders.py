@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
 from hvtrain.data.manifest import user_path
-from hvtrain.errors import DataError
+from hvtrain.errors import DataError, first_line
 
 # Accepted names of each split. If a folder has several for one split,
 # the first in this order is read.
@@ -167,13 +167,9 @@ def read_text(path: Path) -> str:
     try:
         # Programs of Windows write a byte order mark first.
         return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out"
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}; fix the path or the file"
+            f"{path} cannot be read: {first_line(error)}; give a text file in UTF-8"
         ) from error
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from hvtrain.data.formats.tar_files import members_ahead
-from hvtrain.errors import DataError, StorageError
+from hvtrain.errors import DataError, StorageError, first_line
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -162,7 +162,6 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     except Exception as error:  # Pillow raises errors of many types, even SyntaxError.
         # Pillow's message for an unknown format is left out: it contains a memory address.
         if not isinstance(error, UnidentifiedImageError):
-            first_line = str(error).partition("\n")[0]
-            problem = f"Image cannot be decoded: {first_line}"
+            problem = f"Image cannot be decoded: {first_line(error)}"
     # TensorFlow's own decoder raises the same type of error.
     raise tf.errors.InvalidArgumentError(None, None, problem)

@@ -12,6 +12,7 @@ import zlib
 from array import array
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -132,21 +133,20 @@ def first_records(path: str, number: int) -> list[bytes]:
     return records
 
 
-def feature_of(record: bytes, key: str) -> tf.train.Feature:
-    """Returns a feature of a tf.train.Example; empty if it lacks the feature or the record is not an Example."""
-    return _features_of(record).get(key, tf.train.Feature())
+def features_of(record: bytes) -> Any:
+    """Returns the features of a tf.train.Example as protobuf's map, which gives an empty feature for a missing key.
 
-
-def _features_of(record: bytes) -> dict[str, tf.train.Feature]:
+    The map is empty if the record is not an Example.
+    """
     example = tf.train.Example()
     with suppress(Exception):  # protobuf's errors are of several types.
         example.ParseFromString(record)
-    return dict(example.features.feature)
+    return example.features.feature
 
 
 def example_problem(record: bytes, image_key: str, label_key: str) -> str:
     """Explains why an Example is not an encoded image with a label; empty if it is one, or if it is not an Example."""
-    features = _features_of(record)
+    features = features_of(record)
     if not features:
         return ""
     kinds = {name: feature.WhichOneof("kind") for name, feature in sorted(features.items())}
@@ -170,10 +170,10 @@ def example_problem(record: bytes, image_key: str, label_key: str) -> str:
 def stream_records(
     path: Tensor, compression: Tensor, num_records: Tensor, first_code: Tensor
 ) -> Dataset:
-    """Streams the records of a file as ((data, index), code), where code is unique among all files.
+    """Streams the records of a file as (data, code), where code is unique among all files.
 
-    A damaged record, and every record after it in the file, has empty data and the index -1, but still its
-    code. So damage can be located, and no error ends the stream before it is reported.
+    A damaged record, and every record after it in the file, has empty data, but still its code. So damage can
+    be located, and no error ends the stream before it is reported.
 
     Args:
         compression: See packing().
@@ -183,8 +183,9 @@ def stream_records(
     # No more than num_records are read: TensorFlow might crash at a damaged length, such as 2^60.
     records = tf.data.TFRecordDataset(path, compression_type=compression).take(num_records)
     # The range bounds the attempts: TensorFlow would try forever to open a missing file.
-    readable = Dataset.zip(records, Dataset.range(num_records)).ignore_errors()
-    blank = Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
+    numbered = Dataset.zip(records, Dataset.range(num_records)).ignore_errors()
+    readable = numbered.map(lambda record, _: record)
+    blank = Dataset.from_tensors(b"").repeat()
     codes = Dataset.range(first_code, first_code + num_records)
     return Dataset.zip(readable.concatenate(blank), codes)
 

@@ -12,7 +12,6 @@ from pyarrow import types
 
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import files_below
-from hvtrain.data.source import LEAVE_OUT
 from hvtrain.errors import DataError, first_line
 from hvtrain.storage.cache import far_file
 
@@ -73,7 +72,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
             ]
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{path} is not a Parquet file, or is damaged: {first_line(error)}; write it again, {LEAVE_OUT}"
+            f"{path} is not a Parquet file, or is damaged: {first_line(error)}"
         ) from error
     # Groups without rows are legal, and there is nothing to read in them.
     return [group for group in groups if group.num_rows], schema
@@ -124,7 +123,7 @@ def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
             table = opened(path).read(columns=[columns.label], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{path} cannot be read: {first_line(error)}; write it again, {LEAVE_OUT}"
+                f"{path} cannot be read: {first_line(error)}; write it again"
             ) from error
         names.update(_column(table, columns.label).unique().drop_null().to_pylist())
     return names

@@ -175,7 +175,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     formats = number_formats(texts, settings.decimal, settings.thousands)
     inferred = {
         column: infer(column, used[column], formats, is_typed)
-        for column in with_progress(list(used), f"{name}: kinds")
+        for column in with_progress(list(used), f"{name}: kinds of columns")
     }
 
     target, classes = _infer_target(
@@ -366,7 +366,7 @@ def read_cells(
             f"{where} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}"
         )
     cells = {}
-    for column in with_progress(columns, f"{where}: cells"):
+    for column in with_progress(columns, f"{where}: cells of columns"):
         try:
             cells[column.name] = read(column, arrays[column.source], where)
         except pa.ArrowException as error:

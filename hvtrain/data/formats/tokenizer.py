@@ -22,16 +22,16 @@ class Tokenizer:
 
     Raises:
         RuntimeError: The content is not a model.
-        ValueError: The content is empty.
+        ValueError: The content is empty, or no token marks the end of a text.
     """
 
     def __init__(self, model: bytes) -> None:
         self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.size = self._processor.get_piece_size()
-        if not self.size:  # sentencepiece accepts an empty file.
-            raise ValueError("no tokens")
         self.end = self._processor.eos_id()
+        if self.end < 0:  # Also for an empty file, which sentencepiece accepts.
+            raise ValueError("no token marks the end of a text")
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -94,16 +94,12 @@ def load_tokenizer(file: str) -> Tokenizer:
         DataError: The file cannot be read, is not a sentencepiece model, or has no token for the end of a text.
     """
     try:
-        tokenizer = Tokenizer(user_path(file).read_bytes())
+        return Tokenizer(user_path(file).read_bytes())
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"dataset.tokenizer={file} cannot be read: {first_line(error)}; give a sentencepiece .model file"
+            f"dataset.tokenizer={file} cannot be used: {first_line(error)}; give a sentencepiece .model file that was "
+            "trained with an eos_id"
         ) from error
-    if tokenizer.end < 0:
-        raise DataError(
-            f"dataset.tokenizer={file} has no token for the end of a text; train it with an eos_id"
-        )
-    return tokenizer
 
 
 def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:

@@ -237,7 +237,7 @@ class TableFeatures:
         )
         width = sum(part.shape[1] for part in nest.flatten(features))
         num_rows = max(1, ENCODED_AT_ONCE // width)
-        for start in with_progress(range(0, len(rows), num_rows), f"{where}: features", "parts"):
+        for start in with_progress(range(0, len(rows), num_rows), f"{where}: features, part"):
             part = slice(start, start + num_rows)
             with tf.device("CPU:0"):
                 raw = nest.map_structure(tf.constant, self.raw(values, rows[part]))

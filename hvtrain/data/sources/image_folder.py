@@ -202,13 +202,10 @@ class ImageFolder(LabelledImages):
         num_images = Counter(label for _, label in train)
         for label, name in enumerate(self.class_names):
             if not num_images[label]:
-                folder = self._folders["train"] / name
-                advice = "add some or remove it"
-                if any(map(is_image, folder.rglob("*"))):
-                    advice = (
-                        "move those of its subfolders into it, or set dataset.dir one folder deeper"
-                    )
-                raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); {advice}")
+                raise DataError(
+                    f"{self._folders['train'] / name} holds no images ({', '.join(SUFFIXES)}); add some, move those of "
+                    "its subfolders into it, set dataset.dir one folder deeper, or remove it"
+                )
 
         files = {}
         for split, fraction in fractions.items():
@@ -216,14 +213,11 @@ class ImageFolder(LabelledImages):
                 files[split] = self._list_files(split)
             elif fraction:
                 train, files[split] = split_off(train, fraction, num_images)
-                emptied = set(num_images) - {label for _, label in train}
-                if not files[split] or emptied:
-                    effect = "takes no image"
-                    if emptied:
-                        names = [self.class_names[label] for label in sorted(emptied)]
-                        effect = f"leaves no training images of {listed(names)}"
+                num_left = len({label for _, label in train})
+                if not files[split] or num_left < self.num_classes:
                     raise ConfigError(
-                        f"dataset.{split}_fraction={fraction} {effect}: the classes have "
+                        f"dataset.{split}_fraction={fraction} takes {len(files[split]):,} images, and leaves training "
+                        f"images of {num_left:,} of {self.num_classes:,} classes: they have "
                         f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change it, or make "
                         f"a folder {split}/"
                     )

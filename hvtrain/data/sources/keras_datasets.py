@@ -29,7 +29,7 @@ import numpy as np
 from hvtrain.data.manifest import user_path
 from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import Arrays, ArraySource
-from hvtrain.errors import DataError
+from hvtrain.errors import DataError, first_line
 
 # Timeout for an answer of the download's host, and for each read.
 PROBE_SECONDS = 5
@@ -227,10 +227,6 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
         open_file = gzip.open if path.suffix == ".gz" else Path.open
         with open_file(path, "rb") as file:
             header = file.read(header_bytes)
-            if len(header) < header_bytes:
-                raise DataError(
-                    f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}"
-                )
             if header[:4] != magic:
                 raise DataError(
                     f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of "
@@ -246,15 +242,13 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
                 )
             # One more byte shows whether the file is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path} cannot be read ({reason}); {FETCH}") from error
+    except (OSError, EOFError, struct.error, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({first_line(error)}); {FETCH}") from error
 
     if len(values) != expected:
-        # How many bytes too many there are is unknown.
-        size = "more" if len(values) > expected else len(values)
+        # "At least", since how many bytes too many there are is unknown.
         raise DataError(
-            f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}"
+            f"{path}: {expected} bytes expected after the header, at least {len(values)} found; {FETCH}"
         )
 
     return values.reshape(sizes)

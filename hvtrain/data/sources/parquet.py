@@ -161,10 +161,8 @@ class Parquet(DealtSource):
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
-            if not self.skips:
-                raise
             # None, since the number of rows in a damaged file is unknown.
-            self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
+            self.refuse(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
 
         if groups:

@@ -169,7 +169,9 @@ class Table(MemorySource):
                 if is_new:
                     columns = [
                         fit(column, cells[column.name], parts["train"])
-                        for column in with_progress(schema.columns, f"{where}: statistics")
+                        for column in with_progress(
+                            schema.columns, f"{where}: statistics of columns"
+                        )
                     ]
                     schema = replace(schema, columns=columns)
                     self._take_schema(schema)

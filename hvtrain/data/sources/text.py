@@ -110,10 +110,6 @@ class Text(MemorySource):
                 f"dataset.validation_share={validation_share} and dataset.test_share={test_share}: "
                 "each must be 0 or more, their sum less than 1"
             )
-        if label is not None and file is None:
-            raise ConfigError(
-                f"dataset.label={label} needs dataset.file, a table with such a column"
-            )
         if file is None:
             name = "python_documentation"
             origin = f"pydoc_data.topics of Python {platform.python_version()}"

@@ -18,7 +18,7 @@ from hvtrain.data.formats.record_files import (
     CORRUPTED,
     EMPTY,
     example_problem,
-    feature_of,
+    features_of,
     files_of,
     first_records,
     packing,
@@ -37,7 +37,7 @@ from hvtrain.data.pipeline.streams import (
     step_sizes,
     unconverted,
 )
-from hvtrain.data.source import LEAVE_OUT, Phrases, StreamRequest, Unreadable
+from hvtrain.data.source import Phrases, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
@@ -151,7 +151,7 @@ class TFRecords(DealtSource):
             location, problem = next(iter(problems.items()))
             raise ConfigError(f"{location} {problem}")
         record = self._sample[0][1] if self._sample else b""
-        kind = feature_of(record, self._label_key).WhichOneof("kind")
+        kind = features_of(record)[self._label_key].WhichOneof("kind")
         label_type = {"float_list": tf.float32, "bytes_list": tf.string}.get(kind, tf.int64)
         return {
             self._image_key: tf.io.FixedLenFeature([], tf.string),
@@ -191,7 +191,7 @@ class TFRecords(DealtSource):
         return [
             (location, value)
             for location, record in self._sample
-            for value in feature_of(record, key).bytes_list.value
+            for value in features_of(record)[key].bytes_list.value
         ]
 
     def description(self) -> Phrases:
@@ -214,10 +214,8 @@ class TFRecords(DealtSource):
         if problem == EMPTY:
             self._empty.append(path)
             return 0
-        if problem and not self.skips:
-            raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
         if problem:
-            self.leave_out(Unreadable(path, f"{problem}; the rest of this file is left out", None))
+            self.refuse(Unreadable(path, f"{problem}; the rest of the file cannot be read", None))
         return len(offsets)
 
     def paths(self, split: str) -> list[str]:
@@ -260,7 +258,7 @@ class TFRecords(DealtSource):
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         files = Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
-        return files.flat_map(stream_records).batch(batch_size).map(_flat).enumerate()
+        return files.flat_map(stream_records).batch(batch_size).enumerate()
 
     def _shuffled(
         self, files: tuple[Tensor, ...], request: StreamRequest, epoch: Tensor
@@ -277,10 +275,10 @@ class TFRecords(DealtSource):
         )
 
         if self._shuffle_buffer < 2:
-            return records.map(_flat)
+            return records
 
         def shuffle_block(number, block):
-            return _shuffle(_flat(*block), derive_seed(seed, BLOCK, rank, epoch, number))
+            return _shuffle(block, derive_seed(seed, BLOCK, rank, epoch, number))
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
@@ -369,9 +367,3 @@ def _shuffle(rows: Any, seed: Tensor) -> Any:
     return tf.nest.map_structure(
         lambda part: tf.random.experimental.stateless_shuffle(part, seed=seed), rows
     )
-
-
-@unconverted
-def _flat(readable: tuple[Tensor, Tensor], codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts an element of stream_records(), or a batch of them, to the reader's arguments: records and codes."""
-    return readable[0], codes

@@ -33,12 +33,9 @@ log = logging.getLogger(__name__)
 
 # Advice at the end of messages.
 USE_SHARD = "the function must return a different part for each shard, such as dataset.shard(num_shards, shard)"
-FIX_NUM_EXAMPLES = (
-    "each shard must hold an equal part of num_examples; correct num_examples, or leave it out to have "
-    "the examples of each shard counted"
-)
-FIX_FUNCTION = (
-    "the function must give as many as were counted, for every epoch, seed and batch_size"
+FIX_NUMBER = (
+    "each shard must hold an equal part of num_examples or, without it, as many as were counted, for "
+    "every epoch, seed and batch_size; change num_examples or the function"
 )
 
 
@@ -55,10 +52,6 @@ class FunctionSource(Source):
     Raises:
         ConfigError: if num_examples names a split that the function cannot open.
     """
-
-    equal_batches_advice = (
-        f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
-    )
 
     def __init__(
         self,
@@ -190,14 +183,13 @@ class FunctionSource(Source):
         # One shard, or several if ranks have unequal weights.
         keys = _shard_keys(topology, split)
         call = self._function.call_in_words(keys[0])
-        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
         values = {"batch_size": share.batch_size}
         if seed is not None:
             values["seed"] = seed
 
         def wrong_number(number: int) -> Exception:
             return self._function.fail(
-                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
+                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {FIX_NUMBER}"
             )
 
         # Several shards are joined before examples are skipped, since
@@ -354,7 +346,8 @@ def from_dataset(
         facts: facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take shard and num_shards, or needs other arguments.
+        ConfigError: if the function does not take shard and num_shards; once it is called, if it fails, for example
+            because it needs other arguments.
     """
     if isinstance(num_examples, int):
         num_examples = {"train": num_examples}
