@@ -208,8 +208,7 @@ class _Search:
             own_arrays = self._checkpoint.arrays if self._checkpoint else None
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
             if arrays is not None:
-                path = Path(folder_name(saved.step))
-                self._checkpoint = Checkpoint(path, saved.step, dict(saved.meta), arrays)
+                self._checkpoint = Checkpoint(saved.step, dict(saved.meta), arrays)
         # A checkpoint in memory has no records on a disk, and the chief's own are already in place.
         if self._root and saved.host:
             self._send_records()
@@ -261,7 +260,7 @@ class _Search:
                 self._damaged[candidate.path] = str(error)
                 return None
 
-        name = checkpoint.path.name
+        name = folder_name(checkpoint.step)
         meta = checkpoint.meta
         # Matching checksums prove that the files are whole, not that a run has written them.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
