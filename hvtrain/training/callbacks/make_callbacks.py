@@ -80,9 +80,9 @@ def make_callbacks(
     progress = strategy.watchdog.progress
 
     throughput = Throughput(context)
-    dataset = run.evaluation_data("validation")
-    validation = Validation(context, dataset, start)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
+    validation = Validation(context, start)
+    validates = validation.dataset is not None
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, validates))
     for callback in own.values():
         _end_whole_epochs(callback, context)
     state = CallbackState(context, own, start)
