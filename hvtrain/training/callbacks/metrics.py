@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +25,7 @@ SECONDS_BETWEEN_FILES = 5.0
 Family = GaugeMetricFamily | CounterMetricFamily
 
 
-class Metrics(RunCallback, AbstractContextManager["Metrics"]):
+class Metrics(RunCallback):
     """Serves and writes the numbers while the context lasts (chief only, but every rank enters it).
 
     A step only notes its time and its logs. The numbers are computed for each request, in the thread
