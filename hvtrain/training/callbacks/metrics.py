@@ -102,12 +102,8 @@ class Metrics(RunCallback):
         """Returns all numbers; prometheus_client calls it, in any thread."""
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
-        times = self.strategy.marks.times()
-        phases = {
-            "data": times.data,
-            "compute": times.compute,
-            "communication": times.communication,
-        }
+        phases = self.strategy.marks.times()._asdict()
+        del phases["steps"]
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
         # Of the newest epoch, which is the last entry.
