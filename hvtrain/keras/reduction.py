@@ -7,7 +7,7 @@ arrived.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ class Reducer:
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
         self._divides_losses = False
+        # Variables whose gradients stay on their rank, by variable_id.
         self.local_ids: set[int] = set()
         self.compressed: CompressedReduction | None = None
 
@@ -157,10 +158,6 @@ class Reducer:
     def averages(self) -> bool:
         """True if reducing a second time changes nothing."""
         return self.op == hvd.Average and self.scale == 1.0
-
-    def register_local(self, variables: Iterable[Any]) -> None:
-        """Keeps the gradients of these variables on their rank."""
-        self.local_ids.update(map(variable_id, variables))
 
     def divide_losses(self) -> None:
         """Divides losses by the number of ranks and sums their gradients, which saves a pass over the gradients.
