@@ -26,7 +26,7 @@ from hvtrain.keras.gradients import (
     overwrites,
     variable_id,
 )
-from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
+from hvtrain.keras.in_graph import SharedFlag, new_counter, refuse_xla
 from hvtrain.keras.process import check_adasum
 from hvtrain.keras.same_gradients import compare_structure
 from hvtrain.keras.table_rows import rows_of, whole_spec, with_nan
@@ -196,11 +196,7 @@ class Reducer:
         reduced = list(gradients)
         if self.is_alone:
             return [self._scaled(gradient, averages=False) for gradient in reduced]
-        if is_compiled_by_xla():
-            raise ValueError(
-                "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
-                "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
-            )
+        refuse_xla("a reduction between ranks")
 
         # Without variables the ranks compare only types and shapes.
         variables = list(variables or [None] * len(reduced))
