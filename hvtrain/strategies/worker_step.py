@@ -179,13 +179,6 @@ class Workers:
                 f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
             ) from error
 
-    def join(self) -> list[tuple[int, int, Any]]:
-        """Waits for all calls; returns worker, step and result of each."""
-        results = []
-        while self._calls:
-            results += self.finished()
-        return results
-
 
 class ServerState:
     """Variables on the parameter servers for everything that a step reads or changes.
