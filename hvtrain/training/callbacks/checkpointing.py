@@ -64,12 +64,6 @@ class Interruption(RunCallback):
         if self._signals or self._is_late:
             self.model.stop_training = True
 
-    def agree_within_epoch(self) -> None:
-        """Agrees on the reason if training stops within an epoch (every rank)."""
-        # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
-        if self.position.in_epoch:
-            self.agree_on_reason()
-
     def agree_on_reason(self) -> None:
         """Sets report.stopped_by and report.exit_code, equal on all ranks (every rank).
 

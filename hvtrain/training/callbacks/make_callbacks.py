@@ -96,7 +96,12 @@ def make_callbacks(
         on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)
     )
 
-    agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+    def agree_within_epoch(epoch, logs):
+        # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
+        if position.in_epoch:
+            interruption.agree_on_reason()
+
+    agree = LambdaCallback(on_epoch_end=agree_within_epoch)
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1
