@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvtrain.checkpoint.store import Arrays, Checkpoint
+from hvtrain.checkpoint.store import Arrays, Checkpoint, folder_name
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def restore(
     # Everything is compared before anything is set.
     for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
         _compare(
-            f"checkpoint {checkpoint.path.name} is of another model or optimizer: it",
+            f"checkpoint {folder_name(checkpoint.step)} is of another model or optimizer: it",
             saved_item,
             own_item,
         )

@@ -128,10 +128,9 @@ class ReceiptWriter(Writer):
             log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
 
     def _add(self, step: int, digests: Digests) -> None:
-        folder = self._folder.parent
-        path = folder / RECEIPTS_FILE
+        path = self._folder.parent / RECEIPTS_FILE
         if not self._start:
-            self._begin_file(folder, path)
+            self._begin_file(path)
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
             # An earlier start had reached this step, but the run resumed from before it.
@@ -140,11 +139,11 @@ class ReceiptWriter(Writer):
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))
 
-    def _begin_file(self, folder: Path, path: Path) -> None:
+    def _begin_file(self, path: Path) -> None:
         """Adds the line of this start, drops an incomplete last line, and notes the receipts of lost steps."""
         lines: Lines = []
         if path.exists():
-            earlier = read_receipts(folder).items()
+            earlier = read_receipts(path.parent).items()
             self._lost = {
                 step: receipt.digests for step, receipt in earlier if step > self.first_step
             }

@@ -49,7 +49,6 @@ NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 class Checkpoint:
     """A checkpoint in memory."""
 
-    path: Path
     step: int
     meta: Meta
     # Keyed "model/0000/PATH", "optimizer/0000/PATH", "rank/0/NAME", "callback/NAME/0000".
@@ -184,7 +183,7 @@ def _read(path: Path) -> Checkpoint:
         arrays.update(_map_tables(path / TABLES))
     if path.name != folder_name(meta["step"]):
         raise ValueError(f"it is of step {meta['step']}")
-    return Checkpoint(path, meta["step"], meta, arrays)
+    return Checkpoint(meta["step"], meta, arrays)
 
 
 def _require_regular(path: Path) -> Path:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from hvtrain.errors import RankError
-from hvtrain.keras.gradients import FiniteCheck, are_finite
+from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Sharded
 from hvtrain.keras.table_rows import with_nan
@@ -169,7 +169,7 @@ class Distributed:
                 raise ValueError(
                     f"{name} needs gradients that all ranks share; leave it out with local variables"
                 )
-        self._hvtrain.reducer.register_local([var])
+        self._hvtrain.reducer.local_ids.add(variable_id(var))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

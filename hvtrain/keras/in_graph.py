@@ -56,11 +56,13 @@ def new_counter() -> tf.Variable:
     return host_variable(0, tf.int64, "num_reductions")
 
 
-def is_compiled_by_xla() -> bool:
-    """Returns True while a tf.function(jit_compile=True) is being traced."""
-    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
-        tf.compat.v1.get_default_graph()
-    )
+def refuse_xla(exchange: str) -> None:
+    """Raises ValueError while a tf.function(jit_compile=True) is being traced, in which ranks cannot exchange this."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            f"XLA compiles this step, and cannot compile {exchange}; pass jit_compile=False to model.compile "
+            "(on GPUs Keras compiles by default), or make the exchange outside tf.function(jit_compile=True)"
+        )
 
 
 def tf_variable(variable: Any) -> Any:

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.in_graph import is_compiled_by_xla, positional_name
+from hvtrain.keras.in_graph import positional_name, refuse_xla
 from hvtrain.step.joint_loss import joint_loss
 
 
@@ -67,12 +67,10 @@ def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
     number = tf.cast(number, tf.float32)
     if hvd.size() == 1:
         return number
-    if is_compiled_by_xla():
-        raise ValueError(
-            "this loss divides by what each batch holds (a mask, an ignored label or the sum of weights), so the ranks "
-            "exchange that number within the step, which XLA cannot compile; leave out jit_compile, or choose a loss "
-            "with reduction sum_over_batch_size and no mask"
-        )
+    refuse_xla(
+        "the exchange of the number by which this loss divides (a loss with reduction sum_over_batch_size and without "
+        "a mask or an ignored label needs none)"
+    )
     name = positional_name("joint_denominator")
     return hvd.allreduce(number, op=hvd.Average, name=name, ignore_name_scope=True)
 
@@ -103,10 +101,7 @@ def joint_batch(rows: Any) -> Any:
     rows = tf.convert_to_tensor(rows)
     if hvd.size() == 1:
         return rows
-    if is_compiled_by_xla():
-        raise ValueError(
-            "joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile"
-        )
+    refuse_xla("joint_batch, which gathers the rows of all ranks")
 
     # Horovod would name the messages after the tensor, and so after layers,
     # which ranks may number differently.

@@ -170,8 +170,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     if is_scaled and getattr(compression, "keeps_errors", False):
         raise ValueError(
-            f"Compression.{compression.name} keeps errors, whose unit a changing loss scale would change; use "
-            "Compression.bf16, or the policy mixed_bfloat16"
+            f"compression {compression.name} keeps errors, whose unit a changing loss scale would change; use "
+            "compression bf16, or the precision mixed_bfloat16"
         )
 
     if shard:

@@ -7,7 +7,7 @@ arrived.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from hvtrain.keras.gradients import (
     overwrites,
     variable_id,
 )
-from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
+from hvtrain.keras.in_graph import SharedFlag, new_counter, refuse_xla
 from hvtrain.keras.process import check_adasum
 from hvtrain.keras.same_gradients import compare_structure
 from hvtrain.keras.table_rows import rows_of, whole_spec, with_nan
@@ -111,6 +111,7 @@ class Reducer:
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
         self._divides_losses = False
+        # Variables whose gradients stay on their rank, by variable_id.
         self.local_ids: set[int] = set()
         self.compressed: CompressedReduction | None = None
 
@@ -158,10 +159,6 @@ class Reducer:
         """True if reducing a second time changes nothing."""
         return self.op == hvd.Average and self.scale == 1.0
 
-    def register_local(self, variables: Iterable[Any]) -> None:
-        """Keeps the gradients of these variables on their rank."""
-        self.local_ids.update(map(variable_id, variables))
-
     def divide_losses(self) -> None:
         """Divides losses by the number of ranks and sums their gradients, which saves a pass over the gradients.
 
@@ -199,11 +196,7 @@ class Reducer:
         reduced = list(gradients)
         if self.is_alone:
             return [self._scaled(gradient, averages=False) for gradient in reduced]
-        if is_compiled_by_xla():
-            raise ValueError(
-                "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
-                "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
-            )
+        refuse_xla("a reduction between ranks")
 
         # Without variables the ranks compare only types and shapes.
         variables = list(variables or [None] * len(reduced))

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.keras.in_graph import counter, is_compiled_by_xla, positional_name, tf_variable
+from hvtrain.keras.in_graph import counter, positional_name, refuse_xla, tf_variable
 from hvtrain.keras.optimizers import row_slots
 from hvtrain.keras.process import is_elastic
 from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of, save_table
@@ -171,10 +171,7 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     Raises:
         ValueError: if XLA compiles the step.
     """
-    if is_compiled_by_xla():
-        raise ValueError(
-            "a look-up in a sharded table is an exchange, which XLA cannot compile; leave out jit_compile"
-        )
+    refuse_xla("a look-up in a sharded table")
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}

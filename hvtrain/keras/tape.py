@@ -49,7 +49,7 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
             "DistributedOptimizer, or Compression.bf16"
         )
     gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
-    gradtape._hvtrain_local = {}
+    gradtape._hvtrain_local = set()
     gradtape._hvtrain_options = {
         "op": op,
         "compression": compression,
@@ -87,11 +87,12 @@ class _ReducesGradients:
     """Mixin before tf.GradientTape that reduces the gradients it computes."""
 
     _hvtrain_options: dict[str, Any]
-    _hvtrain_local: dict[int, Any]
+    # By variable_id.
+    _hvtrain_local: set[int]
 
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of this source on its rank."""
-        self._hvtrain_local[variable_id(source)] = source
+        self._hvtrain_local.add(variable_id(source))
 
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
@@ -114,7 +115,7 @@ class _ReducesGradients:
         reducer = Reducer(
             message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options
         )
-        reducer.register_local(self._hvtrain_local.values())
+        reducer.local_ids = self._hvtrain_local
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:

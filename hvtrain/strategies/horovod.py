@@ -157,12 +157,6 @@ class HorovodStrategy(Strategy):
         )
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
-        if self._keeps_errors and keras.config.dtype_policy().name == "mixed_float16":
-            # The errors would be in the unit of a loss scale, which changes.
-            raise ConfigError(
-                f"strategy.compression={self.compression.name} and train.precision=mixed_float16 exclude each other; "
-                "choose strategy.compression=bf16 or train.precision=mixed_bfloat16"
-            )
         try:
             distributed = hvd.DistributedOptimizer(
                 optimizer,
@@ -172,9 +166,7 @@ class HorovodStrategy(Strategy):
                 shard=self.shard_optimizer,
             )
         except ValueError as error:
-            if self.shard_optimizer:
-                raise ConfigError(f"strategy.shard_optimizer=true: {error}") from error
-            raise
+            raise ConfigError(f"strategy={self.name}: {error}") from error
         # The reducer marks when gradients are ready and reduced, for the record and the watchdog.
         hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         return distributed
@@ -279,12 +271,13 @@ class ElasticStrategy(HorovodStrategy):
 
     def __init__(self, commit_steps: int = 100, **horovod: Any) -> None:
         super().__init__(**horovod)
-        if self._keeps_errors:
-            raise ConfigError(
-                f"strategy=elastic and strategy.compression={self.compression.name} exclude each other, since errors "
-                "of ranks that leave would be lost; choose bf16 or strategy=horovod"
-            )
-        self.exclude({"strategy.shard_optimizer=true": self.shard_optimizer})
+        # Ranks that leave would take their errors, and their part of the slots, with them.
+        self.exclude(
+            {
+                f"strategy.compression={self.compression_name}": self._keeps_errors,
+                "strategy.shard_optimizer=true": self.shard_optimizer,
+            }
+        )
         check_whole("strategy.commit_steps", commit_steps, 1)
         self.membership = ElasticMembership(commit_steps)
 

@@ -1,9 +1,7 @@
 """TensorFlow's MirroredStrategy: a single process, with a replica on each GPU of this host."""
 
 import functools
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -52,7 +50,7 @@ class MirroredStrategy(ReplicaStrategy):
         refuse_several_processes(self.name, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
-        host = socket.gethostname()
+        host = self.topology.host
         if tf.config.list_logical_devices("GPU"):
             self.devices = [f"{host} GPU {index}" for index in range(self.num_replicas)]
         else:
@@ -60,11 +58,9 @@ class MirroredStrategy(ReplicaStrategy):
         self.marks = StepMarks()
         return self.topology
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Any:
         self._builds_model = True
-        with super().scope():
-            yield
+        return super().scope()
 
     def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         return plain_variables(functools.partial(self._create_averaged, next_creator), **options)

@@ -211,7 +211,8 @@ class ParameterServerStrategy(Strategy):
 
     def wait(self) -> None:
         """Waits until no worker will change the servers' model."""
-        self.record(self.workers.join())
+        while len(self.workers.free) < self.workers.number:
+            self.record(self.workers.finished())
 
     def is_lost_rank(self, error: BaseException) -> bool:
         return isinstance(error, LOST_PROCESS_ERRORS)

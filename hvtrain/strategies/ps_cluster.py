@@ -149,8 +149,7 @@ def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
     )
     cluster = Cluster(rank, roles, hosts, devices, "MPI" if hvd.mpi_enabled() else "Gloo")
     if rank:
-        num_here = hosts.count(hosts[rank])
-        _start_server(spec, roles.names[rank], gpus[rank], num_here, addresses[rank])
+        _start_server(spec, roles.names[rank], gpus[rank], hosts.count(hosts[rank]))
     exchange("up")  # The coordinator connects once all servers listen.
     if rank == 0:
         cluster.replicas = _connect(spec, strategy)
@@ -227,9 +226,7 @@ def _allow_threads() -> None:
         )
 
 
-def _start_server(
-    spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int, address: str
-) -> None:
+def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int) -> None:
     """Starts this process's server.
 
     Args:
@@ -237,7 +234,6 @@ def _start_server(
         name: name of this process, such as "ps 0" or "worker 1".
         gpu: index of a worker's GPU on this host.
         num_here: number of processes on this host.
-        address: address of this process, as in the spec.
     """
     num_cores = os.cpu_count() or 1
     # The servers on a host share its cores; by TensorFlow's default each would use all of them.
@@ -258,8 +254,8 @@ def _start_server(
         _servers.append(server)
     except tf.errors.OpError as error:
         raise RankError(
-            f"{name} cannot serve at {address}, which another process may have taken in the meantime: "
-            f"{str(error).splitlines()[0]}; start the run again"
+            f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may have taken in the "
+            f"meantime: {str(error).splitlines()[0]}; start the run again"
         ) from error
 
 

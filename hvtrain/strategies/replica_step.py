@@ -8,7 +8,7 @@ replicas, so the sum of their gradients is the mean gradient.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
-from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.gradients import merge_rows, overwrites
 from hvtrain.keras.hooks import hook_of
@@ -46,22 +45,18 @@ class ReplicaReducer(Reducer):
     """Sums gradients over the replicas, in one all-reduce of tf.distribute. Every replica calls it.
 
     Args:
-        strategy: name of the strategy, for messages.
-        num_replicas: number of replicas in all processes together.
-        topology: topology of this process. If there are several processes, each has one replica, and
-            they check that they reduce the same gradients.
+        strategy: the started strategy. If there are several processes, each has one replica, and they check
+            that they reduce the same gradients.
 
     Raises:
         ConfigError: in a call, for gradients that overwrite their variables, as with float8.
     """
 
-    strategy: str = ""
-    num_replicas: int = 1
-    topology: Topology = field(default_factory=Topology)
+    strategy: Any = None
 
     @property
     def is_alone(self) -> bool:
-        return self.num_replicas == 1
+        return self.strategy.num_computing == 1
 
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
@@ -73,15 +68,16 @@ class ReplicaReducer(Reducer):
             return reduced
         if any(map(overwrites, variables)):
             raise ConfigError(
-                f"strategy={self.strategy} sums gradients, but float8 layers need maxima; choose strategy=horovod"
+                f"strategy={self.strategy.name} sums gradients, but float8 layers need maxima; choose strategy=horovod"
             )
-        if self.topology.size > 1:
+        topology = self.strategy.topology
+        if topology.size > 1:
             settings = f"op=Sum, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, variables, self.process_set)
 
         replica = tf.distribute.get_replica_context()
         # Only the first replica of this process counts reductions and sets marks.
-        is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.topology.rank
+        is_own = tf.get_static_value(replica.replica_id_in_sync_group) == topology.rank
         present = [index for index, gradient in enumerate(reduced) if gradient is not None]
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
@@ -189,12 +185,7 @@ class ReplicaStrategy(Strategy):
         self.exclude({"train.accumulate": inner.gradient_accumulation_steps})
         distributed = DistributedOptimizer(optimizer, check_finite=check_finite)
         hook: Any = hook_of(distributed)
-        hook.reducer = ReplicaReducer(
-            strategy=self.name,
-            num_replicas=self.num_computing,
-            topology=self.topology,
-            marks=self.marks,
-        )
+        hook.reducer = ReplicaReducer(strategy=self, marks=self.marks)
 
         # Keras would sum the summed gradients again, in the optimizer itself or in those that a
         # MultiOptimizer combines.

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.checkpoint.model_state import seeds_of
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
@@ -45,11 +46,9 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         ConfigError: the train step does not step once with the model's optimizer.
     """
     metrics = model.metrics_variables
-    known = {id(variable) for variable in (*model.weights, *metrics)}
-    seeds = [variable for variable in model.variables if id(variable) not in known]
     # Metrics begin at zero, so that their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
-    start += [(seed, _moved(seed, number)) for seed in seeds]
+    start += [(seed, _moved(seed, number)) for seed in seeds_of(model)]
 
     steps: list[tuple[list[Any], list[Any]]] = []
 
@@ -179,13 +178,6 @@ class Workers:
                 f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
                 f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
             ) from error
-
-    def join(self) -> list[tuple[int, int, Any]]:
-        """Waits for all calls; returns worker, step and result of each."""
-        results = []
-        while self._calls:
-            results += self.finished()
-        return results
 
 
 class ServerState:

@@ -234,13 +234,12 @@ def with_rank_weights(
     the same size. Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The
     step (prepared_step.py) applies it only to the gradient, so losses and metrics still count examples.
     """
-    steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
     def add(step, batch):
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
         return batch, tf.cast(plan.weight(rank, step_in_epoch), tf.float32)
 
-    return tf.data.Dataset.zip(steps, batches).map(add)
+    return batches.enumerate(start_step).map(add)
 
 
 def summary(lines: dict[str, str]) -> str:

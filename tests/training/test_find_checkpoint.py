@@ -4,7 +4,6 @@ import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -116,9 +115,7 @@ def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False,
 
 def in_memory(step, run_id=OURS):
     meta = {**META, "run_id": run_id, "step": step}
-    return RunState(
-        0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id
-    )
+    return RunState(0.0, checkpoint=Checkpoint(step, meta, ARRAYS), run_id=run_id)
 
 
 def assert_equal(ours, expected):

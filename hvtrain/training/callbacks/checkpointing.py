@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -64,12 +63,6 @@ class Interruption(RunCallback):
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._signals or self._is_late:
             self.model.stop_training = True
-
-    def agree_within_epoch(self) -> None:
-        """Agrees on the reason if training stops within an epoch (every rank)."""
-        # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
-        if self.position.in_epoch:
-            self.agree_on_reason()
 
     def agree_on_reason(self) -> None:
         """Sets report.stopped_by and report.exit_code, equal on all ranks (every rank).
@@ -206,13 +199,12 @@ class _Saving(RunCallback):
             parts: The whole values of sharded variables, by key.
             meta: More facts for the checkpoint's meta.
         """
-        step = self.step
-        epoch, step_in_epoch = self.plan.position(step)
+        epoch, step_in_epoch = self.plan.position(self.step)
         return store.Checkpoint(
-            path=Path(store.folder_name(step)),
-            step=step,
+            self.step,
             meta={
                 **self.run.meta,
+                "step": self.step,
                 "epoch": epoch,
                 "step_in_epoch": step_in_epoch,
                 "callbacks": self.callback_state.numbers(),
@@ -387,7 +379,6 @@ class MemoryCommit(_Saving):
             return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
-        # The step belongs in meta; a writer would add it, but a commit has none.
-        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.step)
+        self.run.state.checkpoint = self.checkpoint(rank_states)
         if not self.position.is_last:
             self.strategy.membership.check()

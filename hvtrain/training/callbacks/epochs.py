@@ -4,8 +4,6 @@ import logging
 import time
 from typing import Any
 
-import tensorflow as tf
-
 from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.core.step_plan import share_of_progress
 from hvtrain.errors import ConfigError, StorageError
@@ -76,19 +74,16 @@ class Validation(RunCallback):
 
     Args:
         context: The run's context.
-        dataset: This rank's shard; None: nothing is validated.
         start: Where the run begins or resumes; has the results that were unlogged then.
+
+    Attributes:
+        dataset: This rank's shard; None: nothing is validated.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        dataset: tf.data.Dataset | None,
-        start: Start,
-    ) -> None:
+    def __init__(self, context: RunContext, start: Start) -> None:
         super().__init__(context)
         self.config = self.run.config.train
-        self.dataset = dataset
+        self.dataset = self.run.evaluation_data("validation")
         self.latest: dict[str, float] = {}
         self.latest_step = -1
         self.unlogged = start.unlogged

@@ -80,9 +80,9 @@ def make_callbacks(
     progress = strategy.watchdog.progress
 
     throughput = Throughput(context)
-    dataset = run.evaluation_data("validation")
-    validation = Validation(context, dataset, start)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
+    validation = Validation(context, start)
+    validates = validation.dataset is not None
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, validates))
     for callback in own.values():
         _end_whole_epochs(callback, context)
     state = CallbackState(context, own, start)
@@ -96,7 +96,12 @@ def make_callbacks(
         on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)
     )
 
-    agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+    def agree_within_epoch(epoch, logs):
+        # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
+        if position.in_epoch:
+            interruption.agree_on_reason()
+
+    agree = LambdaCallback(on_epoch_end=agree_within_epoch)
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1

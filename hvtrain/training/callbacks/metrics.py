@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +25,7 @@ SECONDS_BETWEEN_FILES = 5.0
 Family = GaugeMetricFamily | CounterMetricFamily
 
 
-class Metrics(RunCallback, AbstractContextManager["Metrics"]):
+class Metrics(RunCallback):
     """Serves and writes the numbers while the context lasts (chief only, but every rank enters it).
 
     A step only notes its time and its logs. The numbers are computed for each request, in the thread
@@ -103,12 +102,8 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         """Returns all numbers; prometheus_client calls it, in any thread."""
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
-        times = self.strategy.marks.times()
-        phases = {
-            "data": times.data,
-            "compute": times.compute,
-            "communication": times.communication,
-        }
+        phases = self.strategy.marks.times()._asdict()
+        del phases["steps"]
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
         # Of the newest epoch, which is the last entry.

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import hvtrain.keras as hvd
+from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.table_rows import rows_of
 
@@ -180,7 +181,7 @@ def local_and_dense():
     """A local gradient of rows under sparse_as_dense."""
     table = tf.Variable(TABLE)
     reducer = Reducer(sparse_as_dense=True)
-    reducer.register_local([table])
+    reducer.local_ids.add(variable_id(table))
     rows = tf.IndexedSlices(tf.ones([2, WIDTH]), [0, 0], tf.constant([ROWS, WIDTH]))
     (gradient,) = reducer([rows], [table])
     return float(tf.reduce_sum(gradient)) if isinstance(gradient, tf.Tensor) else 0.0
