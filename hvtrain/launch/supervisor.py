@@ -217,11 +217,7 @@ class Launch:
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
         """Returns the hosts whose kernel has killed processes for lack of memory during the launch."""
-        short = {
-            host
-            for host, answer in answers.items()
-            if answer and answer.get("oom_kills", 0) > hosts.remote[host]
-        }
+        short = {host for host, answer in answers.items() if (answer or 0) > hosts.remote[host]}
         # A host that is not remote is this one, by its name in -H.
         if on_host.oom_kills() > self._oom_kills:
             short |= {*hosts.rank_hosts} - hosts.remote.keys()

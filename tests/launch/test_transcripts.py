@@ -57,7 +57,7 @@ class Replayed(supervisor.Launch):
         self.commands.append(line)
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
         is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
-        answer = None if is_lost else {"oom_kills": int(self.short_of_memory == "s2")}
+        answer = None if is_lost else int(self.short_of_memory == "s2")
         self.other_host = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
         self.environments.append(environment)
         # With a rank's variable it is one that can be asked to save.
