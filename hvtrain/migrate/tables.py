@@ -7,7 +7,7 @@ import ast
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,7 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str, method: str) -> d
 
 @functools.cache
 def _site() -> Path:
-    spec = find_spec("keras")
-    assert spec and spec.submodule_search_locations, "hvtrain needs keras"
-    return Path(spec.submodule_search_locations[0]).parent
+    return Path(str(metadata.distribution("keras").locate_file("")))
 
 
 @functools.cache
