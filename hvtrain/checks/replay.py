@@ -128,7 +128,7 @@ def choose_stretch(
         )
     # Receipts outlive most checkpoints; weights can be compared only where a checkpoint was kept.
     with_checkpoint = [step for step in saves if step in checkpoints]
-    measured = max(with_checkpoint, default=None)
+    measured = max(with_checkpoint, default=0)
     return Repetition(folder, begin, saves, each_step, measured=measured)
 
 
@@ -160,7 +160,7 @@ def judge(
     causes = causes_of(receipts[step].facts, repetition.facts)
     lines += cause_lines(causes, tolerance is None)
     difference = repetition.difference
-    if difference is None or repetition.measured is None or repetition.measured < step:
+    if difference is None or repetition.measured < step:
         # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
