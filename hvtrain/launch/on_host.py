@@ -75,8 +75,7 @@ def clear(mark: str, job: int | None = None) -> int:
         job: the number of mpirun's own job, if mpirun is running.
     """
     deadline = time.monotonic() + SECONDS_TO_GO
-    left = _left(mark)
-    while left:
+    while left := _left(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
         # gone, so they are killed only if they have not ended by then.
         is_late = time.monotonic() > deadline
@@ -87,7 +86,6 @@ def clear(mark: str, job: int | None = None) -> int:
         if time.monotonic() > deadline + 1:
             break  # These are stuck in the kernel, for example on a dead disk or GPU.
         time.sleep(0.02)
-        left = _left(mark)
 
     if job is not None:
         # A killed Open MPI leaves its ranks' shared memory and its own folder behind.
