@@ -211,7 +211,7 @@ class RunConfig:
     optimizer: Settings  # Its learning_rate is that of one rank, before scaling.
     schedule: Settings
     strategy: Settings
-    task: Settings = field(default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"})
+    task: Settings
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: Settings = field(default_factory=dict)  # Layers by name, in the order of use.

@@ -11,6 +11,7 @@ from hvtrain.system.secrets import redacted
 GROUPS = {
     "model": {"_target_": "hvtrain.models.cnn"},
     "dataset": {"_target_": "hvtrain.data.sources.digits.digits"},
+    "task": {"_target_": "hvtrain.tasks.Classification"},
     "optimizer": {"_target_": "keras.optimizers.SGD", "learning_rate": 0.1},
     "schedule": {"_target_": "hvtrain.core.schedule.Constant"},
     "strategy": {"_target_": "hvtrain.strategies.base.Strategy"},
