@@ -286,12 +286,12 @@ def _by_files(
     """
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster_files.write(cluster, job, folder, folders)
-    submission = shlex.join(cluster_files.submission(cluster, folder))
+    command = cluster_files.submission(cluster, folder)
     if options.dry_run:
         for path in paths:
             print(f"# ---- {path}\n{path.read_text(encoding='utf-8')}")
-        print(f"would run: {submission}")
+        print(f"would run: {shlex.join(command)}")
         return 0
 
-    print(f"running: {submission}", flush=True)
-    return cluster_files.submit(cluster, folder)
+    print(f"running: {shlex.join(command)}", flush=True)
+    return cluster_files.submit(cluster, command)
