@@ -192,11 +192,13 @@ class HostCalls:
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 
-    def clear(self, mark: str, job: int | None = None) -> Answers:
-        """Calls on_host.clear on all hosts.
+    def clear(self, folder: Path) -> Answers:
+        """Calls on_host.clear on all hosts for the launch with this folder.
 
         Returns the answers of the other hosts; None for a host that ssh did not reach.
         """
+        mark = str(folder)
+        job = mpirun_job(folder)
         # Called here without ssh, which this host may not accept from itself.
         on_host.clear(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:

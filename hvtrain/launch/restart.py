@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -60,7 +59,7 @@ def run(
             remaining, plan = _plan_restart(
                 job, run_dir, min_ranks or job.num_ranks, num_failures, seconds
             )
-            console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
+            console.say_error(f"restart {attempt} of {max_restarts} {plan}")
 
             # Ctrl-C ends the pause at once.
             signals.received.wait(seconds)
@@ -86,7 +85,7 @@ def run(
         except RankError as error:
             if not attempt:
                 raise
-            console.say_error(message_of(error), 0)
+            console.say_error(message_of(error))
             ending = Ending(RankError.exit_code)
         code = ending.code
         if attempt and code == RankError.exit_code and not ending.message:
@@ -170,12 +169,8 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
         network = remote_hosts.check(rank_hosts, job.ssh)
 
     output = RankOutput(logs, rank_hosts)
-    job = replace(
-        job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))}
-    )
+    job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw())})
     variables = environment.for_launcher(os.environ, job.environment)
-    # Lines should arrive when they are printed, not when a buffer is full.
-    variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as name:
         folder = Path(name)
         if job.mpirun:
@@ -192,6 +187,6 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
 
     # An error that all ranks share has already been shown, and the logs contain nothing more.
     if ending.message and not ending.is_shown:
-        console.say_error(f"what each rank said is in {output.folder}", 0)
-        console.say_error(ending.message, 0)
+        console.say_error(f"what each rank said is in {output.folder}")
+        console.say_error(ending.message)
     return ending

@@ -17,7 +17,7 @@ from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import Ending, again, judge
 from hvtrain.launch.job import SECONDS_TO_BEGIN
 from hvtrain.launch.output import PlainOutput, RankOutput
-from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
+from hvtrain.launch.remote_hosts import Answers, HostCalls
 from hvtrain.system import console, host_facts
 
 # From a signal until all ranks are killed: while they save, and if they only stop (SIGHUP).
@@ -276,7 +276,7 @@ class Launch:
         self._clear()
 
     def _clear(self) -> Answers:
-        return self._hosts().clear(str(self._folder), mpirun_job(self._folder))
+        return self._hosts().clear(self._folder)
 
     def _hosts(self) -> HostCalls:
         return HostCalls.read(self._folder)

@@ -71,8 +71,8 @@ class Replayed(supervisor.Launch):
 class OtherHost(HostCalls):
     answers: Answers = field(default_factory=dict)
 
-    def clear(self, mark, job=None):
-        on_host.clear(mark, job)
+    def clear(self, folder):
+        on_host.clear(str(folder))
         return self.answers
 
 
