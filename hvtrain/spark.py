@@ -95,7 +95,6 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
     Returns the exit code of the first rank that failed, or 0. Raises UserError.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     try:
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession

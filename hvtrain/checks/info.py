@@ -60,16 +60,16 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
 
 
 def _describe(facts: Facts) -> dict[str, str]:
-    """Returns a host's facts as texts by name, without empty ones."""
+    """Returns a host's facts as texts by name."""
     machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
     own_version = packages.pop("hvtrain", "without metadata")
     built_with = ", ".join(facts["horovod"]["built_with"])
 
-    lines = {
+    return {
         "hvtrain": f"{own_version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
-        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()) or "none",
         "horovod built with": built_with or "nothing: its library is missing",
         "system": machine["system"],
         "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
@@ -78,7 +78,6 @@ def _describe(facts: Facts) -> dict[str, str]:
             f"{item['name']} {item['network']}" for item in facts["interfaces"]
         ),
     }
-    return {name: text for name, text in lines.items() if text}
 
 
 def _gpus(gpus: Mapping[str, Any]) -> str:

@@ -151,10 +151,9 @@ def compare(
     indices = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
     def batches(indices_by_step):
-        return [
-            keras.tree.map_structure(partial(np.take, indices=step_indices.ravel(), axis=0), data)
-            for step_indices in indices_by_step
-        ]
+        take = partial(np.take, indices=indices_by_step.ravel(), axis=0)
+        examples = keras.tree.map_structure(take, data)
+        return tf.data.Dataset.from_tensor_slices(examples).batch(indices_by_step[0].size)
 
     own = batches(indices[:, rank])
     distributed = _train(case, own, rank, wrap, hvd.DistributedLoss)
@@ -172,16 +171,15 @@ def compare(
         alone = _train(case, batches(indices[:, 0]), seed=0).after
 
     # The model is small enough to gather its arrays as one object from each rank.
-    gathered = hvd.allgather_object((distributed, joint, alone), name="hvtrain.compare")
-    first, expected, _ = gathered[0]
-    _, _, without_reduction = gathered[-1]
-    error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
-    trained_by_rank = [trained for trained, _, _ in gathered]
+    gathered = hvd.allgather_object((distributed, plain, joint, alone), name="hvtrain.compare")
+    first, plain, expected, _ = gathered[0]
+    *_, without_reduction = gathered[-1]
+    trained_by_rank = [trained for trained, *_ in gathered]
 
     return Comparison(
         error=largest_difference(first.after, expected),
         error_without_reduction=largest_difference(without_reduction, expected),
-        error_of_plain_loss=hvd.broadcast_object(error_of_plain_loss, name="hvtrain.compare"),
+        error_of_plain_loss=largest_difference(plain, expected) if plain else float("inf"),
         ranks_differ=max(
             largest_difference(trained.before + trained.after, first.before + first.after)
             for trained in trained_by_rank
@@ -308,7 +306,7 @@ def _model(case: Case, seed: int) -> keras.Model:
 
 def _train(
     case: Case,
-    batches: list[Any],
+    batches: tf.data.Dataset,
     seed: int,
     wrap: Callable[[Any], Any] | None = None,
     wrap_loss: Callable[[Any], Any] = lambda loss: loss,
@@ -332,10 +330,7 @@ def _train(
 
     before = [weight.copy() for weight in model.get_weights()]
     # Without shuffling, each step trains on one of the given batches, in order.
-    examples = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    batch_size = len(keras.tree.flatten(batches[0])[0])
-    dataset = tf.data.Dataset.from_tensor_slices(examples).batch(batch_size)
-    model.fit(dataset, epochs=1, verbose=0, shuffle=False)
+    model.fit(batches, epochs=1, verbose=0, shuffle=False)
     # Slots only: counters are integers, and the learning rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]

@@ -108,7 +108,7 @@ def judge_interfaces(
     if len(names) < 2:
         return [passed("interface", "one host")], {}
 
-    first, *others = cluster
+    first = next(iter(cluster))
     chosen = interface_names.split(",") if interface_names else None
     first_address = _address(cluster, first)
     # The interface that the user chose, or else the one with the address of the host's name.
@@ -131,9 +131,9 @@ def judge_interfaces(
 
     # Hosts join the first one: rank 0 is there, and all ranks connect to it.
     network = ipaddress.ip_network(start["network"])
-    endpoints = {first: Endpoint(start["name"], start["address"], cluster[first]["port"])}
+    endpoints: dict[str, Endpoint] = {}
     findings = {}
-    for host in others:
+    for host in cluster:
         inside = [
             item
             for item in cluster[host]["interfaces"]

@@ -65,8 +65,7 @@ def measure(
     time_limit = most_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
-        # Unbuffered, so that the last lines are in the log even if the ranks are killed.
-        with started(line, log, environment=variables | {"PYTHONUNBUFFERED": "1"}) as process:
+        with started(line, log, environment=variables) as process:
             has_ended = ends_within(process, time_limit)
             if not has_ended:
                 # The launcher ends its ranks on other hosts if it still can.

@@ -45,7 +45,7 @@ class Repetition:
         begin: step of the checkpoint at which the stretch begins; 0: the start of the run.
         saves: later steps at which the run saved, in order; the last one ends the stretch.
         each_step: take digests after every step, not only after `saves`.
-        measured: step at which weights are compared with the run's checkpoint; None: no step.
+        measured: step at which weights are compared with the run's checkpoint; 0: no step.
         facts: see consistency.facts_of.
         digests: of the variables, by step; at `begin`, those of the checkpoint.
         difference: the largest_difference of the weights at `measured`; None if not measured.
@@ -55,7 +55,7 @@ class Repetition:
     begin: int
     saves: tuple[int, ...]
     each_step: bool = False
-    measured: int | None = None
+    measured: int = 0
     facts: Facts = field(default_factory=dict)
     digests: dict[int, Digests] = field(default_factory=dict)
     difference: float | None = None

@@ -6,7 +6,7 @@ repeated with digests at every step. repeat.py does the training.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ def replay() -> int:
 
     def choose(_):
         receipts.update(read_receipts(finished.folder))
-        return choose_stretch(finished.folder, list(receipts), bounds)
+        return choose_stretch(finished.folder, receipts, bounds)
 
     def conclude(repetition):
         tolerance = None if finished.config.train.deterministic else options.tolerance
@@ -93,7 +93,7 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 
 
 def choose_stretch(
-    folder: Path, steps: Sequence[int], bounds: tuple[int, int] | None, each_step: bool = False
+    folder: Path, steps: Collection[int], bounds: tuple[int, int] | None, each_step: bool = False
 ) -> "Repetition":
     """Returns the stretch to repeat: the checkpoint to start from, and the steps to compare.
 
@@ -128,7 +128,7 @@ def choose_stretch(
         )
     # Receipts outlive most checkpoints; weights can be compared only where a checkpoint was kept.
     with_checkpoint = [step for step in saves if step in checkpoints]
-    measured = max(with_checkpoint, default=None)
+    measured = max(with_checkpoint, default=0)
     return Repetition(folder, begin, saves, each_step, measured=measured)
 
 
@@ -160,7 +160,7 @@ def judge(
     causes = causes_of(receipts[step].facts, repetition.facts)
     lines += cause_lines(causes, tolerance is None)
     difference = repetition.difference
-    if difference is None or repetition.measured is None or repetition.measured < step:
+    if difference is None or repetition.measured < step:
         # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
@@ -289,9 +289,7 @@ class Divergence:
                         f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started"
                     )
                 bounds = (last_equal, step)
-                self.stretches.append(
-                    choose_stretch(run.folder, list(receipts), bounds, each_step=True)
-                )
+                self.stretches.append(choose_stretch(run.folder, receipts, bounds, each_step=True))
         except (CheckpointError, ConfigError) as error:
             print(f"{note}\nthe first step at which they differ is unknown: {error}")
             return 1

@@ -111,16 +111,15 @@ def override(name: str, value: Any) -> str:
 
 def override_value(value: Any) -> str:
     """Formats a value for Hydra's command-line grammar, quoting it if needed."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     if isinstance(value, list | tuple):
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
     if re.fullmatch(r"(?i)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
-    # A backslash is special to Hydra only before a quote, and at the end,
-    # where the closing quote follows.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + (match[2] and r"\'"), value)
-    return f"'{escaped}'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -62,7 +62,7 @@ def build(
     settings = getattr(config, section)
     if name:
         settings = settings[name]
-    builder = _imported(settings.get("_target_"))
+    builder = _target_of(settings)
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
@@ -89,10 +89,10 @@ def build(
     return built
 
 
-def _imported(target: Any) -> Any:
-    """Returns what a _target_ names; None if there is none, or it cannot be imported, which _call() explains."""
+def _target_of(settings: Settings) -> Any:
+    """Returns what _target_ names; None if there is none, or it cannot be imported, which _call() explains."""
     with suppress(Exception):
-        return get_object(target)
+        return get_object(settings["_target_"])
     return None
 
 
@@ -169,7 +169,7 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
         settings: The settings of a group, or of a group nested in it.
         choices: The corresponding settings in each choice of the group.
     """
-    target = _imported(settings.get("_target_"))
+    target = _target_of(settings)
     own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]

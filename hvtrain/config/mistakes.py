@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, Settings
@@ -13,7 +12,7 @@ from hvtrain.system.text import flatten
 
 # The function compose.compose, passed in to find the settings that a
 # refused command line could have used.
-Compose: TypeAlias = Callable[[list[str]], Settings]
+Compose = Callable[[list[str]], Settings]
 # An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
 _METRICS = "add a metric with +task.metrics.NAME._target_=keras.metrics.NAME"

@@ -211,7 +211,7 @@ class RunConfig:
     optimizer: Settings  # Its learning_rate is that of one rank, before scaling.
     schedule: Settings
     strategy: Settings
-    task: Settings = field(default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"})
+    task: Settings
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: Settings = field(default_factory=dict)  # Layers by name, in the order of use.
@@ -347,12 +347,10 @@ def _check_optimizer(optimizer: Settings) -> None:
         )
 
     rate = optimizer.get("learning_rate")
-    if not is_number(rate):
+    if not is_number(rate) or not 0 < rate <= sys.float_info.max:
         raise ConfigError(
-            f"optimizer.learning_rate={rate} is not a number; give the rate for one rank"
+            f"optimizer.learning_rate={rate} is not a finite number above 0; give the rate for one rank"
         )
-    if not 0 < rate <= sys.float_info.max:
-        raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
     optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
 
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hvtrain.core.topology import Roles
-from hvtrain.errors import ConfigError, RankError
+from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.job import with_own_python
-from hvtrain.launch.remote_hosts import Ssh, address_towards
+from hvtrain.launch.remote_hosts import Ssh, address_towards, common_interface
 from hvtrain.launch.rendezvous import Rendezvous, claim
-from hvtrain.system import console, host_facts
+from hvtrain.system import console
 from hvtrain.system.secrets import command_line
 
 START_SECONDS = 120.0
@@ -60,11 +60,7 @@ def start(
             (address, port), rank, names, (socket.gethostname(), own_address), seconds
         )
 
-        interface = interface or host_facts.interface_of(own_address)
-        if interface is None:
-            raise RankError(
-                f"no interface of this host has the address {own_address}; name one with --network-interfaces"
-            )
+        interface = interface or common_interface([host])
         # The user's own settings override these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,

@@ -50,12 +50,11 @@ def submission(cluster: ClusterKind, folder: Path) -> list[str]:
     return [part.replace("{}", str(folder)) for part in cluster.submit.split()]
 
 
-def submit(cluster: ClusterKind, folder: Path) -> int:
-    """Submits the files in the folder.
+def submit(cluster: ClusterKind, command: list[str]) -> int:
+    """Runs the command from `submission`, and returns its exit code.
 
-    Returns the exit code of the submit command. Raises ConfigError if it is not installed here.
+    Raises ConfigError if the program that it needs is not installed here.
     """
-    command = submission(cluster, folder)
     # A command may run a bash script: check the program that the script
     # needs, since bash is always there.
     program = cluster.program or command[0]

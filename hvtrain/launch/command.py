@@ -252,9 +252,9 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     logs = Path("launch") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     local = None
     if run.folder and not is_remote(run.folder):
-        local = run.folder
-        logs = Path(local) / "launch"
-    is_new_run = run.is_new or bool(local and not Path(local).exists())
+        local = Path(run.folder)
+        logs = local / "launch"
+    is_new_run = run.is_new or bool(local and not local.exists())
     if options.logs:
         logs = Path(options.logs)
     else:
@@ -262,11 +262,11 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     try:
         return restart.run(job, logs, local, options.max_restarts, options.min_np, is_new_run)
     finally:
-        if run.is_new and run.folder:
+        if run.is_new and local:
             # rmdir removes only empty folders: those of a launch that was refused.
             with suppress(OSError):
-                Path(run.folder).rmdir()
-                Path(run.folder).parent.rmdir()
+                local.rmdir()
+                local.parent.rmdir()
 
 
 def _claimed(run_dir: str) -> str:
@@ -286,12 +286,12 @@ def _by_files(
     """
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster_files.write(cluster, job, folder, folders)
-    submission = shlex.join(cluster_files.submission(cluster, folder))
+    command = cluster_files.submission(cluster, folder)
     if options.dry_run:
         for path in paths:
             print(f"# ---- {path}\n{path.read_text(encoding='utf-8')}")
-        print(f"would run: {submission}")
+        print(f"would run: {shlex.join(command)}")
         return 0
 
-    print(f"running: {submission}", flush=True)
-    return cluster_files.submit(cluster, folder)
+    print(f"running: {shlex.join(command)}", flush=True)
+    return cluster_files.submit(cluster, command)

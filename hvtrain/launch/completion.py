@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.commands import COMMANDS
-from hvtrain.config.choices import choice_files, default_choice, settings_of
-from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
+from hvtrain.config.choices import ALL_GROUPS, choice_files, default_choice, settings_of
+from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
 from hvtrain.system.text import flatten
@@ -47,7 +47,7 @@ def script() -> str:
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
-    for group in (*GROUPS, *SEVERAL, *BUNDLES, "sweep"):
+    for group in (*ALL_GROUPS, "sweep"):
         known[group] = [path.stem for path in choice_files(group)]
 
     takes_settings = {name: str(int(command.takes_settings)) for name, command in COMMANDS.items()}

@@ -82,8 +82,9 @@ def of_this_environment(path: str) -> dict[str, str]:
 def for_launcher(environ: Variables, rank_variables: Variables) -> dict[str, str]:
     """Returns the launcher's own variables: those of the ranks and those of this host."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
-    # The ranks' values take precedence: --env may have changed one of these variables.
-    return {**of_host, **rank_variables}
+    # The ranks' values take precedence: --env may have changed one of these variables. Unbuffered, so that
+    # lines arrive when they are printed, even if the ranks are killed then.
+    return {**of_host, **rank_variables, "PYTHONUNBUFFERED": "1"}
 
 
 def travels(name: str, environ: Variables) -> bool:

@@ -93,7 +93,7 @@ def main() -> None:
         if os.getppid() != supervisor:
             # The supervisor was killed, so nothing else will end the ranks on other hosts.
             folder = _folder()
-            HostCalls.read(folder).clear(str(folder), remote_hosts.mpirun_job(folder))
+            HostCalls.read(folder).clear(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -24,14 +24,14 @@ def main() -> None:
     # Before the launcher starts: without a handler, a signal would end this process alone.
     signals = Signals()
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
-    variables = os.environ | drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))
+    variables = os.environ | drawing.request(not keeps_marks and drawing.can_draw())
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         # This interpreter, since the environment may not be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
         ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(signals)
 
     if ending.message and not ending.is_shown:
-        console.say_error(ending.message, 0)
+        console.say_error(ending.message)
     sys.exit(ending.code)
 
 

@@ -39,10 +39,10 @@ def look(address: str) -> dict[str, Any]:
     }
 
 
-def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
+def ask(mark: str | None, number: int = signal.SIGUSR1) -> int:
     """Sends a signal to the launch's ranks on this host, or with mark=None to those of all launches.
 
-    Returns their number as {"count": NUMBER}.
+    Returns their number.
     """
     parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # Children of a rank inherit its variables, but get no signal.
@@ -50,22 +50,22 @@ def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
     for process in ranks:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-    return {"count": len(ranks)}
+    return len(ranks)
 
 
 def drain() -> None:
     """Asks all ranks on this host to save and stop, and waits until they have: the preStop hook of a pod."""
     ask(None)
-    while ask(None, 0)["count"]:  # Signal 0 only checks whether the process exists.
+    while ask(None, 0):  # Signal 0 only checks whether the process exists.
         time.sleep(0.5)
 
 
-def begun(mark: str) -> dict[str, int]:
+def begun(mark: str) -> int:
     """Counts the launch's ranks on this host, whatever their program is."""
-    return {"count": sum(_has_marks(process, mark) for process, _ in _processes())}
+    return sum(_has_marks(process, mark) for process, _ in _processes())
 
 
-def clear(mark: str, job: int | None = None) -> dict[str, int]:
+def clear(mark: str, job: int | None = None) -> int:
     """Kills the remaining processes of the launch on this host and frees its shared memory.
 
     Returns this host's oom_kills().
@@ -75,8 +75,7 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
         job: the number of mpirun's own job, if mpirun is running.
     """
     deadline = time.monotonic() + SECONDS_TO_GO
-    left = _left(mark)
-    while left:
+    while left := _left(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
         # gone, so they are killed only if they have not ended by then.
         is_late = time.monotonic() > deadline
@@ -87,7 +86,6 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
         if time.monotonic() > deadline + 1:
             break  # These are stuck in the kernel, for example on a dead disk or GPU.
         time.sleep(0.02)
-        left = _left(mark)
 
     if job is not None:
         # A killed Open MPI leaves its ranks' shared memory and its own folder behind.
@@ -100,7 +98,7 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
                 contact = folder / "contact.txt"
                 if folder.name == f"jf.{job >> 16}" or contact.read_text().startswith(f"{job}."):
                     shutil.rmtree(folder)
-    return {"oom_kills": oom_kills()}
+    return oom_kills()
 
 
 def _left(mark: str) -> list[int]:

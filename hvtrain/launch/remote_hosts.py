@@ -55,8 +55,8 @@ NO_PYTHON = 86
 _NO_FOLDER = 87
 _LOOK = f'test -x "$0" || exit {NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
 
-Answers = dict[str, dict[str, int] | None]
-"""Return value of an on_host function by host; None: ssh did not reach the host."""
+Answers = dict[str, int | None]
+"""The number that an on_host function returned, by host; None: ssh did not reach the host."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,13 @@ class HostCalls:
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 
-    def clear(self, mark: str, job: int | None = None) -> Answers:
-        """Calls on_host.clear on all hosts.
+    def clear(self, folder: Path) -> Answers:
+        """Calls on_host.clear on all hosts for the launch with this folder.
 
         Returns the answers of the other hosts; None for a host that ssh did not reach.
         """
+        mark = str(folder)
+        job = mpirun_job(folder)
         # Called here without ssh, which this host may not accept from itself.
         on_host.clear(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
@@ -209,17 +211,15 @@ class HostCalls:
         Returns that count.
         """
         # Most launches have ranks on this host, so that no other host has to be called.
-        count = getattr(on_host, function)(mark, *arguments)["count"]
+        count = getattr(on_host, function)(mark, *arguments)
         for host in self.remote:
             if count:
                 break
-            count = (self.call(host, function, mark, *arguments) or {}).get("count", 0)
+            count = self.call(host, function, mark, *arguments) or 0
         return count
 
-    def call(
-        self, host: str, function: str, mark: str, *arguments: int | None
-    ) -> dict[str, int] | None:
-        """Calls a function of on_host on another host. Returns None if ssh did not reach it."""
+    def call(self, host: str, function: str, mark: str, *arguments: int | None) -> int | None:
+        """Calls a function of on_host on another host, and returns its number; None if ssh did not reach it."""
         text = request(ON_HOST, function, mark, *arguments)
         try:
             done = self.ssh.run(host, [sys.executable, "-c", LOADER], text, SECONDS_FOR_A_HOST)
@@ -229,7 +229,7 @@ class HostCalls:
         result = answer(done.stdout)
         # ssh connected, so the host is not lost, but Python did not run there.
         if result is None and done.returncode != SSH_FAILED:
-            return {}
+            return 0
         return result
 
 

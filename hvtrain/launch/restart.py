@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ FAILURES_OF_A_BAD_HOST = 2
 def run(
     job: Job,
     logs: Path,
-    run_dir: str | None,
+    run_dir: Path | None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
     is_new_run: bool = False,
@@ -50,7 +49,7 @@ def run(
     """
     signals = Signals()
     num_failures: Counter[str] = Counter()
-    was_new = run_dir is not None and notes.newest_step(Path(run_dir)) is None
+    was_new = run_dir is not None and notes.newest_step(run_dir) is None
     current = job
     code = RESTART_HELPS
     for attempt in range(max_restarts + 1):
@@ -60,7 +59,7 @@ def run(
             remaining, plan = _plan_restart(
                 job, run_dir, min_ranks or job.num_ranks, num_failures, seconds
             )
-            console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
+            console.say_error(f"restart {attempt} of {max_restarts} {plan}")
 
             # Ctrl-C ends the pause at once.
             signals.received.wait(seconds)
@@ -71,7 +70,7 @@ def run(
             if remaining is None:
                 continue
             current = remaining
-            if was_new and run_dir and notes.newest_step(Path(run_dir)) is not None:
+            if was_new and run_dir and notes.newest_step(run_dir) is not None:
                 # resume=never refuses an earlier run; these checkpoints are this launch's own.
                 words = ["resume=auto" if word == "resume=never" else word for word in job.command]
                 current = replace(current, command=tuple(words))
@@ -86,7 +85,7 @@ def run(
         except RankError as error:
             if not attempt:
                 raise
-            console.say_error(message_of(error), 0)
+            console.say_error(message_of(error))
             ending = Ending(RankError.exit_code)
         code = ending.code
         if attempt and code == RankError.exit_code and not ending.message:
@@ -94,7 +93,7 @@ def run(
             # next attempt checks the hosts again.
             code = RESTART_HELPS
         if ending.is_shown and is_new_run and run_dir:
-            remove_if_empty(Path(run_dir))
+            remove_if_empty(run_dir)
         # Any other failure would happen again, and a signal asks to end the launch.
         if code != RESTART_HELPS or signals.first is not None:
             break
@@ -103,7 +102,7 @@ def run(
 
 
 def _plan_restart(
-    job: Job, run_dir: str | None, min_ranks: int, num_failures: Mapping[str, int], seconds: float
+    job: Job, run_dir: Path | None, min_ranks: int, num_failures: Mapping[str, int], seconds: float
 ) -> tuple[Job | None, str]:
     """Returns the job on the remaining hosts (None if there are too few) and a message about the restart.
 
@@ -125,7 +124,7 @@ def _plan_restart(
 
     checkpoint = "the newest checkpoint"
     note = {}
-    step = notes.newest_step(Path(run_dir)) if run_dir else None
+    step = notes.newest_step(run_dir) if run_dir else None
     if step is not None:
         # Other hosts may have a newer one. The run looks there itself,
         # and reports which one it uses.
@@ -170,20 +169,17 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
         network = remote_hosts.check(rank_hosts, job.ssh)
 
     output = RankOutput(logs, rank_hosts)
-    job = replace(
-        job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))}
-    )
+    job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw())})
     variables = environment.for_launcher(os.environ, job.environment)
-    # Lines should arrive when they are printed, not when a buffer is full.
-    variables["PYTHONUNBUFFERED"] = "1"
-    with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hvtrain-") as name:
+        folder = Path(name)
         if job.mpirun:
-            HostCalls(rank_hosts, network.oom_kills if network else {}, job.ssh).write(Path(folder))
+            HostCalls(rank_hosts, network.oom_kills if network else {}, job.ssh).write(folder)
         launch = Launch(
-            launcher_command(job, network, Path(folder)),
+            launcher_command(job, network, folder),
             variables,
             output,
-            Path(folder),
+            folder,
             job.roles.label,
             job.seconds_to_begin,
         )
@@ -191,6 +187,6 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
 
     # An error that all ranks share has already been shown, and the logs contain nothing more.
     if ending.message and not ending.is_shown:
-        console.say_error(f"what each rank said is in {output.folder}", 0)
-        console.say_error(ending.message, 0)
+        console.say_error(f"what each rank said is in {output.folder}")
+        console.say_error(ending.message)
     return ending

@@ -17,7 +17,7 @@ from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import Ending, again, judge
 from hvtrain.launch.job import SECONDS_TO_BEGIN
 from hvtrain.launch.output import PlainOutput, RankOutput
-from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
+from hvtrain.launch.remote_hosts import Answers, HostCalls
 from hvtrain.system import console, host_facts
 
 # From a signal until all ranks are killed: while they save, and if they only stop (SIGHUP).
@@ -217,11 +217,7 @@ class Launch:
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
         """Returns the hosts whose kernel has killed processes for lack of memory during the launch."""
-        short = {
-            host
-            for host, answer in answers.items()
-            if answer and answer.get("oom_kills", 0) > hosts.remote[host]
-        }
+        short = {host for host, answer in answers.items() if (answer or 0) > hosts.remote[host]}
         # A host that is not remote is this one, by its name in -H.
         if on_host.oom_kills() > self._oom_kills:
             short |= {*hosts.rank_hosts} - hosts.remote.keys()
@@ -280,7 +276,7 @@ class Launch:
         self._clear()
 
     def _clear(self) -> Answers:
-        return self._hosts().clear(str(self._folder), mpirun_job(self._folder))
+        return self._hosts().clear(self._folder)
 
     def _hosts(self) -> HostCalls:
         return HostCalls.read(self._folder)

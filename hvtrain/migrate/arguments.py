@@ -91,7 +91,7 @@ class Arguments(Pass):
         if not name:
             return self._method(updated_node)
 
-        call = _with_names(updated_node, entries(ARGUMENTS, name, ""))
+        call = _with_names(updated_node, entries(ARGUMENTS, name))
         if name.startswith(OPTIMIZERS) and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
@@ -150,7 +150,7 @@ class Arguments(Pass):
                 _with_keywords(_with_method(call, method), order), {"generator": "x"}
             )
 
-        call = _with_names(call, entries(ARGUMENTS, "", method))
+        call = _with_names(call, entries(ARGUMENTS, f".{method}"))
         if method == "compile":
             return self._compile(call)
         return call
@@ -161,11 +161,11 @@ class Arguments(Pass):
         Arguments that it only passes on are changed where the class is used.
         """
         if method == "__init__" and self._in_optimizer[-1:] == [True]:
-            return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0], "")))
+            return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0])))
         if method == "reset_states":
             return _with_method(call, "reset_state")
         if method == "compile":
-            call = _with_names(call, entries(ARGUMENTS, "", method))
+            call = _with_names(call, entries(ARGUMENTS, f".{method}"))
             if not argument(call, "jit_compile"):
                 return self._compile(call)
         return call

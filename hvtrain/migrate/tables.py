@@ -7,7 +7,7 @@ import ast
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +77,20 @@ def advice(name: str) -> str:
     return ADVICE.get(_longest(ADVICE, name), "")
 
 
-def entries(table: Mapping[str, Mapping[str, Any]], name: str, method: str) -> dict[str, Any]:
+def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Returns the entries of ARGUMENTS or REMOVED_ARGUMENTS that apply to a call, by argument.
 
     Args:
         table: One of the two.
-        name: The full name of the called object; empty if it is not imported.
-        method: The part of it after the last dot.
+        name: The full name of the called object; .METHOD if it is not imported.
 
-    >>> entries(REMOVED_ARGUMENTS, "", "save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD", "SGD")
+    >>> entries(REMOVED_ARGUMENTS, ".save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD")
     (dict_keys(['save_format']), {'lr': 'learning_rate'})
     """
     merged: dict[str, Any] = {}
     for key, arguments in table.items():
         is_beginning = key.endswith(".") and name.startswith(key)
-        if is_beginning or key == (name or f".{method}"):
+        if is_beginning or key == name:
             merged |= arguments
 
     return merged
@@ -99,9 +98,7 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str, method: str) -> d
 
 @functools.cache
 def _site() -> Path:
-    spec = find_spec("keras")
-    assert spec and spec.submodule_search_locations, "hvtrain needs keras"
-    return Path(spec.submodule_search_locations[0]).parent
+    return Path(str(metadata.distribution("keras").locate_file("")))
 
 
 @functools.cache

@@ -184,7 +184,7 @@ class _Undecided(Literals):
     def visit_Call(self, node: Call) -> None:
         super().visit_Call(node)
         name = self.called(node)
-        for removed, fix in entries(REMOVED_ARGUMENTS, name, method_of(node)).items():
+        for removed, fix in entries(REMOVED_ARGUMENTS, name or f".{method_of(node)}").items():
             if argument(node, removed):
                 self.report(node, f"{removed}= {fix}")
 

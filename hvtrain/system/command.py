@@ -32,7 +32,7 @@ RUN_SETTINGS = (
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors take one line.
 
-    prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too.
+    prog is the command line up to the options, such as "python -m hvtrain COMMAND".
     more_help returns further text for the end of --help, and is called only for that.
     """
 
@@ -48,9 +48,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + self._more_help()
 
     def error(self, message: str) -> NoReturn:
-        # Leaves out the name of a subcommand, whose help is part of its command's help.
-        num_words = 4 if "-m hvtrain" in self.prog else 3
-        raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:num_words])} --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
     def add_hosts(self, group: Any = None) -> Any:
         """Adds -H and --hostfile, of which only one may be given, to the parser or to one of its groups.

@@ -294,7 +294,7 @@ def say_stopping() -> None:
 
 def say_error(
     message: str,
-    rank: int,
+    rank: int = 0,
     wait_seconds: float = 0.0,
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
@@ -302,6 +302,7 @@ def say_error(
     """Writes one line to stderr and to this rank's log file, and a verdict for the launcher, if there is one.
 
     Args:
+        rank: This rank; 0 in a launcher too.
         wait_seconds: How long to wait for the rank that reports first. A signal ends the wait.
         is_repeated: True if another rank reports the same, unless it was lost. If a signal ended the
             wait, that rank has reported, and nothing is written to stderr.

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 PREFIX = "hvtrain-drawing: "
 # "1" if the launcher shows the drawings of its ranks. Variables named
@@ -65,9 +65,9 @@ def cut(line: str) -> tuple[str, Drawing | None]:
     return shown, drawing
 
 
-def can_draw(stream: TextIO) -> bool:
-    """True for a capable terminal that a person watches."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
+def can_draw() -> bool:
+    """True if stdout is a capable terminal that a person watches."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
 
 
 def request(is_drawn: bool) -> dict[str, str]:

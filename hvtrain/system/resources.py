@@ -22,7 +22,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 # This process's share of the logical CPUs, once `pin_to_cores` has set it.
 _mine: set[int] | None = None
 
-CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 # Names of the memory limit, the memory in use, and the part of that which is
 # cached files, by cgroup version.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -72,11 +72,11 @@ def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set
     return set(cpus[local_rank * count : (local_rank + 1) * count])
 
 
-def sorted_by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
+def sorted_by_core(cpus: Iterable[int]) -> list[int]:
     """Sorts logical CPUs by socket and core, since those of one core often have numbers far apart."""
 
     def number(cpu: int, name: str) -> int:
-        path = folder / f"cpu{cpu}" / "topology" / name
+        path = _CPUS / f"cpu{cpu}" / "topology" / name
         return int(path.read_text()) if path.exists() else 0
 
     return sorted(
@@ -101,22 +101,22 @@ def peak_bytes() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def free_bytes(cgroups: Path = CGROUPS) -> int:
+def free_bytes() -> int:
     """Returns the bytes of memory still available to this process: on the host, and in its container or job.
 
     If more is used, the kernel kills a process. Files that the kernel has cached count as free.
     """
-    return max(0, min([psutil.virtual_memory().available, *_free_in_groups(cgroups)]))
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()]))
 
 
-def _free_in_groups(cgroups: Path) -> Iterator[int]:
+def _free_in_groups() -> Iterator[int]:
     # cgroup version 2 has a single line without controllers, version 1 one line per hierarchy.
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in groups:
         if controllers == "":
-            root, names = cgroups, _V2
+            root, names = _CGROUPS, _V2
         elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", _V1
+            root, names = _CGROUPS / "memory", _V1
         else:
             continue
         own = root / path.strip("/")  # Inside a container the process's own group may be the root.

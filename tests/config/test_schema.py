@@ -11,6 +11,7 @@ from hvtrain.system.secrets import redacted
 GROUPS = {
     "model": {"_target_": "hvtrain.models.cnn"},
     "dataset": {"_target_": "hvtrain.data.sources.digits.digits"},
+    "task": {"_target_": "hvtrain.tasks.Classification"},
     "optimizer": {"_target_": "keras.optimizers.SGD", "learning_rate": 0.1},
     "schedule": {"_target_": "hvtrain.core.schedule.Constant"},
     "strategy": {"_target_": "hvtrain.strategies.base.Strategy"},
@@ -148,14 +149,14 @@ def test_whole_learning_rate_becomes_a_float():
         ),
         ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
         ({"model": {"units": 3}}, "model._target_=None names nothing to call"),
-        ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a number"),
+        ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a finite number"),
         (
             {"optimizer": {"_target_": "a.b", "learning_rate": 0}},
-            "optimizer.learning_rate=0 is out of range",
+            "optimizer.learning_rate=0 is not a finite number above 0",
         ),
         (
             {"optimizer": {"_target_": "a.b", "learning_rate": float("inf")}},
-            "learning_rate=inf is out of range",
+            "learning_rate=inf is not a finite number above 0",
         ),
         (
             {

@@ -12,7 +12,7 @@ import yaml
 from hvtrain.config.choices import CONFIGS, setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
-from hvtrain.launch.cluster_files import choose, quote, submit, texts, yaml_text
+from hvtrain.launch.cluster_files import choose, quote, submission, submit, texts, yaml_text
 from hvtrain.launch.cluster_kinds import KINDS, Slurm
 from hvtrain.launch.job import (
     Host,
@@ -119,6 +119,7 @@ def test_which_variables_travel():
         "HOME",
         "SSH_AUTH_SOCK",
         "CUDA_VISIBLE_DEVICES",
+        "PYTHONUNBUFFERED",
     }
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
         environment.for_ranks(variables, ["NONE"])
@@ -227,7 +228,7 @@ def test_submitting_says_which_program_is_missing(monkeypatch):
             ConfigError,
             match=f"{program} is not installed here; copy the files to a host that has it",
         ):
-            submit(KINDS[kind](), Path("launch"))
+            submit(KINDS[kind](), submission(KINDS[kind](), Path("launch")))
 
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():

@@ -57,7 +57,7 @@ class Replayed(supervisor.Launch):
         self.commands.append(line)
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
         is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
-        answer = None if is_lost else {"oom_kills": int(self.short_of_memory == "s2")}
+        answer = None if is_lost else int(self.short_of_memory == "s2")
         self.other_host = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
         self.environments.append(environment)
         # With a rank's variable it is one that can be asked to save.
@@ -71,8 +71,8 @@ class Replayed(supervisor.Launch):
 class OtherHost(HostCalls):
     answers: Answers = field(default_factory=dict)
 
-    def clear(self, mark, job=None):
-        on_host.clear(mark, job)
+    def clear(self, folder):
+        on_host.clear(str(folder))
         return self.answers
 
 
@@ -178,7 +178,7 @@ def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
     for step in (7, 28, 21):
         (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     code, shown = replay(
-        "launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run")
+        "launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=tmp_path / "run"
     )
     message = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
     assert code == 75 and message in shown.err, shown
@@ -206,7 +206,7 @@ def test_a_restart_goes_on_with_what_its_own_launch_began(
     if earlier_run:
         absent()
     replay(
-        "launch-gloo", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run"),
+        "launch-gloo", "sigkill-of-rank-1", max_restarts=1, run_dir=tmp_path / "run",
         settings=["resume=never"],
     )  # fmt: skip
     words = [re.search(r"resume=\w+", " ".join(line))[0] for line in Replayed.commands]

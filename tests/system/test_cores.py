@@ -47,15 +47,17 @@ def test_what_does_not_come_out_even_is_not_shared(number):
     } == {True}
 
 
-def test_a_core_and_a_socket_stay_whole(tmp_path):
+def test_a_core_and_a_socket_stay_whole(tmp_path, monkeypatch):
     """Two sockets of two cores of two threads, numbered as Linux does: 0 and 4 are one core."""
     for cpu in range(8):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
         (folder / "core_id").write_text(f"{cpu % 4 // 2}\n")
-    assert resources.sorted_by_core(range(8), tmp_path) == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert resources.sorted_by_core({5, 1}, tmp_path / "nothing") == [1, 5]
+    monkeypatch.setattr(resources, "_CPUS", tmp_path)
+    assert resources.sorted_by_core(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]
+    monkeypatch.setattr(resources, "_CPUS", tmp_path / "nothing")
+    assert resources.sorted_by_core({5, 1}) == [1, 5]
 
 
 @needs_even_cores

@@ -25,8 +25,9 @@ def test_a_peak_can_begin_anew():
     assert resources.resident_bytes() * 0.9 < resources.peak_bytes() <= before
 
 
-def test_the_host_limits_what_is_free(tmp_path):
-    assert abs(resources.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
+def test_the_host_limits_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "_CGROUPS", tmp_path)
+    assert abs(resources.free_bytes() - psutil.virtual_memory().available) < GIB
 
 
 def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
@@ -36,11 +37,12 @@ def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypat
         "read_text",
         lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a),
     )
+    monkeypatch.setattr(resources, "_CGROUPS", tmp_path)
     group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, resources._V2)
     group(tmp_path / "job/step", "max", 1, 0, resources._V2)
-    assert resources.free_bytes(tmp_path) == 1_200_000
+    assert resources.free_bytes() == 1_200_000
     lines = "0::/\n4:cpu,memory:/job\n"
     group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, resources._V1)
-    assert resources.free_bytes(tmp_path) == 1000
+    assert resources.free_bytes() == 1000
     group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, resources._V1)
-    assert resources.free_bytes(tmp_path) == 0
+    assert resources.free_bytes() == 0

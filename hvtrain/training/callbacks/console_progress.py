@@ -1,7 +1,6 @@
 """Shows progress on rank 0's console: a line per epoch, and bars or lines within long epochs."""
 
 import logging
-import sys
 import time
 from typing import Any
 
@@ -156,7 +155,7 @@ def display() -> LiveDisplay | Sender | None:
     if drawing.is_requested():
         return Sender()
     # mpirun gives its ranks terminals of their own.
-    if drawing.can_draw(sys.stdout) and not is_launched():
+    if drawing.can_draw() and not is_launched():
         return LiveDisplay()
     return None
 
