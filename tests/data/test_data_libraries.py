@@ -257,8 +257,7 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("leaves", str(prepared), splits={"dev": "train"}, image_shape=SHAPE)
     source = PreparedDataset("leaves", str(prepared), splits={"train": "leaf"}, image_shape=SHAPE)
     with pytest.raises(
-        ConfigError,
-        match=r"^leaves\(shard=0, num_shards=1, split='train'\) failed: ValueError: .*leaf",
+        DataError, match=r"leaves, leaf in 1 shards: .*; choose other splits or fewer ranks"
     ):
         source.num_examples("train")
 

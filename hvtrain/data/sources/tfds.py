@@ -109,16 +109,22 @@ class PreparedDataset(FunctionSource):
 
         tfds_split = self._tfds_splits[split]
         is_training = split == "train"
-        # The library raises for unknown splits, and for more shards than examples;
-        # UserFunction turns that into one line.
-        part = tfds.even_splits(tfds_split, num_shards, drop_remainder=False)[shard]
-        examples = self._builder.as_dataset(
-            split=part,
-            shuffle_files=is_training,
-            # Images are decoded after the shuffle, so that its buffer holds encoded ones.
-            decoders={key: tfds.decode.SkipDecoding() for key in self._images},
-            read_config=tfds.ReadConfig(shuffle_seed=seed + epoch, try_autocache=False),
-        )
+        # The library raises for unknown splits, and for more shards than examples.
+        try:
+            part = tfds.even_splits(tfds_split, num_shards, drop_remainder=False)[shard]
+            examples = self._builder.as_dataset(
+                split=part,
+                shuffle_files=is_training,
+                # Images are decoded after the shuffle, so that its buffer holds encoded ones.
+                decoders={key: tfds.decode.SkipDecoding() for key in self._images},
+                read_config=tfds.ReadConfig(shuffle_seed=seed + epoch, try_autocache=False),
+            )
+        except (ValueError, AssertionError) as error:
+            raise DataError(
+                f"{self._builder.name}, {tfds_split} in {num_shards} shards: "
+                f"{first_line(error)}; choose other splits or fewer ranks"
+            ) from error
+
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
         # The run's seed and the epoch seed this shuffle; see seeded() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
@@ -168,7 +174,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         if builder.is_prepared() and builder.info.splits:
             return builder
     except (ValueError, OSError, ImportError, AssertionError) as error:
-        problem = f"cannot be opened ({first_line(error)})"
+        problem = f"cannot be opened ({' '.join(str(error).split())[:120]})"
 
     name = dataset.partition(":")[0]
     raise DataError(

@@ -33,9 +33,12 @@ log = logging.getLogger(__name__)
 
 # Advice at the end of messages.
 USE_SHARD = "the function must return a different part for each shard, such as dataset.shard(num_shards, shard)"
-FIX_NUMBER = (
-    "each shard must hold an equal part of num_examples or, without it, as many as were counted, for "
-    "every epoch, seed and batch_size; change num_examples or the function"
+FIX_NUM_EXAMPLES = (
+    "each shard must hold an equal part of num_examples; correct num_examples, or leave it out to have "
+    "the examples of each shard counted"
+)
+FIX_FUNCTION = (
+    "the function must give as many as were counted, for every epoch, seed and batch_size"
 )
 
 
@@ -183,13 +186,14 @@ class FunctionSource(Source):
         # One shard, or several if ranks have unequal weights.
         keys = _shard_keys(topology, split)
         call = self._function.call_in_words(keys[0])
+        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
         values = {"batch_size": share.batch_size}
         if seed is not None:
             values["seed"] = seed
 
         def wrong_number(number: int) -> Exception:
             return self._function.fail(
-                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {FIX_NUMBER}"
+                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
             )
 
         # Several shards are joined before examples are skipped, since
@@ -346,8 +350,7 @@ def from_dataset(
         facts: facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take shard and num_shards; once it is called, if it fails, for example
-            because it needs other arguments.
+        ConfigError: if the function does not take shard and num_shards, or needs other arguments.
     """
     if isinstance(num_examples, int):
         num_examples = {"train": num_examples}

@@ -198,7 +198,7 @@ class UserFunction(NotesFailure):
         declared: names of the known arguments that the function takes.
 
     Raises:
-        ConfigError: if it does not take shard and num_shards.
+        ConfigError: if it does not take shard and num_shards, or needs other arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -211,11 +211,22 @@ class UserFunction(NotesFailure):
         self._function = function
         self._has_logged = False
 
-        self.declared = {*REQUIRED, *DEFAULTS}
-        arguments = inspect.signature(function).parameters
-        # **kwargs accepts all arguments.
-        if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
-            self.declared &= arguments.keys()
+        known = (*REQUIRED, *DEFAULTS)
+        self.declared: set[str] = set()
+        for argument in inspect.signature(function).parameters.values():
+            # **kwargs accepts all arguments.
+            if argument.kind is argument.VAR_KEYWORD:
+                self.declared.update(known)
+            elif argument.name in known:
+                self.declared.add(argument.name)
+            elif (
+                argument.default is argument.empty and argument.kind is not argument.VAR_POSITIONAL
+            ):
+                raise ConfigError(
+                    f"{self.name} has the argument {argument.name}, and hvtrain gives only {', '.join(known)}; set it "
+                    "with functools.partial"
+                )
+
         missing = [name for name in REQUIRED if name not in self.declared]
         if missing:
             raise ConfigError(
