@@ -91,21 +91,29 @@ def find_checkpoint(
     Raises:
         CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
             or all are damaged.
-        ConfigError: resume=never, and a host has a checkpoint.
+        ConfigError: resume=never, and a host other than rank 0's has a checkpoint.
     """
     search = _Search(folder, comm, run_state, on_all_ranks, copies)
-    saved = search.newest(resume)
+    saved = search.newest()
     hosts = comm.gather(comm.topology.host)
     rank = comm.topology.rank
     # Checked only when the run starts: after a change of ranks its identifier is known.
-    if search.run_id is None and resume == "auto" and run_state.checkpoint is None:
-        own_notes = [notes.read(folder)]
-        # With copies, the launcher's note may name a checkpoint
-        # whose copy was not complete yet.
-        if not copies or not search.candidates:
-            own_notes.append(notes.from_launcher(os.environ))
-        all_notes = [note for rank_notes in comm.gather(own_notes) for note in rank_notes if note]
-        _check_notes(all_notes, hosts, search.candidates, folder)
+    if search.run_id is None:
+        if resume == "never" and search.candidates:
+            raise ConfigError(
+                f"run.dir={folder} holds checkpoints of an earlier run on host {search.candidates[0].host}; "
+                "use resume=auto or choose another run.dir"
+            )
+        if resume == "auto" and run_state.checkpoint is None:
+            own_notes = [notes.read(folder)]
+            # With copies, the launcher's note may name a checkpoint
+            # whose copy was not complete yet.
+            if not copies or not search.candidates:
+                own_notes.append(notes.from_launcher(os.environ))
+            all_notes = [
+                note for rank_notes in comm.gather(own_notes) for note in rank_notes if note
+            ]
+            _check_notes(all_notes, hosts, search.candidates, folder)
 
     checkpoint = None
     run_id = search.run_id
@@ -159,11 +167,8 @@ class _Search:
         self._checkpoint: Checkpoint | None = None
         self._root = 0
 
-    def newest(self, resume: str) -> ResumePoint | None:
-        """Reads the newest readable checkpoint on the root; returns None if there is none (every rank).
-
-        Raises ConfigError if there is one in spite of resume=never.
-        """
+    def newest(self) -> ResumePoint | None:
+        """Reads the newest readable checkpoint on the root; returns None if there is none (every rank)."""
         saved = None
         while saved is None:
             candidates = self.comm.gather(self.comm.all_or_raise(self._candidate))
@@ -171,12 +176,6 @@ class _Search:
             self.candidates = _of_run(candidates, self.run_id)
             if not self.candidates:
                 break
-            # After a change of ranks, the run resumes its own checkpoints.
-            if resume == "never" and self.run_id is None:
-                raise ConfigError(
-                    f"run.dir={self.folder} holds checkpoints of an earlier run on host {self.candidates[0].host}; "
-                    "use resume=auto or choose another run.dir"
-                )
             # The lowest rank on a tie, so that rank 0 is not sent what it already has.
             newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))
             self._root = newest.rank
@@ -200,28 +199,22 @@ class _Search:
 
         Returns it on those ranks, and None on the others.
         """
-        checkpoint = self._checkpoint
         committed = self.run_state.checkpoint
-        if checkpoint is None and committed is not None and committed.step == saved.step:
-            checkpoint = committed
+        if self._checkpoint is None and committed is not None and committed.step == saved.step:
+            self._checkpoint = committed
 
-        is_missing = self.needs_arrays and checkpoint is None
+        is_missing = self.needs_arrays and self._checkpoint is None
         if any(self.comm.gather(is_missing)):
-            own_arrays = checkpoint.arrays if checkpoint else None
+            own_arrays = self._checkpoint.arrays if self._checkpoint else None
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
             if arrays is not None:
-                checkpoint = Checkpoint(saved.step, dict(saved.meta), arrays)
-
-        def write():
-            assert checkpoint
-            writer.write(self.checkpoints, saved.step, checkpoint.arrays, checkpoint.meta)
-
+                self._checkpoint = Checkpoint(saved.step, dict(saved.meta), arrays)
         # A checkpoint in memory has no records on a disk, and the chief's own are already in place.
         if self._root and saved.host:
             self._send_records()
             if self.copies:
-                self.comm.on_chief(write)
-        return checkpoint if self.needs_arrays else None
+                self.comm.on_chief(self._write)
+        return self._checkpoint if self.needs_arrays else None
 
     def _candidate(self) -> Candidate | None:
         """Returns this rank's candidate, or None if it has no checkpoint. Raises CheckpointError for a link."""
@@ -280,6 +273,13 @@ class _Search:
         self._checkpoint = checkpoint
         return ResumePoint(name + where, checkpoint.step, meta, host=host)
 
+    def _write(self) -> None:
+        """Writes the checkpoint that this rank received."""
+        assert self._checkpoint
+        writer.write(
+            self.checkpoints, self._checkpoint.step, self._checkpoint.arrays, self._checkpoint.meta
+        )
+
     def _report_damaged(self, saved: ResumePoint | None) -> None:
         """Sets damaged checkpoints aside and logs them (every rank).
 
@@ -313,8 +313,7 @@ class _Search:
         )
 
         def write():
-            for name, content in records.items():
-                write_atomic(self.folder / name, content)
+            write_records(self.folder, records)
             if best:
                 # A record without a host means the root's own disk, which need not be the chief's.
                 best_host = best.get("host", root_host)
@@ -330,6 +329,12 @@ def read_records(folder: Path) -> dict[str, bytes]:
     """Reads the RECORDS that exist in the run folder."""
     paths = [folder / name for name in RECORDS]
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
+
+
+def write_records(folder: Path, records: dict[str, bytes]) -> None:
+    """Writes records to the run folder."""
+    for name, content in records.items():
+        write_atomic(folder / name, content)
 
 
 def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:

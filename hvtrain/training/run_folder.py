@@ -88,8 +88,8 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
         parent: Where the folder is created if run.dir is not set.
 
     Raises:
-        ConfigError: The folder cannot be written, another run is using it, or it holds files that are
-            not a run's.
+        ConfigError: The folder cannot be written, another run is using it, it holds files that are
+            not a run's, or it holds checkpoints although resume=never.
     """
     folder = state.folder or state.store.folder
     is_default = not folder and not config.run.dir
@@ -123,6 +123,10 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
         ) from error
 
+    if config.resume == "never" and not state.folder and store.list_checkpoints(checkpoints):
+        raise ConfigError(
+            f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
+        )
     state.settings = CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
     # On a resume, config.yaml keeps the settings of the earlier starts until the runner has
     # accepted this one.
