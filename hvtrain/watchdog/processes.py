@@ -169,9 +169,10 @@ class Launcher:
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
-        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-        if calls and address:
-            self._port = (address, int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+        if calls and address and port.isdigit():
+            self._port = (address, int(port))
             if self._is_refused():
                 self._port = None  # This launcher does not keep its port open.
         self._called = time.monotonic()
@@ -252,8 +253,9 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
 
 
 def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
+    if not folder.is_dir():
+        return ""
     stacks_folder = folder / STACKS_FOLDER
-    # Without parents: it fails if the run folder is on another host.
     stacks_folder.mkdir(exist_ok=True)
     # A symbolic link may lead out of the run folder.
     if stacks_folder.is_symlink():

@@ -112,11 +112,16 @@ def agree(
 
     offers = broadcast([listener.getsockname() for listener in listeners])
     # One vote per host would be enough, but all ranks have to take part in the gather.
-    with ThreadPoolExecutor(max(1, len(offers))) as pool:
-        votes = gather(list(pool.map(reaches, offers)))
+    own_vote = [True] * len(offers)
+    if networks[0] != machine_id("net"):
+        with ThreadPoolExecutor(max(1, len(offers))) as pool:
+            own_vote = list(pool.map(reaches, offers))
+    votes = gather(own_vote)
 
     # The first address that all ranks reach; those of Horovod's own interface come first.
-    chosen = next((index for index, reached in enumerate(zip(*votes)) if all(reached)), None)
+    chosen = next(
+        (index for index in range(len(offers)) if all(vote[index] for vote in votes)), None
+    )
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()
