@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from hvtrain.compare.ratios import Ratio, draw_rounds
 from hvtrain.launch.measure import in_turns
-from hvtrain.report.charts import BLUE, picture
+from hvtrain.report.charts import BLUE, write_panels
 from hvtrain.system.console import progress
 from hvtrain.system.files import csv_text, write_json
 from hvtrain.system.text import aligned
@@ -120,10 +120,12 @@ class Experiment(ABC):
         values = {_label(case): self.values(case, figure) for case in self.cases()}
         colors = [BLUE if "hvtrain" in name else "#b9c3cc" for name in values]
 
-        with picture(self.folder / "bench.png", 9, 1.2 + 0.4 * len(values)) as (_, axes):
+        def draw(axes: Any) -> None:
             draw_rounds(axes, values, colors)
             axes.set_xlabel(f"{label} (bar: median, dots: rounds)")
-            axes.set_title(self.about(), loc="left")
+
+        size = (9, 1.2 + 0.4 * len(values))
+        write_panels([(self.about(), draw)], self.folder / "bench.png", 1, size)
 
 
 def _label(case: Case) -> str:

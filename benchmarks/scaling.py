@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from benchmarks.contenders import CONTENDERS, Workload
 from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
 from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.errors import ConfigError
-from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
+from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
 
 KINDS = ("weak", "strong", "apart")
 
@@ -103,7 +103,8 @@ class Scaling(Experiment):
             "weak": ("hvtrain, weak", BLUE),
             "strong": ("hvtrain, strong", ORANGE),
         }
-        with picture(self.folder / "bench.png", 7, 4.5) as (_, axes):
+
+        def draw(axes: Any) -> None:
             axes.plot(
                 self.counts,
                 [ideal * count for count in self.counts],
@@ -118,5 +119,7 @@ class Scaling(Experiment):
             axes.set_xticks(self.counts, [str(count) for count in self.counts])
             axes.set_ylim(bottom=0)
             axes.set(xlabel="ranks", ylabel="examples/s")
-            axes.set_title(f"{self.workload.name}: {self.workload.about}", loc="left")
             axes.legend(frameon=False)
+
+        title = f"{self.workload.name}: {self.workload.about}"
+        write_panels([(title, draw)], self.folder / "bench.png", 1, (7, 4.5))
