@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class EpochRecord:
     seconds: float
     examples_per_second: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+# No metric may have one of these names.
+HISTORY_COLUMNS = ("loss", *(column.name for column in fields(EpochRecord)))
 
 
 @dataclass(frozen=True)

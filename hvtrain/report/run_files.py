@@ -11,6 +11,7 @@ from hvtrain.core.run_files import (
     CONFIG_FILE,
     RESULT_FILE,
     REVIEW_FILE,
+    STARTS_FILE,
     EpochRecord,
     read_history,
     read_rank_seconds,
@@ -152,7 +153,9 @@ class RunFiles:
 
 
 def is_run_folder(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file() and (folder / "checkpoints").is_dir()
+    # Object storage has no empty folders, such as that of a run without checkpoints.
+    has_begun = (folder / "checkpoints").is_dir() or (folder / STARTS_FILE).is_file()
+    return has_begun and (folder / CONFIG_FILE).is_file()
 
 
 def read_run(folder: Path) -> RunFiles:

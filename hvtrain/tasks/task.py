@@ -14,7 +14,7 @@ from keras.metrics import Metric
 
 from hvtrain.config.instantiate import declared
 from hvtrain.core.figures import Figure
-from hvtrain.core.run_files import lower_is_better
+from hvtrain.core.run_files import HISTORY_COLUMNS, lower_is_better
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.source import Source
@@ -97,6 +97,8 @@ class Task(ABC):
             _check_type("task.loss", self.loss, Loss)
         for name, metric in self.metrics.items():
             _check_type(f"task.metrics.{name}", metric, Metric, partial)
+            if name in HISTORY_COLUMNS:
+                raise ConfigError(f"task.metrics.{name} is a column of history.csv; rename it")
 
     def default_loss(self) -> Losses:
         return None

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -185,6 +186,9 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
         ConfigError, match=r"there is no folder .*gone; make it, or choose another file"
     ):
         called(monkeypatch, folder, "--output", tmp_path / "gone" / "x.html")
+    # As a run in a bucket has begun, before its first checkpoint.
+    shutil.rmtree(folder / "checkpoints")
+    assert called(monkeypatch, folder) == 0
     (folder / "history.csv").write_text("epoch,step\n1\n")
     with pytest.raises(StorageError, match="damaged"):
         called(monkeypatch, folder)

@@ -198,6 +198,11 @@ def test_a_metric_that_would_be_wrong_is_refused(metric, message):
     ("loss", "metrics", "message"),
     [
         ("mse", {}, "task.loss is a str; it must be a keras Loss"),
+        (
+            None,
+            {"step": keras.metrics.AUC()},
+            "task.metrics.step is a column of history.csv; rename",
+        ),
         (None, {"a": "accuracy"}, "task.metrics.a is a str; it must be a keras Metric"),
         (None, {"a": None}, "task.metrics.a is null; it must be a keras Metric"),
     ],
