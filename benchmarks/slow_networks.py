@@ -7,24 +7,33 @@ Two hosts of scripts/lab (network namespaces), a rank each with a thread of its 
 take turns; a figure is the median over the rounds of the slower rank's time. Bytes are computed, as
 the proof of a run has them (tests/keras/test_compression.py holds them against an interface). `alone`
 are two ranks that exchange nothing but at the end: the ceiling.
+
+With --predict, the link is measured first, some minutes for each transport, and `hvtrain plan` then
+predicts each step from that link and the step `alone`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.contenders import WORKLOADS
+from benchmarks.contenders import WORKLOADS, Workload
 from benchmarks.plan_here import ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
 from hvtrain.launch.measure import in_turns
+from hvtrain.plan.allreduce import MIB, SIZES, WORKER
+from hvtrain.system.files import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -72,6 +81,41 @@ SETTINGS = (
 )
 
 
+def measured_link(lab: Any, transport: str, largest: int, folder: Path) -> Path:
+    """Times all-reduces of up to `largest` MiB between the hosts; returns a file for plan --calibrate."""
+    sizes = [str(size) for size in SIZES if size <= largest * MIB]
+    line = python_line(WORKER, ["hvtrain", f"{folder}/report", *sizes])
+    reports = ranks_in_the_lab(lab, folder, 1, line, transport=transport)
+    # The slower rank's time.
+    seconds = {size: [max(report[size] for report in reports)] for size in reports[0]}
+    file = folder / "allreduce.json"
+    write_json(file, {"num_ranks": 2, "transport": transport, "seconds": {"hvtrain": seconds}})
+    return file
+
+
+def predicted(setting: Setting, work: Workload, alone: float, link: Path, folder: Path) -> float:
+    """Returns the seconds of a step that `hvtrain plan` predicts.
+
+    Args:
+        setting: What is set.
+        work: The training.
+        alone: Seconds of a step that exchanges nothing.
+        link: The file of measured_link.
+        folder: Where the plan goes.
+    """
+    machine = ["-np", "2", "--ranks-per-host", "1", "--calibrate", str(link)]
+    step = ["--step-seconds", repr(alone), "--output", str(folder)]
+    settings = [*work.overrides("synthetic", 2, setting.steps), *setting.overrides]
+    subprocess.run(
+        [sys.executable, "-m", "hvtrain", "plan", *machine, *step, *settings],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        # A rank has one thread, so compression is measured on one core.
+        preexec_fn=partial(os.sched_setaffinity, 0, {min(os.sched_getaffinity(0))}),
+    )
+    return json.loads((folder / "plan.json").read_text())["costs"][-1]["step_seconds"]
+
+
 def main() -> None:
     """Measures all settings in turns, and prints the table."""
     parser = argparse.ArgumentParser(
@@ -80,6 +124,13 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("rate", help="of the link, as in `scripts/lab net s2 rate`")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--predict", action="store_true", help="compare with `hvtrain plan`")
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=16,
+        help="MiB, of the all-reduces for --predict (default: 16)",
+    )
     arguments = sys.argv[1:]
     options = parser.parse_args()
     sys.argv[1:] = []  # Hydra looks there.
@@ -87,14 +138,20 @@ def main() -> None:
     from lab import Lab  # It needs root.
 
     folder = Path(tempfile.mkdtemp(prefix="hvtrain-networks-"))
+    work = WORKLOADS[options.workload]
+    links: dict[str, Path] = {}
     seconds: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
     sent: dict[str, float] = {}
     with Lab(2) as lab:
         lab("net", "s2", "rate", options.rate)
+        for transport in ("mpi", "gloo") if options.predict else ():
+            print(f"measuring the link, {transport} ...", flush=True)
+            links[transport] = measured_link(
+                lab, transport, options.largest, folder / f"link-{transport}"
+            )
         for number, order in in_turns(SETTINGS, options.rounds):
             for setting in order:
                 run = folder / f"{number}-{setting.name.replace(' ', '').replace(',', '-')}"
-                work = WORKLOADS[options.workload]
                 total = setting.warmup_steps + setting.steps
                 overrides = [
                     *work.overrides("synthetic", 2, total - work.warmup_steps),
@@ -116,12 +173,25 @@ def main() -> None:
     base = min(median(seconds[setting.name]) for setting in SETTINGS[:2])
     command = shlex.join(["python", "-m", "benchmarks.slow_networks", *arguments])
     print(f"\n{command}, {datetime.now():%Y-%m-%d}\n")
-    print("| | ms per step | against the faster float32 | MB a rank sends in a step |")
-    print("|---|---|---|---|")
-    for name, values in seconds.items():
-        print(
-            f"| {name} | {1000 * median(values):.0f} | {median(values) / base:.2f} | {sent[name] / 1e6:.2f} |"
-        )
+    header = "| | ms per step | against the faster float32 | MB a rank sends in a step |"
+    if options.predict:
+        header += " predicted ms | predicted / measured |"
+    print(header)
+    print("|---" * (header.count("|") - 1) + "|")
+    for setting in SETTINGS:
+        name = setting.name
+        step = median(seconds[name])
+        row = f"| {name} | {1000 * step:.0f} | {step / base:.2f} | {sent[name] / 1e6:.2f} |"
+        if options.predict:
+            expected = predicted(
+                setting,
+                work,
+                median(seconds["alone"]),
+                links[setting.transport],
+                folder / f"plan-{name.replace(' ', '').replace(',', '-')}",
+            )
+            row += f" {1000 * expected:.0f} | {expected / step:.2f} |"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
