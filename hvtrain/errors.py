@@ -48,7 +48,7 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class TrainingError(UserError, ArithmeticError):
-    """A training that cannot continue: a loss or gradient is not finite."""
+    """Training that cannot continue, for example because a loss or gradient is not finite."""
 
 
 class StorageError(UserError, RuntimeError):
@@ -164,7 +164,10 @@ def _wrapping(text: str) -> re.Match[str] | None:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost line of the user's own code below hvtrain, as "FILE, line N"; "" if there is none."""
+    """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
+
+    It is "the function NAME" if only code that AutoGraph generated from it is known, and "" if there is none.
+    """
     frames = [
         (frame.filename, str(frame.lineno), frame.name)
         for frame in traceback.extract_tb(error.__traceback__)

@@ -46,7 +46,8 @@ def measure(
     """Measures the links with one rank per host, within a time limit.
 
     Returns:
-        The measurement that rank 0 prints, or None if the ranks did not reduce; and the rows.
+        The measurement that rank 0 prints, or None if the ranks did not reduce; and the rows for
+        doctor's table.
     """
     # One rank per host: ranks of one host would share its link.
     job = Job(
@@ -161,7 +162,9 @@ SLOW_SECONDS = 0.5
 
 
 def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
-    """Returns TIMES (see the module's docstring), the same on all ranks of the set (every rank of the set).
+    """Times all-reduces over a process set (every rank of the set).
+
+    Returns TIMES (see the module's docstring), the same on all ranks of the set.
 
     Args:
         num_bytes: Size of the large all-reduce.
@@ -174,8 +177,8 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value):
-        # Returns one element only: the time to copy the whole result out of the
-        # graph would count as the link's.
+        # Only one element is returned: otherwise the time to copy the whole result out
+        # of the graph would count as the link's.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 
     def best(size):

@@ -24,7 +24,10 @@ from hvtrain.system.text import aligned
 
 
 def main() -> int:
-    """Checks all runs, then starts them one after another. Returns the exit code: 1 if one of them failed."""
+    """Checks all runs, then starts them one after another. Returns the exit code.
+
+    It is 1 if a run failed, and INTERRUPTED after Ctrl-C.
+    """
     options = _parser().parse_with_overrides()
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
@@ -83,7 +86,7 @@ def main() -> int:
 def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
     strategies = comparison["strategies"]
-    # Unlike the page, the JSON contains the settings, and people share both.
+    # The JSON contains the settings, which the page does not, and people share both files.
     public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
     write_json(folder / "compare.json", {**comparison, "strategies": public})
     write_atomic(folder / "compare.html", html(comparison))

@@ -16,7 +16,7 @@ Compose = Callable[[list[str]], Settings]
 # An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
 _METRICS = "add a metric with +task.metrics.NAME._target_=keras.metrics.NAME"
-# Advice on other libraries' names for settings: patterns of their last part.
+# Advice on other libraries' names for settings, by a pattern that matches a name's last part.
 _ADVICE = {
     "np|(num_)?(gpus|devices|nodes|ranks|workers)": (
         "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
@@ -78,7 +78,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
         section = name.partition(".")[0]
         is_open = section in SEVERAL or (section in GROUPS and "." in name)
         is_needed = section in RunConfig.__annotations__ and not is_open
-        # A user's own experiment may give another group in its place.
+        # A user's own experiment may provide the group that ~GROUP removes.
         replacing = (f"+{name}", "experiment=") if name in GROUPS else f"+{name}"
         is_replaced = any(other.startswith(replacing) for other in arguments)
         if argument.startswith("~") and is_needed and not is_replaced:
@@ -101,7 +101,7 @@ def check_experiment(line: list[str]) -> None:
 def explain(error: Exception, line: list[str], compose: Compose) -> str:
     """Turns an error of Hydra 1.3 about a command line into one line: what is wrong, and what to write.
 
-    Hydra's errors have no codes, so their texts are matched literally.
+    Hydra's errors have no codes, so they are recognized by their texts.
     """
     # The YAML library's errors carry a mark with their position.
     mark = getattr(error, "problem_mark", None)
@@ -220,7 +220,7 @@ def _at(tree, name: str):
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a choice, in which a line break precedes each line."""
+    """Returns the text of a choice's file, with a line break before every line, even the first."""
     return "\n" + path.read_text("utf-8", errors="replace")
 
 

@@ -1,6 +1,6 @@
 """Reads and writes the small files in a run folder: result.json, history.csv, ranks.csv and so on.
 
-Nothing here knows of ranks: callers see to it that only rank 0 writes.
+Nothing here checks the rank: callers make sure that only rank 0 writes.
 """
 
 import csv
@@ -41,7 +41,11 @@ REVIEW_FILE = "review.json"
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One row of history.csv. Metrics are means over all ranks, weighted by the number of examples."""
+    """One row of history.csv, written at the end of an epoch.
+
+    epoch counts from 1, and step from the beginning of the run. Metrics are means over all ranks, weighted by the
+    number of examples.
+    """
 
     epoch: int
     step: int
@@ -197,7 +201,7 @@ def read_history(folder: Path) -> list[EpochRecord]:
 
 
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
-    """Reads ranks.csv: seconds by rank, by epoch.
+    """Reads ranks.csv; returns the seconds of all ranks, in rank order, for each epoch.
 
     Empty if the file is missing or damaged, since only a curve depends on it.
     """
@@ -250,7 +254,7 @@ def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def proof_in_words(numbers: dict[str, Any]) -> str:
-    """Formats the proof of a run in one line.
+    """Formats the proof that the ranks of a run trained together, in one line.
 
     >>> proof_in_words({"reductions": 264, "steps": 264, "ranks": 2, "weight_checks": 14,
     ...                 "examples_each_epoch": [1408, 1408], "examples": 1437})
