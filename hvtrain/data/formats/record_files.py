@@ -1,7 +1,8 @@
 """Finds, counts, reads and writes the records of TFRecord files, including files with damaged records.
 
-Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC
-uint32. A file may be gzipped as a whole; offsets then refer to the unpacked data.
+A record (tensorflow/core/lib/io/record_writer.h) is the length of its data (uint64), the CRC of the
+length (uint32), the data, and their CRC (uint32). A file may be gzipped as a whole; offsets then refer
+to the unpacked data.
 """
 
 import gzip
@@ -172,8 +173,8 @@ def stream_records(
 ) -> Dataset:
     """Streams the records of a file as (data, code), where code is unique among all files.
 
-    A damaged record, and every record after it in the file, has empty data, but still its code. So damage can
-    be located, and no error ends the stream before it is reported.
+    A damaged record, and every record after it in the file, has empty data but keeps its code. So the damage
+    can be located and reported before any error ends the stream.
 
     Args:
         compression: See packing().

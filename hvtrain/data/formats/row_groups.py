@@ -32,7 +32,7 @@ class RowGroup(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of images and labels, and the values they hold. `record.field` names the field of a struct."""
+    """The columns of images and labels, and what they hold. `record.field` names the field of a struct."""
 
     image: str
     label: str

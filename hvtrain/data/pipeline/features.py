@@ -48,7 +48,7 @@ TAKEN = re.compile(
 
 
 def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
-    """Fits a column's statistics to its training rows, whose indices are `rows`, and returns it with them."""
+    """Returns the column with statistics of its training rows, whose indices are `rows`."""
     if column.is_category:
         return _fit_categories(column, cells.values.take(pa.array(rows)))
 
@@ -58,8 +58,8 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
         numbers = np.where(np.isnan(numbers), fill, numbers)
         column = replace(column, fill=fill.tolist())
 
-    # The mean of a constant column may be rounded. With the constant itself,
-    # new values keep exact distances.
+    # The computed mean of a constant column may be rounded. With the constant
+    # itself, new values keep their exact distance from it.
     lowest = numbers.min(axis=0)
     highest = numbers.max(axis=0)
     is_constant = lowest == highest
@@ -165,7 +165,7 @@ class TableFeatures:
             raise ConfigError(
                 "dataset.category_ids needs columns of numbers and of names; leave it out"
             )
-        # The indices of each column's features.
+        # Each column's indices among the features.
         stops = itertools.accumulate(sizes.values())
         self._spans = {name: range(stop - sizes[name], stop) for name, stop in zip(sizes, stops)}
 

@@ -66,7 +66,7 @@ def bucketed_batches(
         rows = replace(topology, rank=rank).share(len(buckets))
         shards.append(buckets[np.asarray(rows, np.int64)])
     counts = [np.bincount(shard, minlength=len(boundaries)) for shard in shards]
-    # Each epoch leaves out other examples, which shifts the sorted
+    # Each epoch leaves out different examples, which shifts the sorted
     # ones by at most this many places.
     left_out = [[len(shard) - rank_share.num_examples] for shard, rank_share in zip(shards, shares)]
 

@@ -1,7 +1,7 @@
 """Builds streams: seeds, the order of an epoch, batches, augmentation, tf.data options.
 
-A resumed stream skips rows of indices, before any pixel is read. So resuming costs nothing, even at
-step 100,000.
+A resumed stream skips indices, before any example is read, so even a start at step 100,000 reads no
+earlier example.
 """
 
 import atexit
@@ -76,7 +76,7 @@ def finish(batches: Dataset, topology: Topology) -> Dataset:
 
 
 def end_with_python() -> None:
-    """Makes the interpreter end open streams when it exits. Called before a stream gets a Python function."""
+    """Makes the interpreter end open streams when it exits. Call it before giving a stream a Python function."""
     # Exit functions run in reverse order. Registered anew, this one runs before
     # all that were registered earlier.
     atexit.unregister(_end_streams)
@@ -212,7 +212,7 @@ class StreamedSource(Source):
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        """Like evaluation(), preceded by the examples' indices in the shard: (int64 [batch], inputs, ...).
+        """Like evaluation(), but batches begin with the examples' indices in the shard: (int64 [batch], inputs, ...).
 
         Examples that on_error="skip" leaves out have no row, and all others keep their indices. To
         make that possible, examples are read one by one.

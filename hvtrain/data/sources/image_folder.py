@@ -302,7 +302,7 @@ class ImageFolder(LabelledImages):
 
 
 def class_folders(folder: Path) -> dict[str, str]:
-    """Returns the names of the class folders, sorted, as a dict from their Unicode normal form.
+    """Returns the names of the class folders by their Unicode normal form (NFC), sorted.
 
     Raises:
         DataError: if there are no class folders, or two differ only in their Unicode form.

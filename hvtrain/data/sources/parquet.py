@@ -1,6 +1,6 @@
 """Parquet files of encoded images or pixels, dealt to the ranks by row group.
 
-Only the columns of images and labels are read, so others cost nothing.
+Only the columns of images and labels are read, so other columns cost nothing.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class Parquet(DealtSource):
 
     Raises:
         ConfigError: if a setting is out of range.
-        DataError: once counted, if there are no training rows, or files differ in the kind of a column.
+        DataError: when rows are counted, if there are no training rows, or if files differ in the kind of a column.
     """
 
     name = "parquet"
@@ -277,8 +277,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
 
-    Earlier pieces are skipped. The first piece is without the rows before start_step, and the last piece of an
-    epoch without those that the epoch does not need.
+    Earlier pieces are skipped. The first piece leaves out the rows before start_step, and the last piece of an
+    epoch those that the epoch does not use.
     """
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position

@@ -1,4 +1,4 @@
-"""Data sets from a user's own function: from_dataset.
+"""Data sets from a user's own function, made by from_dataset().
 
 The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. To obey the
 laws of all sources (see source.py), each epoch is opened anew, with seeds derived from the run's
@@ -172,7 +172,7 @@ class FunctionSource(Source):
 
         Args:
             kept: see _open_examples().
-            seed: the run's seed; None for evaluation, in which surplus examples are an error too.
+            seed: the run's seed; None for evaluation, where surplus examples are an error too.
 
         Raises:
             ConfigError: with on_error="skip".
