@@ -18,7 +18,7 @@ CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 # The size of a variable dimension in the usage example.
 EXAMPLE_SIZE = 64
-# Our tasks' names on the Hub; that of classification is for images only.
+# The Hub's names for our tasks; it has one for classification of images only.
 TASKS = {
     "classification": "image-classification",
     "segmentation": "image-segmentation",
@@ -136,7 +136,7 @@ def example_code(spec: Any) -> str:
 
 
 def open_hub(repo: str) -> Any:
-    """Returns a client of the Hub that is logged in.
+    """Returns a client that is logged in to the Hub.
 
     Raises:
         ConfigError: The package or the login is missing, or the address is wrong.

@@ -31,7 +31,7 @@ Batch = tuple[Any, dict[str, np.ndarray]]
 NEEDED = (
     "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 )
-# A warning is logged from this share of rows with a name that training did not have.
+# The share of rows with names unknown from training at which a warning is logged.
 MANY_UNKNOWN = 0.1
 
 
@@ -42,7 +42,7 @@ class Examples:
     The examples are ordered by rounds: all ranks' first batches, then all ranks' second ones, and so on.
 
     Attributes:
-        name: their name for messages.
+        name: name of the examples in messages.
         total: number of examples on all ranks.
         batches: iterates over this rank's batches.
         is_interleaved: True if ranks alternate row by row (rank 0's first row, rank 1's first row,
@@ -222,7 +222,7 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
     """Converts an array to a dtype.
 
-    Raises DataError if that is an integer dtype and would change a value, such as a fraction.
+    Raises DataError if an integer dtype would change a value, such as a fraction.
     """
     converted = array.astype(dtype)
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):

@@ -10,8 +10,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvtrain.step.step_timing import host_variable
 
-# A value of model.stop_training that ends only an epoch resumed after an elastic
-# reset. It is not a request to stop.
+# A value of model.stop_training that ends only the epoch resumed after an elastic
+# reset. It is not a request to stop training.
 END_OF_EPOCH = "end of the epoch that began before the reset"
 
 _counters = SimpleNamespace()
@@ -57,7 +57,10 @@ def new_counter() -> tf.Variable:
 
 
 def refuse_xla(exchange: str) -> None:
-    """Raises ValueError while a tf.function(jit_compile=True) is being traced, in which ranks cannot exchange this."""
+    """Raises ValueError while a tf.function(jit_compile=True) is traced, because XLA cannot compile an exchange.
+
+    exchange: what the ranks would exchange, for the message.
+    """
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
             f"XLA compiles this step, and cannot compile {exchange}; pass jit_compile=False to model.compile "

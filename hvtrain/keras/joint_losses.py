@@ -82,7 +82,8 @@ def joint_batch(rows: Any) -> Any:
     and SimCLR (Chen et al. 2020). Each rank computes the loss of its own examples only. The gradient of
     its rows is the sum of their gradients from all ranks' losses (allgather would give the mean). A
     DistributedOptimizer or DistributedGradientTape, which averages over the ranks, therefore gets the
-    gradient of the joint batch's mean loss.
+    gradient of the joint batch's mean loss. If batches differ in size, take the mean of the examples'
+    losses with joint_mean.
 
     Args:
         rows: tensor [own, ...]; the first dimension may differ between ranks.

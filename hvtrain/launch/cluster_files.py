@@ -22,7 +22,9 @@ from hvtrain.system.files import write_atomic
 
 
 def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[str, str]:
-    """Returns the text of each of the job's files by name. Raises ConfigError.
+    """Returns the text of each of the job's files by name.
+
+    Raises ConfigError if the cluster does not take one of the job's options, or a template fails.
 
     folders: the user's config folders, whose templates override hvtrain's.
     """
@@ -69,7 +71,8 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     """Returns the settings of cluster=KIND cluster.SETTING=VALUE; None for ssh, which needs no files.
 
     Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. It names the kind that it is based
-    on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError.
+    on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError for
+    an unknown kind or setting, or a wrong value.
     """
     values = {}
     # The arguments are those before -- that are not options.
@@ -92,13 +95,13 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
             tree = _yaml(text, str(path)) or {}
             if not isinstance(tree, dict):
                 raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")
-            # The values as text, since YAML reads the time 12:00:00 as a number.
+            # Keeps the values as text too, since YAML reads the time 12:00:00 as a number.
             unparsed = yaml.BaseLoader(text).get_single_data()
             kind = str(tree.pop("kind", "?"))
             break
 
     if kind == "ssh":
-        # Those of the command line, or of a file with `kind: ssh`.
+        # Settings of the command line, or of a file with `kind: ssh`.
         for name in (*values, *tree):
             raise ConfigError(f"{name}: ssh has no such settings; choose cluster={'|'.join(KINDS)}")
         return None
@@ -120,7 +123,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
 
 
 def _value(text: str, hint):
-    """Returns a setting's value. Strings are not parsed: YAML would read the time 12:00:00 as a number."""
+    """Converts a setting's text to its type. Strings stay text: YAML would read the time 12:00:00 as a number."""
     options = types_of(hint)
     if text == "null" and type(None) in options:
         return None
@@ -137,7 +140,7 @@ def _yaml(text: str, source: str):
 def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
     """Returns the text of a file, rendered from the first cluster/NAME.j2 in the folders or else in conf/.
 
-    Raises ConfigError.
+    Raises ConfigError if the template fails.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder / "cluster" for folder in (*folders, CONFIGS)]),

@@ -89,10 +89,10 @@ def make_in_every_process() -> None:
 
 
 def give_gloo_time(args: argparse.Namespace) -> None:
-    """Raises the limit on how long ranks wait for each other if there are many, unless the user has set one.
+    """Gives many ranks more time to meet over Gloo, unless the user has set a limit.
 
     Each rank asks this launcher for the addresses of all others. At GLOO_REQUESTS_A_SECOND, Horovod's 30 s
-    are enough for some 490 ranks. The limit has a margin of two.
+    are enough for some 490 ranks. The limit has a margin of two. A line on stderr announces a long wait.
     """
     seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
     has_limit = (

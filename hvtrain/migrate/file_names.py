@@ -75,7 +75,7 @@ class Literals(Names, cst.CSTVisitor):
             if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
                 return self.literals(node.args[-1].value, seen)
 
-        # A name that is assigned several times may hold any of the values.
+        # A name that is assigned several times may hold any of the values, so it is not followed.
         name = dotted(node) or "?"
         values = self.values.get(name, [])
         if len(values) != 1 or name in seen:

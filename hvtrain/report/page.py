@@ -35,7 +35,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         with_diff: True to show the uncommitted changes in the user's checkout.
     """
     try:
-        # This process still holds the folder's lock, so read_run() takes the run for running.
+        # This process still holds the folder's lock, so read_run() considers the run still running.
         run = replace(read_run(folder), state="finished")
         write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:  # Matplotlib and templates may raise anything.
