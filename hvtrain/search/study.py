@@ -34,7 +34,7 @@ _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
 _ORDER = (FINISHED, PRUNED, FAILED)
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
-# The most searched settings shown in the picture; if there are more, the most important ones are.
+# The picture shows at most this many of the searched settings: the most important ones, once known.
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
@@ -114,7 +114,7 @@ class Study:
         return values
 
     def importances(self) -> dict[str, float]:
-        """Returns each setting's share in the variance of the finished trials (fANOVA, Hutter et al. 2014).
+        """Returns each setting's share in the variance of the finished trials' values (fANOVA, Hutter et al. 2014).
 
         Empty if there are fewer than LEAST_TO_COMPARE different values.
         """

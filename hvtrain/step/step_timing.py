@@ -39,7 +39,7 @@ class StepTimes(NamedTuple):
 
     @property
     def own_work(self) -> float:
-        """Seconds without communication, which includes the wait for other ranks."""
+        """Seconds of data and compute: all but communication, which includes the wait for other ranks."""
         return self.data + self.compute
 
     @property
@@ -64,7 +64,7 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
-        # To be set to False if TensorFlow's operations must be
+        # Set this to False if TensorFlow's operations must be
         # deterministic, which reading a clock is not.
         self.timed = True
         # True without a GPU. Marked values are then passed on only after the clock was read, since

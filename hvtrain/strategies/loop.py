@@ -151,7 +151,7 @@ def make_steps(
     """Returns the function that runs training steps of a model.
 
     Args:
-        model: compiled.
+        model: the compiled model.
         batches: an iterator; each step takes its next batch.
         marks: counts and times the steps.
         train_step: used instead of the model's own train_step.
@@ -176,7 +176,7 @@ def make_steps(
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
-    # AutoGraph would only cost time: the loop, which alone depends on values, is explicit.
+    # AutoGraph would only cost time: the loop, the only control flow on tensors, is tf.while_loop.
     @tf.function(autograph=False)
     def several(iterator, number):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
@@ -196,7 +196,7 @@ def make_steps(
         return lambda number: traced_loop(batches, tf.constant(number))
 
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
-    # after everything in the last one is done, and so waits for the GPU; a call returns while
+    # after everything in the previous one is done, and so waits for the GPU; a call returns while
     # the GPU is still updating weights.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)

@@ -1,4 +1,4 @@
-"""Messages: rank 0's go to the console, every rank's to its own log file, and TensorFlow's nowhere.
+"""Messages: rank 0's go to the console, every rank's to its own log file; TensorFlow's are hidden.
 
 A rank also writes its verdict on a failure, one line of JSON on stderr, which the launcher reads and hides.
 """
@@ -68,8 +68,8 @@ class SignalFlag:
         return self._is_set
 
 
-# After a failure of this rank, a signal means that the launcher saw another rank
-# end, which has reported by then.
+# If a signal arrives after this rank has failed, the launcher has seen another rank
+# end, and that rank has reported by then.
 signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
