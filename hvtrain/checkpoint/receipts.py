@@ -61,7 +61,7 @@ def digests_of(arrays: Arrays) -> Digests:
 def _digest(array: np.ndarray | ShardedTable) -> str:
     # Faster than BLAKE2b if the processor has SHA instructions: 1.0 against 0.7 GB/s (2026-11-27).
     digest = hashlib.sha256()
-    # In the order of the rows, which does not depend on the number of ranks.
+    # In row order, so that a sharded table's digest does not depend on the number of ranks.
     pieces = array.pieces() if isinstance(array, ShardedTable) else [(None, array)]
     for _, piece in pieces:
         digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
@@ -114,7 +114,7 @@ class ReceiptWriter(Writer):
     """
 
     def begin(self, first_step: int, make_facts: Callable[[], Facts]) -> None:
-        """Sets the first step, and a function that returns the facts."""
+        """Sets the step from which this start continues, and the function that returns its facts."""
         self.first_step = first_step
         self.make_facts = make_facts
         self._start = ""

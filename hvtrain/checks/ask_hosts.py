@@ -25,10 +25,11 @@ from hvtrain.system import host_facts
 Facts = dict[str, Any]
 
 _PROBE = (host_facts, probe)
-# Exit codes of _SCRIPT; 124 is that of `timeout`.
+# The exit code with which `timeout` reports that it ended the probe.
 _TIMED_OUT = 124
-# Its arguments: this process's Python, the code to run, and the time limit in seconds. If that
-# Python is missing, any Python 3 can report the other facts. `timeout` ends a probe that hangs.
+# Runs the probe on a host. Arguments: this process's Python, the code to run, and the time limit
+# in seconds. If the host lacks that Python, any Python 3 can report the other facts. `timeout` ends
+# a probe that hangs.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
@@ -61,7 +62,7 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
 def ask(
     requests: Mapping[str, Facts], ssh: Ssh, seconds: float
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Sends every host its request at once, and collects the answers within about `seconds`.
+    """Sends all hosts their requests at once, and collects the answers within about `seconds`.
 
     Returns:
         The answers by host; and, for each host that gave none, the reason and what to do, in one line.

@@ -296,15 +296,15 @@ def from_dict(tree: Settings) -> RunConfig:
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.data.one_batch:
-        # One batch is a test of whether the model can overfit it. Mixed targets (mix_up) would keep
-        # the loss above 0, and a callback might monitor a metric that is not computed.
+        # Training on one batch tests whether the model can overfit it. Mixed targets (mix_up) would
+        # keep the loss above 0, and a callback might monitor a metric that is not computed.
         config.augment = {}
         config.callbacks = {}
     return config
 
 
 def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
-    """Returns the run folder used when run.dir is not set: runs/DATE_TIME-NAME, with the current time."""
+    """Returns the run folder used when run.dir is not set: <parent>/DATE_TIME-NAME, with the current time."""
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
@@ -340,8 +340,8 @@ def _check_rates(rates: Settings | None) -> None:
 def _check_optimizer(optimizer: Settings) -> None:
     steps = optimizer.get("gradient_accumulation_steps")
     if steps:
-        # The guard would compare gradients that each rank is still accumulating on its own. With
-        # train.accumulate, the guard's interval is aligned.
+        # The guard would compare gradients that each rank is still accumulating on its own;
+        # train.accumulate aligns the guard's interval.
         raise ConfigError(
             f"optimizer.gradient_accumulation_steps={steps} is set by the run; give train.accumulate={steps} instead"
         )
@@ -361,8 +361,8 @@ def _align_with_accumulation(config: RunConfig) -> None:
     """
     train = config.train
     accumulate = train.accumulate
-    # A padded epoch takes as many steps as the largest shard needs, not
-    # always a multiple of `accumulate`.
+    # With padding, an epoch has as many steps as the largest shard needs, which may
+    # not be a multiple of `accumulate`.
     if config.data.uneven == "pad":
         raise ConfigError(
             f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"

@@ -34,7 +34,7 @@ class Note:
     # 0: no checkpoint is complete yet.
     step: int
     host: str
-    # None if the run is unknown.
+    # None: the run is unknown, as in the launcher's note.
     run_id: str | None = None
 
 
@@ -47,8 +47,8 @@ def read(folder: Path) -> Note | None:
     """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
-        # Refuses a link, which may lead anywhere, a pipe, which never ends,
-        # and a file too long for a note.
+        # Refuses links, which may lead anywhere; pipes, on which a read may never
+        # end; and files too long for a note.
         is_note = is_own_file(path) and path.stat().st_size <= _MAX_BYTES
     except OSError:
         return None

@@ -34,7 +34,7 @@ _ADVICE = {
 STEPS_WITHOUT_BROADCAST = 3
 SECONDS_BETWEEN_LOOKS = 0.5
 
-# Events that end the running watches for a broadcast.
+# One event for each running watch for a broadcast; setting it ends the watch.
 _watches: list[threading.Event] = []
 # Structures that all ranks are known to share: (process set's ranks, reduction's name, digest).
 _compared: set[tuple[str, str, str]] = set()
@@ -60,18 +60,18 @@ def compare_structure(
     The ranks exchange one digest for each structure that is new to a reduction of this name: while
     a step is traced, or in the first eager step. Tracing a step again, for a batch of another size,
     sends nothing. The message has the same name for all reductions, so that a rank that steps with
-    another optimizer is compared with the others too. Of a variable's name only layer and weight are
-    compared, without the numbers that Keras adds (dense_1): these depend on what else a rank has built,
-    and the model's name depends on whether the rank loaded it.
+    another optimizer is compared with the others too. Only the layer and the weight in a variable's name
+    are compared, without the numbers that Keras adds (dense_1): these depend on what else a rank has
+    built, and the model's name depends on whether the rank loaded it.
 
     Args:
         reduction: name of the reduction, the same on all ranks.
         settings: a line that describes the settings of the reduction.
         gradients: tensors, IndexedSlices, TensorSpecs or None.
-        variables: one for each gradient, or None.
+        variables: each gradient's variable, or None.
         process_set: the ranks that compare.
         noun: "gradient" or "tensor", for the message.
-        num_steps: a function that returns the number of steps that the reduction has done. If it is
+        num_steps: a function that returns the number of steps whose gradients were reduced. If it is
             given and the ranks' weights differ, a warning is logged unless a broadcast follows.
     """
     with tf.init_scope():
@@ -122,7 +122,7 @@ def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
     """Starts a thread that warns if no broadcast follows; called on one of the ranks that train together.
 
     Args:
-        num_steps: a function that returns the number of steps that have reduced gradients.
+        num_steps: a function that returns the number of steps whose gradients were reduced.
     """
     ended = threading.Event()
 
@@ -186,7 +186,7 @@ def difference(
 
     Args:
         lines_by_rank: for each rank, a line for the settings and one for each gradient.
-        ranks: the numbers of these ranks.
+        ranks: the numbers of these ranks, in the same order.
         noun: "gradient" or "tensor".
 
     >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]

@@ -110,7 +110,7 @@ def failure(output: str, code: int) -> str:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Returns a preexec_fn that ends the child with its parent, this process.
+    """Returns a preexec_fn with which the child gets SIGTERM when its parent, this process, ends.
 
     Without it, `kill -9` of the parent would leave the ranks running.
     """
@@ -129,7 +129,7 @@ def handle_signals(
     handler: Callable[..., None],
     numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
 ) -> None:
-    """Installs a handler for signals, by default for those that a launcher passes on to its child."""
+    """Installs a handler for signals; by default, for those that a launcher passes on to its child."""
     for number in numbers:
         # Under nohup SIGHUP is ignored, and must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

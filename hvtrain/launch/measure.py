@@ -44,6 +44,8 @@ class Training:
         cpu_seconds: processor time of all its processes.
         peak_bytes: the largest sum of their resident memory; None if unknown.
         gpu_bytes: the largest growth of the used memory of all GPUs together; None if unknown.
+
+    Memory is sampled every SECONDS_BETWEEN_SAMPLES, so a shorter peak may be missed.
     """
 
     result: dict[str, Any]
@@ -64,9 +66,9 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     # Next to the run folder, since the run creates that itself.
     log = folder / "output.txt"
     began = time.monotonic()
-    # getrusage counts children that have been waited for, so this run is the difference.
+    # getrusage adds up all children that have been waited for; the difference is this run's time.
     cpu_before = _children_seconds()
-    # GPU memory held by other processes does not count.
+    # GPU memory that other processes hold already does not count.
     gpu_before = gpu_bytes()
     peak_bytes = 0
     peak_gpu_bytes = 0
@@ -76,7 +78,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
             peak_gpu_bytes = max(peak_gpu_bytes, gpu_bytes() or 0)
 
     result = read_result(folder / "run", process.returncode, log)
-    # Not negative, even if other processes have freed memory meanwhile.
+    # At least 0, even if other processes have freed memory meanwhile.
     grown_bytes = None
     if gpu_before is not None:
         grown_bytes = max(0, peak_gpu_bytes - gpu_before)
@@ -97,7 +99,7 @@ def resident_bytes(pid: int) -> int:
     Pages that several of them share are counted for each.
     """
     total = 0
-    # Processes may end while they are counted.
+    # A process may end while its memory is read.
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):

@@ -1,4 +1,4 @@
-"""Ranks for a notebook: calls a function of this process on ranks that the launcher starts, and returns its values.
+"""Ranks for a notebook: calls a function on ranks that the launcher starts, and returns its value on each.
 
 `%%ranks N` does the same with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook
 FOLDER` is one rank, which calls the function that the notebook left in the folder.
@@ -83,7 +83,7 @@ def run_ranks(
     finally:
         for path in (*folder.glob("*.pickle"), folder / LAUNCHER_LOG):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # The folder is empty after a launch that was refused.
+        with suppress(OSError):  # It is empty only if the launch was refused; else logs remain.
             folder.rmdir()
 
 

@@ -21,7 +21,7 @@ from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
-# After this many failures a host is left out, if the others have enough slots.
+# A host at fault for this many failures is left out, if the others have enough slots.
 FAILURES_OF_A_BAD_HOST = 2
 
 
@@ -35,7 +35,8 @@ def run(
 ) -> int:
     """Starts the job, and restarts it as long as that can help.
 
-    Returns the exit code of the last attempt.
+    Returns the exit code of the last attempt; after a signal during a pause, RESTART_HELPS, or for SIGINT and
+    SIGHUP 128 + the signal.
 
     Args:
         job: what to start.
@@ -43,7 +44,7 @@ def run(
         run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
         min_ranks: the minimum number of ranks for a restart; None: all of them.
-        is_new_run: run_dir was not there before this launch, and is removed again if the run is refused.
+        is_new_run: run_dir did not exist before this launch, and is removed again if the run is refused.
 
     Raises UserError if an attempt cannot start.
     """
@@ -89,12 +90,12 @@ def run(
             ending = Ending(RankError.exit_code)
         code = ending.code
         if attempt and code == RankError.exit_code and not ending.message:
-            # No rank was started, since a host that answered before the pause no longer does. The
-            # next attempt checks the hosts again.
+            # No rank was started, because a host that answered before the pause no longer does.
+            # The next attempt checks the hosts again.
             code = RESTART_HELPS
         if ending.is_shown and is_new_run and run_dir:
             remove_if_empty(run_dir)
-        # Any other failure would happen again, and a signal asks to end the launch.
+        # Any other failure would happen again, and a signal means that the launch should end.
         if code != RESTART_HELPS or signals.first is not None:
             break
         num_failures[ending.host] += 1

@@ -34,11 +34,11 @@ _WRITTEN = {
 
 
 def rename(text: str, keeps_horovod: bool) -> str:
-    """Returns the script with its imports and imported names renamed.
+    """Returns the script with its imports and imported names renamed for Keras 3.
 
     Args:
         text: The script.
-        keeps_horovod: Keep the low-level horovod.tensorflow, which graph mode needs.
+        keeps_horovod: Keep names of horovod.tensorflow (but not of its keras module), which graph mode needs.
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)

@@ -71,7 +71,7 @@ def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform")
 
 
 def check_counts(network: str, **counts: int) -> None:
-    """Raises a ConfigError that names the option if a count is below 1."""
+    """Raises a ConfigError that names the option and the network if a count is below 1."""
     # A loop over a count below 1 would silently do nothing.
     for option, count in counts.items():
         if count < 1:
@@ -201,8 +201,8 @@ def separable_cnn(
         initializer: Keras name of the initializer of the plain, pointwise and dense kernels.
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
             KERNEL**2 = 9 inputs, but Keras takes its shape (3, 3, C, 1) for a fan-in of 9*C. With
-            lecun, he and glorot the variance of the signal therefore falls by a factor near C in each
-            such layer (keras issue 11773), and after five of them nothing is left to train on.
+            lecun, he and glorot the variance of the signal therefore falls by a factor of order C in
+            each such layer (keras issue 11773), and after five of them nothing is left to train on.
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
             inputs keeps their variance.
     """
@@ -239,7 +239,7 @@ def _depthwise(name: str) -> keras.initializers.Initializer:
 def application(
     image_shape: Shape, num_outputs: int, name: str, dropout: float = 0.0, **options: Any
 ) -> Model:
-    """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
+    """Builds keras.applications.<name> with random weights, average pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own network, so it is built once and then cloned layer by layer:
     - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt, ...)
@@ -275,7 +275,8 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     - convolutions have no biases, since batch normalization follows them;
     - the last batch normalization of a block begins with a gamma of 0, so that the block begins as
       its shortcut, which eases the first steps with a large global batch;
-    - moving statistics keep 0.9 of themselves in a step, not 0.99.
+    - moving statistics keep 0.9 of themselves in a step, not 0.99;
+    - convolutions begin with he_normal, and the logits with a standard deviation of 0.01.
 
     Args:
         image_shape: (height, width, 3).
@@ -308,7 +309,7 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
 
 def body(image_shape: Shape, name: str, **options: Any) -> Model:
     """Builds a network of keras.applications without its head, with random weights. Raises like `application`."""
-    # keras.applications holds these functions and their modules.
+    # The functions of keras.applications build networks; its other members are modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
         raise ConfigError(

@@ -75,7 +75,7 @@ def parts(model: Model) -> list[Part]:
 def head_of(model: Model) -> list[Part]:
     """Returns the parts of the head, which may be replaced for another task.
 
-    It is everything after a keras-hub backbone, or else the last layer with weights.
+    The head is everything after a keras-hub backbone; without a backbone, the last layer with weights.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -192,11 +192,11 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
 
 
 def add_lora(model: Model, rank: int) -> None:
-    """Freezes everything but the head, and trains two small matrices for each kernel of LORA_LAYERS instead.
+    """Freezes everything but the head, and adds two small trainable matrices to each kernel of LORA_LAYERS.
 
     This is low-rank adaptation (Hu et al. 2021, arXiv:2106.09685). The head, see head_of, is trained
-    as a whole, since it may be new. A saved model is a plain one, with the matrices added to the
-    kernels.
+    as a whole, since it may be new. A saved model is a plain one, with the matrices' product
+    added to each kernel.
 
     Args:
         model: a built model.
@@ -240,8 +240,8 @@ def _constraint(layer):
 
 def _save_plain(layer) -> None:
     """Makes a layer with LoRA save its config as a plain layer."""
-    # Keras saves the sum as the kernel. With lora_rank in its config, a loaded
-    # layer would get new matrices too.
+    # Keras merges the matrices into the saved kernel. With lora_rank in its config,
+    # a loaded layer would get new matrices too.
     get_config = layer.get_config
     layer.get_config = lambda: {
         key: value for key, value in get_config().items() if not key.startswith("lora_")

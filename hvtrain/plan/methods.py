@@ -1,4 +1,4 @@
-"""Compares settings that help on a slow network by time, bytes and memory, for `plan --advise`.
+"""Compares, by time, bytes and memory, the settings that help on a slow network (`plan --advise`).
 
 `python -m hvtrain.plan.methods` measures the time of compression on this host, in a separate process
 so that a plan itself does not start Horovod.
@@ -28,7 +28,7 @@ WORTH_IT = 1.1
 # The kind of exchange for each compression; see Machine.factors.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
-# The compression, and the rank for PowerSGD.
+# The compression, and PowerSGD's rank.
 Wire = tuple[str, int]
 
 
@@ -39,7 +39,7 @@ class Method:
     Attributes:
         settings: The settings that choose it.
         effect: Its effect on the result, for the table.
-        compression: As in the strategy's settings, like rank, every, within_hosts and shard_optimizer.
+        compression, rank, every, within_hosts, shard_optimizer: As in the strategy's settings.
         has_outer: True if an outer optimizer with momentum applies the ranks' changes, as in DiLoCo.
     """
 
@@ -112,7 +112,7 @@ class Encoded:
 def encode(
     shapes: Sequence[Any], methods: Sequence[Method], num_threads: int
 ) -> dict[Wire, Encoded]:
-    """Measures the cost of each method's compression on one rank of this host; returns the costs by wire.
+    """Returns the cost of each method's compression, by wire, as measured on one rank of this host.
 
     Args:
         shapes: The shapes of the gradients in each message.
@@ -160,7 +160,7 @@ def method_cost(
         encoded: The result of `encode`.
         num_ranks: Number of ranks.
         machine: The machine.
-        rules: How the ranks reduce.
+        rules: How the ranks reduce gradients.
         accumulate: Steps whose gradients are averaged before they are reduced.
     """
     every = method.every * accumulate
@@ -218,7 +218,7 @@ def sent_bytes(
 
 
 def advice(costs: Sequence[Cost]) -> str:
-    """Advises in one sentence which of METHODS to take, or says that none pays off.
+    """Returns one sentence that advises which of METHODS to take, or says that none pays off.
 
     Args:
         costs: The cost of each of METHODS, in the same order.
@@ -274,14 +274,14 @@ def main() -> None:
     def measured(compression: str, rank: int) -> tuple[float, list[float]]:
         wire = getattr(hvd.Compression, compression)
         if compression == "powersgd":
-            # Not the first steps of a run, which are sent whole.
+            # Measures compressed steps, not the first ones of a run, which send whole gradients.
             wire = wire(rank, whole_steps=0)
         step = tf.function(
             lambda: [wire.decompress(*wire.compress(gradient)) for gradient in gradients],
             autograph=False,
         )
         if isinstance(wire, WireFormat):
-            # The reduction of a run, so that the measured time includes what it keeps of each gradient.
+            # The reduction of a run, so that the measured time includes keeping errors.
             reduction = CompressedReduction(wire, hvd.global_process_set)
             reduction.prepare(variables)
             step = tf.function(lambda: reduction(gradients, variables, "plan"), autograph=False)

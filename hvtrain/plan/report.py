@@ -146,9 +146,9 @@ def step_lines(
 
     Args:
         forecast: The run.
-        costs: Predictions for 1, 2, 4, ... ranks, and last for the run's number.
+        costs: Predictions for 1, 2, 4, ... ranks; the last is for the run's number of ranks.
         links: A line for each link in use.
-        rules: How the ranks reduce.
+        rules: How the ranks reduce gradients.
     """
     num_messages = len(forecast.messages)
     batch_sizes = forecast.plan.batch_sizes
@@ -216,7 +216,7 @@ def advice_lines(
 
 
 def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
-    """Returns the line about progress: the ranks' speed times what an example teaches, relative to one rank."""
+    """Returns the line about progress: speed times share_of_progress (progress per example), relative to one rank."""
     num_ranks = forecast.plan.size
     joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
     share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)

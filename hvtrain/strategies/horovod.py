@@ -36,7 +36,7 @@ _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives. The watchdog is told while this rank waits in one."""
+    """Horovod's collectives. They tell the watchdog while this rank waits in one."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:
@@ -87,11 +87,11 @@ class HorovodStrategy(Strategy):
 
     Args:
         compression: how gradients are sent: "none", "fp16", "bf16", "int8" or "powersgd".
-        rank: number of columns of PowerSGD's matrices.
+        rank: PowerSGD's rank: the number of columns of its matrices.
         whole_steps: number of first steps in which PowerSGD sends gradients uncompressed.
         share_gpus: let several ranks of a host use one GPU (for experiments).
-        bucket_mib: size in MiB of the messages in which gradients are reduced while others are computed;
-            0: a single message.
+        bucket_mib: size in MiB of the buckets, messages in which gradients are reduced while others are
+            computed; 0: a single message.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
         shard_optimizer: keep optimizer slots on each rank only for its part of the weights.
     """
@@ -138,7 +138,7 @@ class HorovodStrategy(Strategy):
         """Called by start once the ranks know each other, before TensorFlow initializes a device."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        # In an elastic job an earlier watchdog watches ranks that may have left.
+        # In an elastic job, the earlier watchdog watches ranks that may have left.
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
@@ -263,7 +263,7 @@ class ElasticStrategy(HorovodStrategy):
     Args:
         commit_steps: steps between commits, in addition to one after each epoch. A lost rank costs at
             most that many steps.
-        horovod: the arguments of HorovodStrategy.
+        horovod: arguments of HorovodStrategy.
     """
 
     name = "elastic"
@@ -271,7 +271,7 @@ class ElasticStrategy(HorovodStrategy):
 
     def __init__(self, commit_steps: int = 100, **horovod: Any) -> None:
         super().__init__(**horovod)
-        # Ranks that leave would take their errors, and their part of the slots, with them.
+        # Ranks that leave would take compression errors and their part of the slots with them.
         self.exclude(
             {
                 f"strategy.compression={self.compression_name}": self._keeps_errors,

@@ -17,7 +17,7 @@ from hvtrain.tasks.task import ClassTask, Losses
 
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
 MAX_CROSS_ENTROPY = 50.0
-# In samples, the number of tokens that the model gets to continue, and the number that it writes.
+# In samples, the length of the prompt, and of the continuation that the model writes.
 PROMPT_TOKENS = 16
 WRITTEN_TOKENS = 32
 # The number of tokens that the report shows of a text with hidden tokens.
@@ -69,7 +69,7 @@ class Language(ClassTask):
         model.compute_metrics = count_tokens
 
     def default_loss(self) -> Losses:
-        # Divides by the sum of weights. Keras's default would divide by the number of all tokens.
+        # Divides by the sum of weights; Keras's default would divide by the number of all tokens.
         return keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         )
@@ -121,8 +121,8 @@ class Language(ClassTask):
         # The targets show whether the model has learned to predict next or hidden tokens.
         is_causal = _is_causal(inputs, targets)
         if is_causal:
-            # A graph that all calls share, since calling the model
-            # eagerly for each token would be slow.
+            # All calls share one graph, since calling the model eagerly
+            # for each token would be slow.
             model_graph: Any = tf.function(model)
             shown = inputs[:, :PROMPT_TOKENS]
             written: Any = [
@@ -162,8 +162,8 @@ def continuation(
         model: Maps tokens [batch, length] to logits [batch, length, vocabulary], where the logits at a
             position do not depend on later tokens.
         prompt: Tokens to continue, at least one.
-        number: The most tokens to write.
-        length: The number of newest tokens that the model sees.
+        number: The maximum number of tokens to generate.
+        length: The model's context: how many of the latest tokens it sees.
         temperature: 0 always takes the likeliest token; 1 samples from the model's distribution.
         seed: The seed for sampling.
         end: The token that ends a text early; it is not returned.

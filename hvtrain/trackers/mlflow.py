@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-# MLflow refuses requests with more parameters, and longer values.
+# MLflow refuses a request with more parameters than this, and values with more characters.
 MOST_PARAMS = 100
 LONGEST_PARAM = 6000
 
@@ -47,7 +47,7 @@ class MLflow(Tracker):
             os.environ.setdefault(name, value)
         import mlflow
 
-        # For a new SQLite file, both would log every migration of its schema.
+        # For a new SQLite file, both loggers would report every migration of its schema.
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
 
@@ -86,7 +86,7 @@ class MLflow(Tracker):
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        # MLflow still returns a deleted run.
+        # MLflow also returns runs that were deleted, which cannot be continued.
         return bool(info.lifecycle_stage == "active")
 
     def _experiment_id(self) -> str:
@@ -94,7 +94,7 @@ class MLflow(Tracker):
         if experiment:
             return str(experiment.experiment_id)
 
-        # None: a server decides where it keeps artifacts.
+        # None: the server decides where to keep artifacts.
         artifacts = None
         if self.uri.startswith("sqlite:"):
             # Absolute, or MLflow would look for them in the working folder

@@ -33,8 +33,8 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-# The time of a setting is the median of ROUNDS rounds of up to STEPS steps,
-# SECONDS_FOR_STEPS in all if possible.
+# The time of a setting is the median of ROUNDS rounds of up to STEPS steps. Long
+# steps are fewer, so that the rounds take SECONDS_FOR_STEPS in all if possible.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
@@ -65,7 +65,7 @@ class CommSettings:
 
 
 def default_settings(bucket_mib: float | None) -> CommSettings:
-    """Returns the settings that hold without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
+    """Returns the settings that apply without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
@@ -77,7 +77,7 @@ def default_settings(bucket_mib: float | None) -> CommSettings:
 
 
 def tune(run: Run, build: Callable[[], keras.Model]) -> None:
-    """Finds the fastest settings, or reads an earlier result, and restarts communication with them (every rank).
+    """Finds the fastest settings or reads an earlier result, and restarts communication with them (every rank).
 
     Args:
         run: The run, in whose folder the result is kept.
@@ -104,7 +104,7 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     began = time.monotonic()
     mib = sum(sizes) / MIB
     if default.bucket_mib >= mib:
-        # All gradients fit into one bucket, for which the setting is 0.
+        # All gradients fit into one bucket, and 0 is the setting for that.
         default = replace(default, bucket_mib=0.0)
     # The plan's first step: plan.shift is not 0 if the run began with another plan.
     batches = run.batches_from(run.plan.shift)

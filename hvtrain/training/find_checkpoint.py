@@ -36,7 +36,7 @@ from hvtrain.training.run import ResumePoint, RunState
 
 log = logging.getLogger(__name__)
 
-# What a checkpoint's meta must contain for a resume, and its types.
+# Keys that a checkpoint's meta must have for a resume, and the types of their values.
 _NEEDED: dict[str, Any] = {
     "num_ranks": int,
     "batch_size": int | list,
@@ -51,7 +51,7 @@ RECORDS = (HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rank's newest checkpoint that is not known to be damaged, in memory (path None) or on disk.
+    """A rank's newest checkpoint that is not known to be damaged: in memory (path None) or on disk.
 
     run_id is None if no checkpoint on the disk names its run, for example because all are damaged.
     seen_step is the newest step on the disk, damaged or not.
@@ -82,8 +82,8 @@ def find_checkpoint(
     Args:
         folder: The run folder, the same path on all hosts.
         comm: The collectives.
-        run_state: Receives the run's identifier, this host's note keeper, and with on_all_ranks the
-            checkpoint.
+        run_state: Holds the checkpoint in memory, if any. Receives the run's identifier, this host's
+            note keeper, and with on_all_ranks the checkpoint.
         resume: The setting `resume`.
         on_all_ranks: All ranks get the checkpoint's arrays, not only the chief.
         copies: The setting checkpoint.copies; if set, the chief also writes a received checkpoint to its disk.
@@ -91,7 +91,7 @@ def find_checkpoint(
     Raises:
         CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
             or all are damaged.
-        ConfigError: resume=never, and a host other than rank 0's has a checkpoint.
+        ConfigError: resume=never, and a host has a checkpoint. (run_folder.py already refuses rank 0's own.)
     """
     search = _Search(folder, comm, run_state, on_all_ranks, copies)
     saved = search.newest()
@@ -106,8 +106,8 @@ def find_checkpoint(
             )
         if resume == "auto" and run_state.checkpoint is None:
             own_notes = [notes.read(folder)]
-            # With copies, the launcher's note may name a checkpoint
-            # whose copy was not complete yet.
+            # With copies, the launcher's note may name a checkpoint that was never copied
+            # completely; a copy of an older one will do.
             if not copies or not search.candidates:
                 own_notes.append(notes.from_launcher(os.environ))
             all_notes = [
@@ -262,7 +262,7 @@ class _Search:
 
         name = folder_name(checkpoint.step)
         meta = checkpoint.meta
-        # Matching checksums prove that the files are whole, not that a run has written them.
+        # Matching checksums prove that the files are whole, not that a run wrote them.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if checked_run_id(meta.get("run_id")) is None:
             missing.append("run_id")

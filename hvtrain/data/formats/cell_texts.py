@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 MOSTLY = 0.9
 # Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
+# Symbols that may precede or follow a number.
 UNITS = ("%", "$", "€", "£", "¥")
 # The unit of times of day and durations, such as 12:34 or 1:02:03.5, which are read as seconds.
 CLOCK = "hours:minutes"
@@ -140,7 +141,7 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
 def by_value(
     texts: Sequence[str], decimal: str = ".", thousands: str = "", unit: str = ""
 ) -> list[str]:
-    """Sorts texts by the numbers they stand for in a format; texts that are not numbers come last.
+    """Returns texts sorted by their values in a number format; those that are not numbers come last.
 
     >>> by_value(["10", "?", "9"])
     ['9', '10', '?']
@@ -176,9 +177,9 @@ def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
     """
     if date_format != ISO_8601:
         parsed = pc.strptime(text, format=date_format, unit="us", error_is_null=True)
-        # strptime reads February 30 as a day in March, and 24 as %Y as the year 24.
+        # strptime reads February 30 as a day in March, and, for %Y, 24 as the year 24.
         pattern = date_format.replace(".", r"\.").replace("%d", r"(?P<day>\d{1,2})")
-        # And 1.2.3 is a version rather than a day in 2003.
+        # For %y it reads 3 as 2003, but 1.2.3 is more likely a version than a date.
         pattern = pattern.replace("%Y", r"\d{4}").replace("%y", r"\d{2}")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))

@@ -49,7 +49,7 @@ _FOR_PILLOW = {
 }
 
 RESIZES = ("bilinear", "area", "antialias")
-# Values of `fit`, as phrases.
+# Values of `fit`, with phrases for the header of a run.
 FITS = {
     "crop": "cropped to the aspect ratio",
     "pad": "padded to the aspect ratio",
@@ -136,8 +136,8 @@ class Sizing:
             of the pixels that an output pixel covers; antialias, bilinear over the same pixels.
         fit: crop keeps the largest central part with the aspect ratio of image_shape; pad keeps the whole
             image, with black around it; stretch does not keep the aspect ratio.
-        crop_fraction: The central fraction of the resized image's sides that is kept. 0.875 is
-            ImageNet's 224 of 256.
+        crop_fraction: The central fraction of the resized image's height and width that is kept.
+            0.875 is ImageNet's 224 of 256.
         exif: Turn images upright, as their EXIF orientation says.
         crop: Random crop of each training image, instead of fit and crop_fraction.
 
@@ -162,7 +162,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Rows cut off at both the top and the bottom, and columns cut off at both sides."""
+        """Rows cut off at each of top and bottom, and columns cut off at each side."""
         height, width, _ = self.image_shape
         share = (1 / self.crop_fraction - 1) / 2
         return round(height * share), round(width * share)
@@ -175,7 +175,7 @@ class Sizing:
 
     @property
     def is_fixed(self) -> bool:
-        """True if the saved model takes only images of image_shape, since no layer of Keras resizes by area."""
+        """True if the saved model takes only images of image_shape: no Keras layer resizes by area."""
         return self.resize == "area"
 
     def phrase(self) -> str:
@@ -203,7 +203,7 @@ class Sizing:
         return [*tf.unstack(corner), *tf.unstack(sides)]
 
     def follow(self, labels: Image.Image, padding: Any) -> Image.Image:
-        """Resizes a mask like its image, but by nearest pixels: labels cannot be blended. `padding` fills the rest."""
+        """Resizes a mask like its image, but by nearest neighbor: labels cannot blend. `padding` fills the rest."""
         width, height = labels.size
         top, left, rows, columns = map(int, self.window(height, width))
         extent = (left, top, left + columns, top + rows)
@@ -219,7 +219,7 @@ class Sizing:
         return _decode_whole(encoded, _are_for_pillow(encoded, self), self)
 
     def layers(self) -> list[Callable[[Any], Any]]:
-        """Returns layers that resize a decoded image as decode() does, to the last bit; none if is_fixed."""
+        """Returns layers that resize a decoded image bit for bit as decode() does; none if is_fixed."""
         if self.is_fixed:
             return []
         # data_format is explicit, since keras.json may name another. keras.layers.Resizing
@@ -262,8 +262,8 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
-    # A single expression takes 0.02 to 0.05 of the 0.7 ms that a JPEG of 224x224 takes. A switch of
-    # three cases, with TensorFlow's own operations for the orientation, takes up to 0.1 ms.
+    # A single expression takes 0.02 to 0.05 of the 0.7 ms that decoding a JPEG of 224x224 takes. A
+    # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
     return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
 
 
@@ -364,6 +364,6 @@ def _resize(image: Tensor, sizing: Sizing, size: Any, border: tuple[int, int]) -
         # Cut last, as bytes: cutting floats takes longer than rounding the border.
         return tf.cast(tf.round(resized), tf.uint8)[kept]
 
-    # Resizing to the same size would not change a bit, but take longer than decoding.
+    # Resizing to the same size would change nothing, but would take longer than decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
     return tf.ensure_shape(tf.cond(fits, lambda: image[kept], resize), sizing.image_shape)

@@ -47,8 +47,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
-        ConfigError: without the library, for unknown columns, and for images without an
-            image_shape.
+        ConfigError: if the library is missing, a column is unknown, or a column holds images and
+            image_shape is not given.
         DataError: if the folder cannot be read, or a column holds unsupported values.
     """
 
@@ -244,7 +244,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         return TensorSpec(shape, dtype)
 
     def _array(self, table: pa.Table, name: str, split: str, numbers: np.ndarray) -> np.ndarray:
-        """Returns a column of some rows as an array; encoded images as objects.
+        """Returns a column of some rows as a NumPy array; encoded images become bytes objects.
 
         Args:
             table: the rows.
@@ -253,13 +253,14 @@ class HuggingFace(NotesFailure, IndexedSource):
             numbers: the rows' indices in the split, for messages.
 
         Raises:
-            DataError: for gaps and unequal lengths, with the row's index; and for integers beyond 32 bits.
+            DataError: a value is missing or a list has another length, with the row's index; or an integer needs
+                more than 32 bits.
         """
         values = one_array(table[name])
         count = len(values)
 
         def wrong_row(index, content):
-            # The lists of each level so far have one length, so every row has as many values here.
+            # Lists of each level so far are equally long, so all rows have as many values here.
             row = numbers[index * count // len(values)]
             return self.fail(
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
@@ -302,7 +303,7 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Loads the data sets in a folder, by split; also returns warnings about those that belong to no split.
 
     Raises:
-        ConfigError: without the library.
+        ConfigError: if the library is missing.
         DataError: if the folder cannot be read, or has no training part.
     """
     try:

@@ -14,10 +14,10 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-# Factor by which a step must become faster; a smaller gain may be noise.
+# A step must become at least this many times as fast; a smaller gain may be noise.
 LEAST_GAIN = 1.1
-# Size of the largest batch, relative to the mean: a larger one might
-# not fit into a device's memory.
+# Size of the largest batch of a rank, relative to the mean: a larger
+# one might not fit into the device's memory.
 MOST_BATCHES = 2
 
 
@@ -25,11 +25,11 @@ class Balance(RunCallback):
     """Ends the attempt after an epoch if other batch sizes would be faster (every rank).
 
     Checkpointing then writes a checkpoint with the new batch sizes, from which the next attempt
-    continues. Put this callback before Checkpointing, and after the callbacks that extend one rank's
-    stop to all ranks.
+    continues. Put this callback before Checkpointing, and after the callbacks that propagate one
+    rank's stop request to all ranks.
 
     Raises:
-        ConfigError: The ranks are not timed, or their batches cannot differ.
+        ConfigError: Steps are not timed, ranks may join or leave, or the strategy's ranks need equal batches.
     """
 
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
@@ -99,7 +99,7 @@ class Balance(RunCallback):
 
 
 def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Returns the batch sizes, with the same sum, for which the last rank finishes earliest.
+    """Returns the batch sizes, with the same sum, with which the last rank to finish is earliest.
 
     A rank's work is assumed to be proportional to its batch. Each batch has at least one example and
     at most MOST_BATCHES times the mean.
@@ -133,7 +133,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
 def slowest_in_words(
     times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]
 ) -> str:
-    """Compares the slowest rank, per example, with the fastest, and says whether data or compute makes it slow.
+    """Says how much slower the slowest rank is per example than the fastest, and whether data or compute is the cause.
 
     >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
     >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])

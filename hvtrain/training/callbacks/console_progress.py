@@ -27,8 +27,8 @@ Moment = tuple[float, int]
 class Progress(RunCallback):
     """Shows a run's progress, speed and remaining time (chief only).
 
-    The time per step is measured over the steps since this start (for the remaining time) or since the
-    epoch began. Steps of the first call of the graph, which is slow because it traces, do not count.
+    The time per step is a mean: since this start for the remaining time, else since the epoch began.
+    Steps of the first call of the graph, which is slow because it traces, do not count.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -44,8 +44,8 @@ class Progress(RunCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
-        # The first epoch begins with the call that traces, so its steps
-        # count from the end of that call.
+        # The first epoch of this start begins with the call that traces, so
+        # its steps count from the end of that call.
         self._first_in_epoch: Moment | None = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.step)
@@ -144,14 +144,14 @@ class Progress(RunCallback):
 
     def _left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
-        # Up to now, since the rest of the run has validations and checkpoints too.
+        # Up to now, so that validations and checkpoints count: the rest of the run has them too.
         steps = self.plan.num_steps - self.step
         seconds = steps * _seconds_per_step(self._first_call, (time.monotonic(), self.step))
         return [f"{duration(round(seconds))} left"] if seconds else []
 
 
 def display() -> LiveDisplay | Sender | None:
-    """Returns what draws bars on the launcher's terminal or this process's own; None if there is no terminal."""
+    """Returns an object that draws on the launcher's terminal or this process's own; None if there is no terminal."""
     if drawing.is_requested():
         return Sender()
     # mpirun gives its ranks terminals of their own.

@@ -1,4 +1,4 @@
-"""Publishes a run's newest numbers for monitoring, in Prometheus's text format, at a port and in a file."""
+"""Publishes a run's current metrics for monitoring, in Prometheus's text format, at a port and in a file."""
 
 import logging
 import math
@@ -26,9 +26,9 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class Metrics(RunCallback):
-    """Serves and writes the numbers while the context lasts (chief only, but every rank enters it).
+    """Serves and writes the metrics while the context lasts (chief only, but every rank enters it).
 
-    A step only notes its time and its logs. The numbers are computed for each request, in the thread
+    A step only notes its time and its logs. The metrics are computed for each request, in the thread
     that answers it, and whenever the file is written.
     """
 
@@ -99,14 +99,14 @@ class Metrics(RunCallback):
             write_to_textfile(self._config.file, self._registry)
 
     def collect(self) -> list[Family]:
-        """Returns all numbers; prometheus_client calls it, in any thread."""
+        """Returns all metrics; called by prometheus_client, in any thread."""
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
         phases = self.strategy.marks.times()._asdict()
         del phases["steps"]
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
-        # Of the newest epoch, which is the last entry.
+        # The newest epoch is the last entry.
         rank_seconds = next(reversed(self.report.rank_seconds.values()), [])
         memory = {"process": resident_bytes()}
         if tf.config.list_logical_devices("GPU"):
@@ -172,7 +172,7 @@ class Metrics(RunCallback):
         label: str = "",
         kind: type[Family] = GaugeMetricFamily,
     ) -> Family:
-        """Makes a metric from a number or, with `label`, numbers by the label's value. All have the label `run`."""
+        """Makes a metric from a number or, with `label`, from numbers by the label's value. All get the label `run`."""
         names = ["run", label] if label else ["run"]
         family = kind(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():

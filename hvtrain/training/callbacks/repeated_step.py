@@ -41,8 +41,8 @@ class LayerSearch(RunCallback):
     graph must be a single step, see call_steps.
 
     Raises:
-        ConfigError: The strategy's steps are not those of each rank by itself.
-        TrainingError: The loss of a step is not finite; names the first value that is not.
+        ConfigError: The strategy does not run the model's own train step on each rank.
+        TrainingError: The loss of a step is not finite. The message names the first value that is not.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -80,7 +80,7 @@ class LayerSearch(RunCallback):
         if first is None:
             return "; when it is repeated layer by layer, all values are finite"
         # Compared by phase and position, since descriptions differ between
-        # ranks, as in an example's number.
+        # ranks, for example in an example's number.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
         return f"; it began with {first.description}, on {named(ranks)}"
 
@@ -89,7 +89,7 @@ class LayerSearch(RunCallback):
         try:
             return first_not_finite(self.model, batch, not self.plan.is_even)
         except Exception as error:
-            # The other ranks wait for this rank's answer, and the run fails anyway.
+            # Not raised: the other ranks wait for this rank's answer, and the run fails anyway.
             log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
             return None
 
@@ -101,9 +101,9 @@ def first_not_finite(
 ) -> Origin | None:
     """Finds the first value of a train step that is not finite.
 
-    Every rank calls it, since the loss may be joint. The step is the model's own, with augmentation
-    and loss scale, but without the update. The batch and the weights are checked first, then the outputs
-    of layers, the loss, and the gradients in the order of the backward pass.
+    Every rank must call it, since the loss may add values of all ranks. The step is the model's own,
+    with augmentation and loss scale, but without the update. The batch and the weights are checked
+    first, then the outputs of layers, the loss, and the gradients in the order of the backward pass.
 
     Args:
         model: A compiled model whose optimizer is built.

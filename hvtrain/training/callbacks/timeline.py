@@ -31,8 +31,8 @@ _TRANSFER = "transfer and sum"
 class TimelineTrace(RunCallback):
     """Traces some steps of this start (every rank; the chief writes).
 
-    It traces profile.steps steps, after the first profile.first_step steps; or a few more, if a call of
-    the graph runs several; or fewer, if the run ends. In the run folder, profile/horovod.json is for
+    It traces profile.steps steps, after the first profile.first_step steps: a few more if a call of the
+    graph runs several steps, fewer if the run ends first. In the run folder, profile/horovod.json is for
     chrome://tracing or ui.perfetto.dev, and the rest of profile/ for TensorBoard's profiler.
     """
 
@@ -58,8 +58,8 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        # From the step at which the trace began, which is after first_step if a
-        # call of the graph crossed that.
+        # Counted from the step at which the trace began, which is after first_step
+        # if a call of the graph crossed that.
         if self._begin is not None and self.step >= self._begin + self.run.config.profile.steps:
             self._end()
 
@@ -73,7 +73,7 @@ class TimelineTrace(RunCallback):
     def _make_folder(self) -> None:
         refuse_link(self.folder, StorageError, "remove it")
         self.folder.mkdir(exist_ok=True)
-        # Otherwise the traces of an earlier start would be added to this start's.
+        # Otherwise this start's times would include the traces of an earlier one.
         for old in [self.folder / REDUCTIONS, *self.folder.rglob("*.xplane.pb")]:
             remove(old)
 
@@ -98,7 +98,7 @@ class TimelineTrace(RunCallback):
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
-    """Returns lines of text with the milliseconds of each kind of operation in a traced step.
+    """Returns lines of text with the milliseconds per traced step of each kind of operation.
 
     Args:
         folder: The folder of the traces.
@@ -118,7 +118,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
 
 
 def reductions(path: Path) -> dict[str, float]:
-    """Returns, by kind of activity, the seconds in which Horovod did it for at least one gradient."""
+    """Returns, by kind of activity, the seconds during which Horovod did it for at least one gradient."""
     # Unless Horovod has closed the JSON list, its last event ends with a comma.
     text = path.read_text(encoding="utf-8").strip()
     if not text.endswith("]"):
@@ -150,7 +150,7 @@ def _activity(name: str) -> str | None:
         if name.startswith(prefix):
             return activity
     # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers;
-    # ALLREDUCE is the sum of all activities.
+    # ALLREDUCE encloses all activities.
     return _TRANSFER if "_ALL" in name else None
 
 
