@@ -123,7 +123,7 @@ def _views(findings: Findings) -> Figure:
 
 
 def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns the images as bytes, under their masks; scaled together, so that their brightness can be compared."""
+    """Returns the images as uint8, with masks painted on; scaled together, so that their brightness can be compared."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
     for index, (_, target) in enumerate(rows):

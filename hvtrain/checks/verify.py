@@ -28,7 +28,7 @@ examples:
 
 
 def main() -> int:
-    """Checks the library, and the user's run if the command line has settings of one."""
+    """Checks the library and, if the command line has settings of a run, that run; returns the exit code."""
     Parser(
         "python -m hvtrain verify",
         usage="%(prog)s [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -54,7 +54,10 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
 
     Args:
         config: The settings; with has_own_run, their strategy, model and data are checked.
-        has_own_run: Check the run too, not only the library.
+        has_own_run: True to check the run too, not only the library.
+
+    Raises:
+        RankError: Only one rank was started.
     """
     with console.quiet_import(config.verbose):
         import tensorflow as tf
@@ -90,7 +93,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
 
 
 def run_checks(checks: Checks, strategy: "Strategy") -> bool:
-    """Runs the checks and prints a line for each on the chief (every rank).
+    """Runs the checks (every rank), and prints a line for each on the chief.
 
     Returns True if all passed on all ranks. Each check has a deadline, so that none can hang.
     """

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-# Other libraries' names for settings, and ours, the best first: which of these a
-# run has depends on its choices.
+# Other libraries' names for settings, each with ours, the best first. Which of ours a run has
+# depends on its model, data set and so on.
 SYNONYMS = {
     name: ours.split()
     for names, ours in {
@@ -40,7 +40,7 @@ def setting(
         default: The default value.
         doc: The description, for --help.
         low: The lowest number allowed.
-        choices: All strings allowed.
+        choices: The strings allowed; empty: any.
     """
     return field(default=default, metadata={"doc": doc, "low": low, "choices": choices})
 
@@ -54,7 +54,7 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
         path: A prefix for names in messages, such as "model.".
 
     Raises:
-        ConfigError: A name is unknown or missing, or a value has the wrong type or range.
+        ConfigError: A name is unknown or missing, or a value has the wrong type or is out of range.
     """
     if not isinstance(tree, dict):
         raise ConfigError(f"{path.rstrip('.')}={tree!r} is not a group of settings")
@@ -94,7 +94,7 @@ def _value(name: str, value, hint, rule):
     if isinstance(value, dict) and dict in options:
         return value
 
-    # If several types are allowed, messages name the first.
+    # Apart from null, lists and dictionaries, only the first type is accepted.
     expected = next(option for option in options if option is not type(None))
     if expected is float and is_number(value):
         with suppress(OverflowError):
@@ -135,21 +135,21 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 def check_least(name: str, value: float, low: float) -> None:
     """Raises ConfigError unless the value of the setting `name` is a finite number of at least `low`."""
-    # Written as a chain so that NaN, for which every comparison is false, is
-    # refused too. Integers become int64.
+    # Written as a chain so that NaN, for which every comparison is false, is refused too. The upper
+    # bound is that of int64, which integers become.
     if not (isinstance(value, numbers.Real) and low <= value < 2**63):
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
 
 
 def check_whole(name: str, value: Any, low: int) -> None:
     """Raises ConfigError unless the value of the setting `name` is a whole number of at least `low`."""
-    # Integers become int64.
+    # The upper bound is that of int64, which integers become.
     if type(value) is not int or not low <= value < 2**63:
         raise ConfigError(f"{name}={value} is not a whole number of at least {low}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Suggests the known name that a wrong one stands for, or lists all known names."""
+    """Returns advice on an unknown name: the known name that is probably meant, or a list of all known names."""
     match = closest(name, known)
     if match:
         return f"did you mean '{match}'?"

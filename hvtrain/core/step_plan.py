@@ -63,6 +63,8 @@ class StepPlan:
 
     shares: how the data are divided, one share for each rank that the run began with.
     num_steps: the run's step at which this plan ends.
+    base_learning_rate, learning_rate_factor: their product is the peak learning rate.
+    num_examples: training examples over all ranks, including those that an epoch leaves out.
     size: current number of ranks; if it differs from the number of shares, the ranks split each global batch evenly.
     shift: the run's step count minus this plan's, if the run began with a different plan.
     scheduled_steps: total steps of this plan, if different from num_steps.
@@ -180,7 +182,7 @@ class StepPlan:
         return self.size * (end - begin) / parts[-1][1]
 
     def share_offsets(self, step: Any) -> list[Any]:
-        """Returns where each share's batch begins in the global batch of a step of the epoch, and where that ends."""
+        """Returns the shares' offsets in the global batch of a step of the epoch, followed by that batch's size."""
         sizes = [share.begin(step + 1) - share.begin(step) for share in self.shares]
         return list(accumulate(sizes, initial=0))
 

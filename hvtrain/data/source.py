@@ -155,8 +155,8 @@ class Source(ABC):
     same_on_all_ranks: bool = False
     """True if ranks are meant to read the same data. Otherwise, equal first batches are an error."""
     raw_batches: bool = False
-    """True if the training step calls finish(), so that a GPU runs it, not the training stream. Images
-    are then sent as bytes, a quarter of the size. Set before streams are opened."""
+    """True if the training step calls finish(), on the GPU if there is one, instead of the training
+    stream. Images are then sent as bytes, a quarter of the size. Set before streams are opened."""
     sizing: Any = None
     """The Sizing of encoded images, see pipeline/decoding.py; None if the source decodes no images."""
     no_random_crop: str = "gives images that are decoded already"
@@ -215,7 +215,7 @@ class Source(ABC):
         """Returns the number of examples of a split over all ranks; 0 if there is no such split."""
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """Counts what only this rank has to read, such as its shards; empty, the default, if all counts are known."""
+        """Returns counts that only this rank can read, such as its shards'; empty, the default, if all are known."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
@@ -227,7 +227,7 @@ class Source(ABC):
         Every rank computes the same list.
         """
         num_examples = self.num_examples(split)
-        # Counts come from Topology, which also cuts the shards, so the two cannot disagree.
+        # The sizes come from Topology, which also cuts the shards, so the two cannot disagree.
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [rank.share_size(num_examples) for rank in ranks]
 
@@ -245,7 +245,7 @@ class Source(ABC):
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """Returns a finite stream of this rank's shard, each example once; the last batch may be short."""
+        """Returns a finite stream of batches of this rank's shard, each example once; the last batch may be short."""
 
     def lengths(self, split: str) -> np.ndarray | None:
         """Returns the length of each example of a split, int [n]; None, the default, if all are equal or unknown.

@@ -130,7 +130,7 @@ class WeightCheck:
 
 
 def _ids_of_own(model: keras.Model) -> set[int]:
-    """Returns the ids of what each rank has of its own: rank_variables, local variables and the slots of these."""
+    """Returns the ids of each rank's own variables: rank_variables, local variables and the slots of these."""
     own = list(getattr(model.optimizer, "rank_variables", {}).values())
     hook = hook_of(model.optimizer)
     if hook:

@@ -78,7 +78,7 @@ def DiLoCo(  # noqa: N802
     Args:
         outer_rate: learning rate of the outer optimizer.
         outer_momentum: momentum of the outer optimizer.
-        compression: the format in which changes are sent; it may be one that keeps errors.
+        compression: the format in which changes are sent; it may be one with error feedback.
 
     The other arguments, results and errors are those of LocalSGD.
     """
@@ -118,7 +118,7 @@ def local_hook(optimizer: Any) -> "LocalHook":
 class LocalHook(Hook):
     """State of an optimizer that steps locally.
 
-    Its reducer reduces weights (LocalSGD) or their changes (DiLoCo), and during the warm-up gradients.
+    Its reducer reduces gradients during the warm-up, then weights (LocalSGD) or their changes (DiLoCo).
     """
 
     averages_weights: bool = True

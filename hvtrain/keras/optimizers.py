@@ -2,7 +2,7 @@
 
 The gradient of an embedding has a row for each id of the batch (IndexedSlices). Keras's own Adam and
 Adagrad treat it as a gradient of the whole table: in each step they update all slots and rows, which
-takes as long as reading and writing the table three times.
+for Adam takes as long as reading and writing the table three times.
 """
 
 from typing import Any

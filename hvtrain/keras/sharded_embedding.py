@@ -26,7 +26,7 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class ShardedRows:
-    """Mixin before keras.layers.Embedding that shards its rows. On a single rank only the initial rows differ."""
+    """Mixin before keras.layers.Embedding that shards its rows. On a single rank it changes only the initial rows."""
 
     _hvtrain_seed = 0
     # The whole table, only on rank 0 and within whole_tables().
@@ -214,12 +214,12 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
 
     Use it like keras.layers.Embedding, in a model that all ranks build and call in the same way: its
     lookups are collective, in training, evaluation and prediction. With DistributedOptimizer the
-    gradients of its rows are those of the joint batch, without further messages; in a loop of your
+    gradients of its rows are those of the global batch, without further messages; in a loop of your
     own, take them with a plain tf.GradientTape. Broadcasts and checks of equal weights skip its rows.
     The initial values of row r depend only on the seed, the layer's name and r, and so are the same
     on any number of ranks.
 
-    Give several features one layer, and they share its messages.
+    Several features that use one layer share its messages.
 
     Args:
         input_dim: number of rows; ids are 0 to input_dim - 1. Or a list with the number of rows of each
@@ -356,6 +356,9 @@ def whole_tables(model: keras.Model, folder: Path | None = None) -> Iterator[Non
     Args:
         model: a built model.
         folder: where rank 0 has space for the files; None: the system's temporary folder.
+
+    Raises:
+        StorageError: on all ranks, if a file cannot be written.
     """
     layers = sharded_layers(model)
     try:

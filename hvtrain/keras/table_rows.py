@@ -134,7 +134,7 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
     Raises:
         MemoryError: Keras writes the file in memory, as it does for .keras, and the table does not fit.
     """
-    # An assignment copies the whole table. Keras creates the HDF5 group when it gets an array.
+    # Assigning the table would copy it whole. The empty array makes Keras create the HDF5 group.
     store["0"] = np.empty(0)
     del store["0"]
     group = store._h5_entry_group

@@ -153,7 +153,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
     # Ranks on other hosts start with the same ssh options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
-    # They are part of that command now, and Horovod would add them again.
+    # That command includes these two now, and Horovod would add them again.
     args.ssh_port = None
     args.ssh_identity_file = None
     # The hosts were checked above, with a one-line reason for a failure.
@@ -203,7 +203,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
     """Waits until the hosts that the discovery script lists have enough slots, and returns their names.
 
-    Raises ConfigError.
+    Raises ConfigError if they do not appear in time, or the script fails.
     """
     # Parsed by Horovod itself: a host listed without a number has --slots slots.
     script = discovery.HostDiscoveryScript(args.host_discovery_script, args.slots or 1)

@@ -213,7 +213,7 @@ def allreduce_seconds(
     machine: Machine,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> tuple[float, str]:
-    """Returns the time of the fastest algorithm, with start and correction by size, and that algorithm's name.
+    """Returns the fastest algorithm's time, with start_seconds and the link's correction, and that algorithm's name.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]

@@ -35,8 +35,8 @@ RUN_MANIFEST = "hvtrain-run.json"
 FETCHED_AT_ONCE = 16
 SECONDS_BETWEEN_LINES = 15.0
 UNFINISHED = ".part"
-# The file in an entry with the checksums of all parts. One for all objects, since creating a file
-# takes a host as much time as a request.
+# The file in an entry with the checksums of all parts. One file for all objects, since creating a
+# file takes a host as much time as a request.
 SUMS = ".sums"
 
 _PATTERN = re.compile(r"/(?=[^/]*[*?\[])")
@@ -165,7 +165,7 @@ def cache_folder() -> Path:
 
 
 def limit_bytes() -> float:
-    """Returns the maximum size of the cache. Raises ConfigError if HVTRAIN_CACHE_GIB is not a number above 0."""
+    """Returns the cache's maximum size in bytes. Raises ConfigError if HVTRAIN_CACHE_GIB is not a number above 0."""
     text = os.environ.get(SIZE_VARIABLE) or DEFAULT_GIB
     gib = 0.0
     with suppress(ValueError):

@@ -23,7 +23,7 @@ from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, writ
 
 log = logging.getLogger(__name__)
 
-# The object that names the run, and the start of it that may write.
+# The object that names the run, and which start of it (a process) may write.
 OWNER = "hvtrain-owner.json"
 # File in the local working folder: the run that its files belong to, and the run's address.
 IDENTITY_FILE = ".object-store-run"

@@ -23,8 +23,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 _mine: set[int] | None = None
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Names of the memory limit, the memory in use, and the part of that which is
-# cached files, by cgroup version.
+# Names of the memory limit, of the memory in use, and of the cached files in it, by cgroup version.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -34,7 +33,7 @@ def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
 
     Returns:
         The share. None if the CPUs cannot be divided evenly: then the process may run on all of them. Also None
-        if the launcher, Slurm or taskset has already chosen CPUs for it, which are not changed.
+        if the launcher, Slurm or taskset has already chosen CPUs for it; that choice stays.
     """
     global _mine
     try:
@@ -132,8 +131,8 @@ def _free_in_groups() -> Iterator[int]:
 def physical_gpus() -> list[Any]:
     """Lists the GPUs that TensorFlow can use, as tf.config.PhysicalDevice.
 
-    It is an error if there are GPUs and it can use none: TensorFlow would silently train on CPUs, at a
-    hundredth of the speed.
+    If there are GPUs and TensorFlow can use none, it would silently train on CPUs, at a hundredth of the
+    speed. So this is an error, or a warning if TensorFlow is built for CPUs only.
 
     Raises:
         RankError: TensorFlow is built for GPUs, the driver shows some, and TensorFlow uses none.

@@ -74,8 +74,8 @@ def begin_copies(run: Run) -> Copies:
     comm = run.strategy.comm
     rank = comm.topology.rank
     hosts = comm.gather(comm.topology.host)
-    # The receiver needs a disk of its own. On such hosts the first rank keeps a
-    # note of the newest checkpoint.
+    # The receiver needs a disk of its own. Hosts that have one are known by their first rank, which
+    # keeps a note of the newest checkpoint.
     keeps_note = comm.gather(run.state.note_keeper.folder is not None)
     receiver = next(
         (other for other, host in enumerate(hosts) if keeps_note[other] and host != hosts[0]), 0

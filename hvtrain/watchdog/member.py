@@ -27,7 +27,9 @@ from hvtrain.watchdog.progress import (
 
 log = logging.getLogger(__name__)
 
+# How long to wait for the stacks of a silent rank that was woken.
 SECONDS_FOR_A_WOKEN_RANK = 3.0
+# How long cause() waits for the reason.
 SECONDS_FOR_A_CAUSE = 3.0
 # Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks
 # stay until then, because once a rank has exited, mpirun waits for the host that it cannot reach.
@@ -129,8 +131,8 @@ class Member(Watchdog):
         self._lines = Lines()
         self._lock = threading.Lock()
         self._suspension = SuspensionClock(rules.beat_seconds)
-        # Seconds in which the main thread must notice that the run stops before this process is
-        # ended. If the run continues without a lost rank, the usual limit applies.
+        # Seconds that the main thread has to notice that the run stops; then this process is ended.
+        # If the run continues without a lost rank, the usual limit applies.
         self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
         self._heard = threading.Event()
         self._decided = threading.Event()

@@ -32,12 +32,12 @@ from hvtrain.errors import DataError
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# Texts that are read as gaps, the same as in pandas.read_csv; Arrow's own lack two.
+# Texts that are read as gaps, as in pandas.read_csv; Arrow's list lacks two of them.
 GAPS = pa.array([*pa.csv.ConvertOptions().null_values, "<NA>", "None"])
 # About this many rows of a sample rule out most number and date formats.
 TRIAL_ROWS = 100
-# In a file with types, up to this many distinct texts, or one per ten rows, are names
-# even if they look like numbers.
+# In a file with types, up to this many distinct texts (or a tenth of the number of rows, if that
+# is more) are names even if they look like numbers.
 FEW_TEXTS = 20
 # float64 cannot represent every whole number above this, so columns with
 # larger ones are taken as names.
@@ -99,7 +99,7 @@ class Cells(NamedTuple):
     values: Any
     """Numbers [rows, length], NaN in gaps; or an Arrow array of names or integers, null in gaps."""
     odd: Sequence[str] = ()
-    """Distinct texts, and infinities, where a number or a date was expected. They are gaps too."""
+    """Distinct texts, and infinities, where a number or a date was expected. In `values` they are gaps."""
 
     @property
     def is_gap(self) -> np.ndarray:
@@ -155,7 +155,7 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
 def infer(
     name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool
 ) -> Column | str:
-    """Infers how to read a column from all its cells; returns the reason instead if it cannot be used.
+    """Infers, from all its cells, how to read a column; returns the reason instead if it cannot be used.
 
     Args:
         name: name of the column.
@@ -258,6 +258,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
 
     Raises:
         DataError: The cells are not of the column's kind.
+        pyarrow.ArrowException: A cell cannot be converted.
     """
     if column.kind == "vector":
         return Cells(_vectors_in(values, column, where))
@@ -364,7 +365,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
 
 
 def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
-    """Returns integers, null in gaps. Raises DataError for fractions: as a category, 1.5 would become 1."""
+    """Returns integers, null in gaps. Raises DataError for fractions (1.5 would become 1) and beyond MAX_EXACT."""
     is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))

@@ -39,7 +39,7 @@ KINDS = {
 MISSING = ("refuse", "drop", "median", "most_frequent", "indicator")
 DATES = ("number", "parts", "drop")
 
-# pandas writes its index in columns of these names; a column without a name is usually one too.
+# pandas writes its index to columns with these names; a column without a name is usually an index.
 INDEX_NAME = re.compile(r"Unnamed: \d+|__index_level_\d+__|")
 ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECASE)
 # A column with at most this many distinct names is always a feature, however few rows there are.
@@ -60,17 +60,16 @@ class Settings:
     """The user's settings for columns.
 
     Attributes:
-        target: the column to predict. Names, and whole numbers, are classes; other numbers stay
-            numbers.
+        target: the column to predict. Names and whole numbers are classes; other numbers stay numbers.
         features: columns to use, and how, in the terms of FeatureSpace: {age: float_normalized,
             city: string_categorical}; null: all but the target, numbers normalized and names as
             categories.
         target_is: "class" or "number"; null: by the column's type.
-        missing: one of MISSING for all gaps, or one for each column: {age: median, city: indicator}. All but
-            "refuse" leave out rows without a target.
+        missing: one of MISSING for all gaps, or one for each column ("refuse" for those not named): {age: median,
+            city: indicator}. All but "refuse" leave out rows without a target.
         drop: columns to leave out.
         id: a column that is not a feature, but is shown beside each prediction.
-        dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
+        dates: "number", the days since 1970-01-01; "parts", which are year, month, day, weekday and hour; or "drop".
         decimal, thousands: decimal sign and thousands separator in text; null: inferred from the cells.
         log_numbers: without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
             instead of float_normalized.
@@ -80,7 +79,7 @@ class Settings:
         hash_buckets: number of buckets into which a column of more than MAX_NAMES names is hashed.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range or is not one of its choices.
     """
 
     target: str
@@ -155,7 +154,7 @@ def plain_columns(table: pa.Table) -> dict[str, pa.Array]:
 
 
 def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) -> Schema:
-    """Infers the schema of a training table, whose columns have no statistics yet.
+    """Infers the schema of a training table, without the statistics of its columns.
 
     Args:
         arrays: the columns, from plain_columns().
@@ -164,7 +163,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
 
     Raises:
         ConfigError: A setting does not fit the table.
-        DataError: No column is left, or one that the user chose cannot be used.
+        DataError: No column is left, one that the user chose cannot be used, or the target is the same in every row.
     """
     _check_names(arrays, settings, name)
     used = {column: array for column, array in arrays.items() if settings.uses(column)}
@@ -255,7 +254,7 @@ def _with_feature(
 def _with_default_feature(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings
 ) -> Column | str:
-    """Does the same as _with_feature for users who have not chosen features."""
+    """Returns the same as _with_feature, for settings that choose no features."""
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):

@@ -79,7 +79,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             minloglevel=3,
         )
     except RuntimeError as error:
-        # The name of a place in sentencepiece's source comes before the problem.
+        # sentencepiece puts a place in its source code before the problem.
         problem = first_line(error).rpartition("] ")[2]
         raise ConfigError(
             f"dataset.vocabulary_size={size} does not suit the training text: {problem}"

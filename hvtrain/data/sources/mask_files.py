@@ -125,7 +125,7 @@ class MaskReader:
         Padding is IGNORED.
 
         Raises:
-            DataError: The mask cannot be read, differs in size from its image, or has a label out of range.
+            DataError: The mask or its image cannot be read, their sizes differ, or a label or color has no class.
         """
         image, mask = pair
         try:

@@ -67,7 +67,7 @@ class Table(MemorySource):
 
     The inputs are float32 [features], or, with category_ids, a dict; the targets are int32 classes or float32 numbers.
 
-    The kind and the statistics of each column are determined once, from the training table, and equal
+    The kind and the statistics of each column are determined once, from the training table, and are equal
     on every rank. They are kept in the saved model, which takes columns by name, and in the run folder.
 
     Example:
@@ -77,7 +77,7 @@ class Table(MemorySource):
     Args:
         file: a CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
         target: the column to predict.
-        num_test, num_validation: number of rows taken out of the training part at random, with a fixed seed.
+        num_test, num_validation: number of rows held out of the training table at random, with a fixed seed.
         test_file, validation_file: tables to use instead of such rows.
         delimiter, encoding: format of CSV files; null: detected.
         columns: settings for columns; see Settings.
@@ -304,8 +304,8 @@ class Table(MemorySource):
             self.parts()
         values, rows = self._loaded[split]
         chosen = rows[np.asarray(numbers, np.int64)]
-        # Counted from 0 over all files, as in messages. Blank lines make
-        # the line in the file another one.
+        # Counted from 0 over all files, as in messages. Line numbers would
+        # also count blank lines.
         files = nest.flatten(self._files.get(split) or self._files["train"])
         names = listed([Path(file).name for file in files], most=2)
         cells = {f"row of {names}": chosen.tolist()}
@@ -325,7 +325,7 @@ class Table(MemorySource):
         if name is None or name not in table.column_names:
             return {}
         column = table[name]
-        # NumPy has no gaps in integers, and as floats, large ids would become others.
+        # NumPy's integers have no gaps, and floats would round large ids.
         if column.null_count and pa.types.is_integer(column.type):
             return {name: np.array(column.to_pylist(), object)}
         return {name: column.to_numpy()}
@@ -372,7 +372,7 @@ def _embedded_table(name: str) -> pa.Table:
     """Reads a table that is part of scikit-learn."""
     from sklearn import datasets
 
-    # By default, only this table is standardized, over all its rows.
+    # scikit-learn standardizes only this table by default, over all its rows.
     options = {"scaled": False} if name == "diabetes" else {}
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))

@@ -59,9 +59,9 @@ class TFRecords(DealtSource):
     in TensorFlow's global seed, so that the order would depend on what else the process did.
 
     Args:
-        dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord, or folders train/,
-            validation/ and test/ of such files; the last two are optional. Names may end in
-            .tfrecords or .tfrec, or in -00000-of-00001; files may be gzipped.
+        dir: a folder with train*.tfrecord, validation*.tfrecord and test*.tfrecord, or with folders
+            train/, validation/ and test/ of such files; only the training files are required. Names may
+            end in .tfrecords or .tfrec, or in -00000-of-00001; files may be gzipped.
         image_shape: [height, width, channels] to which images are resized.
         num_classes: number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: names of the features of a tf.train.Example.
@@ -74,7 +74,7 @@ class TFRecords(DealtSource):
 
     Raises:
         DataError: if there is no training file; once counted, if a file is damaged.
-        ConfigError: once counted, if the sampled records do not hold an encoded image and a label.
+        ConfigError: once counted, if none of the sampled records holds an encoded image and a label.
     """
 
     name = "tfrecord"
@@ -302,7 +302,7 @@ class TFRecords(DealtSource):
         return read
 
     def _read_again(self, records: np.ndarray, codes: np.ndarray) -> list[np.ndarray]:
-        """Returns a record. If it is empty, it is read again, since it may be intact and follow a damaged one."""
+        """Returns a record; an empty one is read again, since it may be intact and only follow a damaged one."""
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.
