@@ -83,7 +83,7 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
     if config.comm.tune:
         strategy.expect_restart()
     if config.profile.timeline:
-        # Horovod can start a timeline later only if this is set before it starts itself.
+        # Horovod can start a timeline later only if this is set before hvd.init().
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
         with report_failures(strategy, state.notice.failed):
@@ -138,6 +138,9 @@ def open_run(
 
     Args:
         parent: The folder in which the run folder is created if run.dir is not set.
+
+    Returns:
+        The run, and the checkpoint from which it resumes; None: it begins at step 0.
     """
     join_ranks(config, strategy)
     config = claim_folder(config, strategy, state, parent)

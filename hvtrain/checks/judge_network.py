@@ -15,7 +15,7 @@ _INTERFACE_FIX = (
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The place where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
+    """The endpoint at which others reach a host: one of its interfaces, the interface's address, and a free port."""
 
     interface: str
     address: str
@@ -194,8 +194,8 @@ def judge_ports(
     }
     while missing:
         counts = Counter(host for pair in missing for host in pair)
-        # Of two hosts in equally many failed connections, the one that was
-        # called more often is at fault.
+        # Among hosts with equally many failed connections, the one that was
+        # called most often is at fault.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
         pairs = [pair for pair in missing if host in pair]

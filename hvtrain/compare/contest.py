@@ -1,6 +1,6 @@
 """Runs the strategies of a comparison, each with the settings that make it train the same as the others.
 
-Short runs take turns to measure speed; then each strategy has one whole run.
+Short runs take turns to measure speed; then each strategy gets one whole run.
 """
 
 import os
@@ -40,7 +40,7 @@ class Contestant:
         name: as the user wrote it, with its own settings: "horovod@compression=fp16".
         strategy: the choice of `strategy=`.
         overrides: all settings of its run.
-        accumulate: train.accumulate, of which a run's steps are a multiple.
+        accumulate: train.accumulate; the number of steps of a run is a multiple of it.
         has_servers: True for strategies with parameter servers.
         differences: how this training differs from the others because of the comparison; differences
             due to the strategy itself are in the record of its run.
@@ -54,7 +54,7 @@ class Contestant:
     differences: Sequence[str] = ()
 
     def speed_overrides(self, num_steps: int) -> list[str]:
-        """Settings of a short run, which is timed."""
+        """Returns the settings of a timed run of num_steps, rounded up to a multiple of `accumulate`."""
         steps = f"train.steps={round_up_to_accumulation(num_steps, self.accumulate)}"
         return [*self.overrides, steps, *ONLY_STEPS]
 

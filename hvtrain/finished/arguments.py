@@ -25,8 +25,8 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The groups whose `_target_` is called when a run is opened, and those
-# that training it again calls too.
+# The groups whose `_target_` is called when a run is opened, and when it
+# is trained again.
 BUILT = ("dataset", "model", "task", "optimizer")
 TRAINED = (*BUILT, "schedule", "strategy", "augment", "callbacks")
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
@@ -36,7 +36,7 @@ SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset
 
 @dataclass(frozen=True)
 class FinishedConfig:
-    """A finished run and how a command line wants to use it.
+    """A finished run, and how a command line uses it.
 
     Attributes:
         folder: the run folder, absolute.

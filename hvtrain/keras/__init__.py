@@ -2,7 +2,8 @@
 
 Names and arguments are those of horovod.tensorflow.keras, horovod.keras and horovod.tensorflow. What
 Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is implemented here; the rest
-is Horovod's, with checks added to init and the grouped collectives.
+is Horovod's, with checks added to init and the grouped collectives. Names that Horovod does not have, such
+as LocalSGD and WeightCheckCallback, are additions.
 """
 
 from horovod.tensorflow import (

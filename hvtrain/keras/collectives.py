@@ -1,7 +1,7 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
 Every rank of the process set must call each of them. Values are sent as tensors; Horovod pickles only
-the shapes and types of variables, between the ranks of one job.
+their shapes and types, and the objects of broadcast_object_fn, between the ranks of one job.
 """
 
 import functools
@@ -23,7 +23,7 @@ from hvtrain.keras.in_graph import positional_name, tf_variable
 from hvtrain.keras.same_gradients import compare_structure, weights_made_equal
 from hvtrain.keras.table_rows import distribute_whole
 
-# Size of the messages of broadcast_variables.
+# A message of broadcast_variables is full once it has this many bytes.
 CHUNK_BYTES = 64 << 20
 
 # Types that Horovod's broadcast kernel takes
@@ -91,7 +91,7 @@ def reducescatter(
     op: int = hvd.Average,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """Returns this rank's slice, along the first dimension, of the value reduced over all ranks."""
+    """Returns this rank's slice, along the first dimension, of the value reduced over all ranks (default: Average)."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
@@ -205,7 +205,7 @@ def broadcast_variables(
         variables: Keras or TensorFlow variables.
         root_rank: the rank, among all ranks, whose values are sent.
         process_set: the ranks that call this.
-        inplace: accepted for Horovod's sake, without effect: messages are packed in any case.
+        inplace: accepted for compatibility with Horovod; no effect, since messages are always packed.
 
     Raises:
         RankError: if the number, shapes or types of the variables differ between ranks.

@@ -172,7 +172,7 @@ class CommitStateCallback(Callback):
 
     The commit is made when the next batch or epoch begins, or at the end of fit. By then all callbacks,
     in whatever order, have updated the state. Nor does a commit fall between an epoch's last batch and
-    its end, from where fit would have to resume with an epoch of no batches.
+    its end: resumed from there, fit would have to run an epoch without batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:

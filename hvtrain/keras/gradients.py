@@ -100,7 +100,8 @@ class FiniteCheck:
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns a boolean tensor, True if all values are finite.
 
-    It takes a single pass, because a tensor's sum is not finite if one of its values is not.
+    It takes a single pass, because a tensor's sum is not finite if one of its values is not. A sum of finite
+    values that overflows counts as not finite too.
     """
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in _values(gradients)]
     return tf.math.is_finite(tf.add_n([tf.zeros([]), *sums]))

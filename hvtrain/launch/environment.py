@@ -12,7 +12,8 @@ from hvtrain.system.secrets import SECRET, without_passwords
 
 Variables = Mapping[str, str]
 
-# Variables with which a rank finds its code, or which tune the libraries that it uses.
+# Variables with which a rank finds its code and object storage, sets its locale, or tunes its
+# libraries.
 _ALLOWED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
     r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|AZURE_STORAGE_(ACCOUNT|SERVICE_ENDPOINT)|"
@@ -65,7 +66,7 @@ def asked_for(environ: Variables, options: Iterable[str]) -> dict[str, str]:
 
 
 def of_this_environment(path: str) -> dict[str, str]:
-    """Returns PATH with this Python's programs, in front if missing, so that nobody needs to activate the environment.
+    """Returns PATH with this Python's programs, put first if missing, so that nobody needs to activate the environment.
 
     Adds OPAL_PREFIX if Open MPI is part of the environment: otherwise Open MPI on other hosts would
     look for its files where it was built.
@@ -82,8 +83,8 @@ def of_this_environment(path: str) -> dict[str, str]:
 def for_launcher(environ: Variables, rank_variables: Variables) -> dict[str, str]:
     """Returns the launcher's own variables: those of the ranks and those of this host."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
-    # The ranks' values take precedence: --env may have changed one of these variables. Unbuffered, so that
-    # lines arrive when they are printed, even if the ranks are killed then.
+    # The ranks' values take precedence: --env may have changed one of these variables. Output is
+    # unbuffered, so that each line arrives even if its rank is killed right after printing it.
     return {**of_host, **rank_variables, "PYTHONUNBUFFERED": "1"}
 
 

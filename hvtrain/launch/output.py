@@ -1,9 +1,9 @@
-"""Passes on the output of a launcher and its ranks, from which the listener learns which rank failed first.
+"""Passes on the output of a launcher and its ranks; a listener finds out from it which rank failed first.
 
 Launchers mark the output of ranks: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with
 [1,3]<stdout>: (job, rank). mpirun marks each piece that a rank writes, so marks may appear in the
-middle of a line, and one line may hold pieces from several ranks. MarkedStream tells who wrote which
-line, in whatever pieces the output arrives.
+middle of a line, and one line may hold pieces from several ranks. MarkedStream finds the writer
+of each line, whatever pieces the output arrives in.
 
 `hvtrain launch` uses RankOutput, and horovodrun PlainOutput. Both have:
 
@@ -47,7 +47,10 @@ _MAY_BE_HIDDEN = re.compile(
 
 
 class Line(NamedTuple):
-    """A line, or its part that has arrived. rank: its writer; None: the launcher. mark: the line's last mark, or ""."""
+    """A line, or the part of it that has arrived.
+
+    rank: its writer; None: the launcher. mark: the line's last mark, or "".
+    """
 
     rank: int | None
     stream: str
@@ -148,12 +151,12 @@ class RankOutput:
         self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
-        # None: given up.
+        # By rank; None: the log could not be written and was given up.
         self._files: dict[int, TextIO | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Logs of an earlier launch, which may have had other ranks. Unlinked,
-            # since writing would follow a link.
+            # Logs of an earlier launch, which may have had other ranks. They are
+            # unlinked, since writing would follow a symbolic link.
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
@@ -200,7 +203,7 @@ class RankOutput:
             return
 
         self._log(line.rank, text)
-        # These go only to the log, since the verdict on the console says more.
+        # A shell's messages go only to the log, since the verdict on the console says more.
         if text in _BY_SHELL:
             return
         # Rank 0 reports for all ranks, so its lines look like those of a single process.

@@ -42,7 +42,7 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 """
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
-SECONDS_FOR_A_HOST = 20.0
+SECONDS_FOR_A_HOST = 20.0  # Limit of HostCalls.call, including the time for ssh to connect.
 # Open files that a login must allow, or MPI waits forever; systems allow 1,024 or more.
 MIN_OPEN_FILES = 128
 ON_HOST = (host_facts, on_host)
@@ -206,9 +206,9 @@ class HostCalls:
             return dict(zip(self.remote, answers))
 
     def count(self, function: str, mark: str, *arguments: int) -> int:
-        """Calls a function of on_host here, and then on the other hosts in turn, until one counts any ranks.
+        """Calls a function of on_host here, and then on the other hosts in turn, until a host counts ranks.
 
-        Returns that count.
+        Returns that count; 0 if no host has any.
         """
         # Most launches have ranks on this host, so that no other host has to be called.
         count = getattr(on_host, function)(mark, *arguments)

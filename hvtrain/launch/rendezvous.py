@@ -4,8 +4,8 @@ The store takes PUT, GET and DELETE /SCOPE/RANK, like Horovod's. It unpickles no
 many simultaneous connections as a large job opens, answers most requests without a thread, and drops
 the addresses once all ranks have met, so that ranks can restart (comm.tune).
 
-Processes started by hand first claim their ranks at rank 0's server, again and again until all ranks
-are claimed: then each gets the host of every rank. If a process stops claiming, its rank becomes free
+Processes started by hand first claim their ranks at rank 0's server, and repeat their claims until all
+ranks are claimed; each then gets the host of every rank. If a process stops claiming, its rank becomes free
 again. Anyone who can reach the port is trusted as a rank.
 """
 
@@ -199,7 +199,7 @@ class Rendezvous(Store):
         self._is_complete = False
 
     def claim(self, claim: dict[str, Any]) -> tuple[int, Any]:
-        """Records a claim.
+        """Records a process's claim of its rank, as the function claim() sends it.
 
         Returns a status with the host of each rank (_OK), the missing names (_WAITING) or a reason (_REFUSED).
         """
@@ -251,7 +251,7 @@ def claim(
     host: Sequence[str],
     seconds: float,
 ) -> Any:
-    """Claims a rank until all ranks are claimed, and returns the host of each rank.
+    """Claims a rank until all ranks are claimed, and returns each rank's host as [name, address].
 
     Args:
         coordinator: address and port of rank 0's server.
@@ -260,7 +260,9 @@ def claim(
         host: name and address of this host.
         seconds: how long to wait.
 
-    Raises ConfigError if the rank is taken, LostRankError if a process does not arrive.
+    Raises:
+        ConfigError: the rank is taken, rank 0 expects other processes, or another server answers.
+        LostRankError: rank 0's server does not answer or another process does not arrive, in time.
     """
     address = "{}:{}".format(*coordinator)
     request = json.dumps(

@@ -20,7 +20,7 @@ from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls
 from hvtrain.system import console, host_facts
 
-# From a signal until all ranks are killed: while they save, and if they only stop (SIGHUP).
+# Time from a signal until all ranks are killed: if they save first, and if they only stop (SIGHUP).
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
 SECONDS_BETWEEN_LOOKS = 30.0

@@ -21,7 +21,7 @@ from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import logits, token_mask
 
-# Arguments of keras-hub's constructors that a run sets itself, so that users cannot set them.
+# Parameters of keras-hub's constructors that users cannot set, mostly because a run sets them.
 OURS = {
     "self",
     "args",
@@ -71,7 +71,7 @@ def hub_model(
         vocabulary_size: vocabulary size of the data set's tokenizer, for text models.
         preset: a folder written by keras-hub's save_to_preset. It gives the architecture;
             model.weights, by default the same folder, gives the weights.
-        padding_token: the token that fills up short texts and is not attended to; None: all tokens are
+        padding_token: the token that pads short texts and is not attended to; None: all tokens are
             attended to.
         length: the largest number of tokens, for texts of unequal lengths.
         backbone: options of the backbone's constructor, which take precedence over the data set's

@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """A line from a rank's log."""
+    """A line from a rank's log; `when` is "YYYY-MM-DD HH:MM:SS", `level` a level of logging, such as "WARNING"."""
 
     when: str
     level: str
@@ -175,8 +175,8 @@ def read_run(folder: Path) -> RunFiles:
     starts = read_starts(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
-    # If the run was resumed with more steps, its result is that of fewer steps,
-    # and perhaps of other settings.
+    # After a resume with more steps, result.json is still that of the shorter run,
+    # perhaps with other settings.
     later_steps = [start.get("first_step", 0) + 1 for start in starts[-1:]]
     if max([step or 0, *later_steps]) > result.get("num_steps", 0):
         result = {}

@@ -27,9 +27,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """A lock on a run folder, using flock: `kill -9` leaves no lock behind, and it works on NFS too.
+    """A lock on a run folder (chief only).
 
-    Chief only.
+    It uses flock, which works on NFS too and is released even by `kill -9`. On file systems without locks,
+    CLAIM_FILE replaces it, and remains after `kill -9`.
     """
 
     _file: IO[str] | None = None
@@ -101,7 +102,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """True while a run uses the folder. Locks the file only for the moment of the check, and creates none."""
+    """True while a run uses the folder. Locks the file only for the moment of the check, and creates no file."""
     try:
         # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
@@ -136,8 +137,8 @@ def _create(claim: Path) -> bool:
             process, host, started = claim.read_text("utf-8")[:300].split()
             # A later process may have the same number, especially in a restarted container.
             if host == socket.gethostname() and _started(int(process)) != started:
-                # Only one process gets past this. Another one that has read the same
-                # claim would remove the new one.
+                # Only one process gets past this. Otherwise another one that has read the
+                # same claim would remove the new one.
                 claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)
                 claim.unlink()
                 return _create(claim)

@@ -43,9 +43,9 @@ _NOT_IN_BITS = re.compile(
 def check_same_run(comm: Comm, config: RunConfig) -> None:
     """Checks that all ranks run the same program with the same settings (every rank).
 
-    Raises, on all ranks, with the difference named:
-        ConfigError: Settings differ.
-        RankError: Versions of packages, or code, differ.
+    Raises:
+        ConfigError: On all ranks: settings differ. The message names them.
+        RankError: On all ranks: versions of packages, or code, differ. The message names them.
     """
     own = {"settings": config.flat, "programs": software(config)}
     # Digests suffice if all agree; without them, each of a thousand

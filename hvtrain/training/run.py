@@ -37,7 +37,7 @@ class RunState:
     Args:
         began: time.monotonic() at the beginning of the run.
         folder: The run folder, once it is open.
-        is_new_folder: True if the run made its folder, and removes it again if it is refused.
+        is_new_folder: True if this run created its folder, which is removed again if no step was begun.
         settings: The content of config.yaml (chief only).
         lock: The folder's lock.
         signals: Signals that this rank has received.
@@ -65,8 +65,8 @@ class RunState:
 class ResumePoint:
     """The checkpoint to resume from.
 
-    Every rank has its meta. The chief has the checkpoint with its arrays; in an elastic job, every rank.
-    host is the host on whose disk it is; empty if it was in memory.
+    Every rank has its meta. Only the chief has the checkpoint with its arrays; in an elastic job, every rank
+    does. host is the host on whose disk it is; empty if it was in memory.
     """
 
     name: str

@@ -51,8 +51,8 @@ DELIMITERS = ",;\t|"
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# The share of rows that must have the same width: a delimiter may be
-# right although a few rows are odd.
+# The share of rows that must have the same number of cells. Below 1, since a few
+# rows may be malformed although the delimiter is right.
 MOSTLY = 0.9
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
@@ -70,7 +70,11 @@ class Layout(NamedTuple):
 
     delimiter: str
     fit: tuple[bool, bool, float, int]
-    """How well the delimiter fits; the largest fits best."""
+    """How well the delimiter fits; the largest fits best.
+
+    True if most rows have the same width and several cells, is_header, the share of rows with that width, and the
+    width in cells.
+    """
     is_header: bool
     """True if the first line has a name for each column."""
     names: list[str]

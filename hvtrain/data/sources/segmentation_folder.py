@@ -36,9 +36,9 @@ MASKS_FILE = "masks.json"
 class SegmentationFolder(ListedImages):
     """A source of images, each with a mask of class indices.
 
-    Images are resized and scaled to 0 ... 1. Masks are resized to the nearest pixel, and padding is
-    ignored. A mask is a grey or palette image whose values are class indices, with 255 for ignored
-    pixels, or an image whose colors stand for classes. If there are two classes and masks hold only 0
+    Images are resized and scaled to 0 ... 1. Masks are resized by nearest neighbor, and their
+    padding is ignored. A mask is a grey or palette image whose values are class indices, with 255 for
+    ignored pixels, or an image whose colors stand for classes. If there are two classes and masks hold only 0
     and 255, then 255 is class 1.
 
     Example:
@@ -121,7 +121,7 @@ class SegmentationFolder(ListedImages):
         return list_pairs(self.folder)
 
     def _count(self, split: str) -> Counter[int]:
-        """Counts the pixels of each label in some masks of a split."""
+        """Counts the pixels of each label in up to MAX_COUNTED masks of a split."""
         return self._masks.count(sample([mask for _, mask in self._files[split]], MAX_COUNTED))
 
     def description(self) -> Phrases:
@@ -208,14 +208,17 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
 
 
 def _named(folder: Path, names: Sequence[str]) -> Path | None:
-    """Returns the folder with the first of these names that exists, in any case; None if there is none."""
+    """Returns the folder with the first of these names that exists, ignoring case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = [path for name in names for path in folders if path.name.lower() == name]
     return next(iter(matches), None)
 
 
 def voc_pairs(folder: Path) -> dict[str, Files]:
-    """Lists the pairs of image and mask named in PASCAL VOC's lists, in their order."""
+    """Lists the pairs of image and mask named in PASCAL VOC's lists, in their order, by split.
+
+    Raises DataError if a list names an image that does not exist.
+    """
     images = {path.stem: path for path in visible(folder / "JPEGImages")}
     pairs = {}
     for split, name in VOC_LISTS.items():

@@ -48,7 +48,7 @@ RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
-    """A source of rows of tokens, int32 [length], cut from the joined documents or from a document each.
+    """A source of rows of tokens, int32 [length], cut from the joined documents or each from one document.
 
     Each document ends with an end token. With examples=windows, the documents are joined and cut into
     rows of the same length. Otherwise, a row is a document, or a paragraph of one, cut at `length`;

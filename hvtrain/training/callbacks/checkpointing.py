@@ -346,7 +346,7 @@ class Checkpointing(_Saving):
     def _weights_not_finite(self) -> TrainingError | None:
         """Returns an error if a weight is not finite, since a resume would continue with it. Not collective.
 
-        A check of gradients is not enough: a step on finite ones can overflow, and strategy=single has none.
+        A check of gradients is not enough: a step on finite ones can overflow, and strategy=single does not check them.
         """
         weights = [variable.value for variable in self.model.trainable_variables]
         if not self.run.config.guard.finite or are_finite(weights):

@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
     """The result of a check.
 
     Attributes:
-        ranks: those whose gradient differs from that of most ranks; both, if there are only two ranks.
+        ranks: those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
         variable: the index of the variable whose gradient differs most.
         difference: how much that gradient differs, relative to its norm.
     """
@@ -47,9 +47,9 @@ class Verdict(NamedTuple):
 class Recompute(RunCallback):
     """Makes all ranks recompute one rank's gradient of the next step after every N steps (every rank).
 
-    The ranks take turns. All ranks receive the rank's batch and dropout seeds; their weights are equal
-    anyway. So each check compares the forward and backward passes of all ranks, and what the rank sent
-    with what it should have sent.
+    The ranks take turns. All ranks receive the rank's batch and non-trainable variables, such as dropout
+    seeds and moving statistics; their trainable weights are equal anyway. So each check compares the forward
+    and backward passes of all ranks, and what the rank sent with what it should have sent.
 
     Raises:
         ConfigError: A step depends on more than weights, batch and seeds.
