@@ -182,8 +182,9 @@ class LocalHook(Hook):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
 
-        is_due = tf.logical_or(step % self.every == 0, tf.logical_not(self.has_anchors))
-        tf.cond(is_due, take, lambda: None)
+        # What the ranks learned together in the warm-up is no change for the outer optimizer.
+        begins = tf.logical_or(step % self.every == 0, step == self.warmup_steps)
+        tf.cond(tf.logical_or(begins, tf.logical_not(self.has_anchors)), take, lambda: None)
 
     def synchronize(self, optimizer: Any) -> None:
         """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""

@@ -184,7 +184,7 @@ results = {
             hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)
         ),
         "within, warm": compared(
-            hvd.DiLoCo(adam(), 3, 1.0, 0.0, 4, within=HOST), simulated(adam, 3, 1.0, 0.0, 4, HOSTS)
+            hvd.DiLoCo(adam(), 3, 0.7, 0.9, 4, within=HOST), simulated(adam, 3, 0.7, 0.9, 4, HOSTS)
         ),
         "diloco, buckets": compared(
             hvd.DiLoCo(adam(), 4, bucket_bytes=50), simulated(adam, 4, 0.7, 0.9)
