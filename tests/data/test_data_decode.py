@@ -64,6 +64,13 @@ def test_a_grey_image_of_the_right_size_gets_its_channels():
     )
 
 
+def test_a_jpeg_gets_four_channels():
+    jpeg = encoded("JPEG", *SHAPE)
+    four = decode(jpeg, Sizing((*SHAPE, 4))).numpy()
+    expected = np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGBA"))
+    assert np.array_equal(four, expected)
+
+
 @pytest.mark.parametrize(
     "values", [np.arange(256, dtype=np.uint8), np.array([-0.0, 0.1, -3e38, 1e-45], np.float32)]
 )

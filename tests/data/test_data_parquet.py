@@ -284,6 +284,12 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
         match=f"{path} and {other}: image holds encoded images in one and pixels in the other",
     ):
         Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
+    other = write(tmp_path / "train2.parquet", pixels(images), pa.array(["x"] * 8))
+    with pytest.raises(
+        DataError,
+        match=f"{path} and {other}: label holds text in one and whole numbers in the other",
+    ):
+        Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     for options in ({"scale": 0}, {"shuffle_groups": 0}, {"shuffle_groups": "many"}):
         with pytest.raises(ConfigError, match=rf"{next(iter(options))}=(0|many) "):
             Parquet(str(tmp_path), SHAPE, 3, **options)

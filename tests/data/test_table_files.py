@@ -145,6 +145,7 @@ CASES = [
     Case("tabs", text(NUMBERS, "\t"), "x: number", NUMBERS, "t.tsv", pandas={"sep": "\t"}),
     Case("bars", text(NUMBERS, "|"), "x: number", NUMBERS, pandas={"sep": "|"}),
     Case("Excel's first line", "sep=;\n" + text(NUMBERS, ";"), "x: number", NUMBERS, pandas={"sep": ";", "skiprows": 1}),
+    Case("Excel's first line with a tab", "sep=\t\r\n" + text(NUMBERS, "\t"), "x: number", NUMBERS, pandas={"sep": "\t", "skiprows": 1}),
     Case("lines of Windows", PLAIN.replace("\n", "\r\n"), "x: number", NUMBERS, pandas={}),
     Case("a byte order mark", PLAIN.encode("utf-8-sig"), "x: number", NUMBERS, pandas={"encoding": "utf-8-sig"}),
     Case("UTF-16", PLAIN.encode("utf-16"), "x: number", NUMBERS, pandas={"encoding": "utf-16"}),

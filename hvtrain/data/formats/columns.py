@@ -185,7 +185,7 @@ def infer(
     if not _is_vector(kind):
         return f"of the type {kind}"
     lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
-    if len(lengths) != 1:
+    if len(lengths) != 1 or not lengths[0]:
         return f"lists of {min(lengths)} to {max(lengths)} numbers"
     return replace(column, kind="vector", length=lengths[0])
 

@@ -107,10 +107,6 @@ def is_text(data_type: pa.DataType) -> bool:
     return not is_list and (types.is_string(value_type) or types.is_large_string(value_type))
 
 
-def has_text_labels(path: Path, columns: Columns) -> bool:
-    return is_text(_type_of(path, opened(path).schema_arrow, columns.label))
-
-
 def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
     """Returns the distinct labels of some files, whose labels are text. Reads no other column.
 

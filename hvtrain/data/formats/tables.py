@@ -304,7 +304,7 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
     """
     num_before = 0
     begin, _, rest = sample.partition("\n")
-    begin = begin.strip()
+    begin = begin.strip(" \r")
     # Excel writes the delimiter on a line of its own, such as sep=;
     if begin.lower().startswith("sep=") and len(begin) == 5:
         delimiter = delimiter or begin[4]

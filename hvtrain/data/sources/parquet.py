@@ -96,8 +96,10 @@ class Parquet(DealtSource):
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        # The first file with each type of pixels, for the message about types that cannot be mixed.
+        # The first file with each type of pixels, and with labels that are text or are not, for the
+        # messages about types that cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
+        label_paths: dict[bool, Path] = {}
         files = {"train": [self.folder]}
         if self.folder.is_dir():
             files, self._warnings = find_split_files(self.folder, row_groups.files_of)
@@ -105,7 +107,7 @@ class Parquet(DealtSource):
             split: {
                 group: group.num_rows
                 for path in paths
-                for group in self._read_footer(path, first_paths)
+                for group in self._read_footer(path, first_paths, label_paths)
             }
             for split, paths in files.items()
         }
@@ -124,13 +126,19 @@ class Parquet(DealtSource):
                 f"{paths}: {self._columns.image} holds encoded images in one and pixels in the other; write one kind"
             )
 
+        if len(label_paths) > 1:
+            paths = " and ".join(map(str, label_paths.values()))
+            raise DataError(
+                f"{paths}: {self._columns.label} holds text in one and whole numbers in the other; write one kind"
+            )
+
         self._encoded = any(kinds)
         # Only pixels that are all uint8 keep their type; others become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
-        train_paths = list(dict.fromkeys(group.path for group in counts["train"]))
-        if row_groups.has_text_labels(Path(train_paths[0]), self._columns):
+        if True in label_paths:
             if self.class_names is None:
+                train_paths = dict.fromkeys(group.path for group in counts["train"])
                 names = row_groups.label_names(train_paths, self._columns)
                 self.take_class_names(names, self._columns.label)
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
@@ -156,8 +164,10 @@ class Parquet(DealtSource):
                 description["warnings"].append(warning)
         return description
 
-    def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
-        """Returns a file's row groups; adds the file to first_paths if it is the first with its type of pixels."""
+    def _read_footer(
+        self, path: Path, first_paths: dict[pa.DataType, Path], label_paths: dict[bool, Path]
+    ) -> list[RowGroup]:
+        """Returns a file's row groups; adds the file to the dictionaries if it is the first of its kind."""
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
@@ -168,6 +178,8 @@ class Parquet(DealtSource):
         if groups:
             pixel_type = row_groups.pixel_type(path, schema, self._columns)
             first_paths.setdefault(pixel_type, path)
+            label_type = schema.field(self._columns.label).type
+            label_paths.setdefault(row_groups.is_text(label_type), path)
             pixel_range = row_groups.value_range(path, self._columns)
             if pixel_range and not is_encoded(pixel_type):
                 self._ranges[path] = pixel_range

@@ -141,7 +141,7 @@ class TFRecords(DealtSource):
 
     @cached_property
     def _features(self) -> dict[str, Any]:
-        """The features to parse from an example; the label's type is that of the first sampled record."""
+        """The features to parse from an example; the label's type is that of the first usable sampled record."""
         problems = {
             location: example_problem(record, self._image_key, self._label_key)
             for location, record in self._sample
@@ -150,7 +150,8 @@ class TFRecords(DealtSource):
         if problems and all(problems.values()):
             location, problem = next(iter(problems.items()))
             raise ConfigError(f"{location} {problem}")
-        record = self._sample[0][1] if self._sample else b""
+        usable = (record for location, record in self._sample if not problems[location])
+        record = next(usable, b"")
         kind = features_of(record)[self._label_key].WhichOneof("kind")
         label_type = {"float_list": tf.float32, "bytes_list": tf.string}.get(kind, tf.int64)
         return {
