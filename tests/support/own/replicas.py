@@ -1,5 +1,7 @@
 """A user's package for strategies of tf.distribute: strategies that forget to reduce, and a step of one's own."""
 
+from types import SimpleNamespace
+
 import keras
 
 from hvtrain.strategies.mirrored import MirroredStrategy
@@ -10,7 +12,8 @@ class _Forgets:
     """Every replica steps on the gradient of its own part of the batch."""
 
     def distribute(self, optimizer, check_finite=False):
-        super().distribute(optimizer, check_finite)._hvtrain.reducer.num_replicas = 1
+        reducer = super().distribute(optimizer, check_finite)._hvtrain.reducer
+        reducer.strategy = SimpleNamespace(num_computing=1)
         return optimizer
 
 
