@@ -142,8 +142,9 @@ def _caption(target, class_names: Sequence[str]) -> str:
 
 
 def _cell(values) -> str:
-    texts = map(tf.compat.as_str_any, np.ravel(values)[:SHOWN_NUMBERS])
-    return ", ".join(text.removesuffix(".0") for text in texts)
+    shown = np.ravel(values)[:SHOWN_NUMBERS]
+    suffix = ".0" if shown.dtype.kind == "f" else ""
+    return ", ".join(tf.compat.as_str_any(value).removesuffix(suffix) for value in shown)
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:

@@ -90,7 +90,8 @@ def most_seconds(num_hosts: int) -> int:
 
     The ranks also enforce it, since a killed launcher cannot end them.
     """
-    return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts**2 // 2
+    num_partners = min(num_hosts, MOST_HOSTS_FOR_ALL_PAIRS)
+    return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts * num_partners // 2
 
 
 def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float, float]:

@@ -117,7 +117,7 @@ def finished_config(
         ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
     """
     own, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
-    settings = [argument for argument in others if "=" in argument or argument.startswith("-")]
+    settings = [argument for argument in others if "=" in argument or argument[:1] in ("-", "~")]
     bare = [argument for argument in others if argument not in settings]
     if bare and "run" not in own:
         own["run"] = bare.pop(0)

@@ -211,10 +211,12 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
             f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
         )
 
+    dtype = "object" if spec.dtype == tf.string else spec.dtype.name
+
     def batches():
         for part in _parts(run, len(array)):
-            numbers = _converted(np.asarray(array[part]), spec.dtype.name, f"input={path}")
-            yield preprocessing(tf.constant(numbers)), {}
+            converted = _converted(np.asarray(array[part]), dtype, f"input={path}")
+            yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
 
@@ -224,7 +226,10 @@ def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
 
     Raises DataError if an integer dtype would change a value, such as a fraction.
     """
-    converted = array.astype(dtype)
+    try:
+        converted = array.astype(dtype)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; fix the file") from error
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
         raise DataError(
             f"{where} has {array[converted != array][0]}, which is not {dtype}; fix the file"

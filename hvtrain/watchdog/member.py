@@ -228,9 +228,13 @@ class Member(Watchdog):
             if not data:
                 raise WireError("the hub closed the connection")
             messages = self._lines.feed(data)
-        if messages[0].get("kind") != kind:
+        first, *others = messages
+        if first.get("kind") != kind:
             raise WireError(f"the hub sent no {kind.value}")
-        return messages[0]
+        # Another rank may have failed while this one joins.
+        for message in others:
+            self._take(message)
+        return first
 
     def _send(self, kind: Kind, **values) -> None:
         # A copy, since the watchdog's thread may drop the connection at any moment.
