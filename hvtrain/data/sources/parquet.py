@@ -119,20 +119,16 @@ class Parquet(DealtSource):
 
         # Encoded images may have different binary types, and pixels different numeric types, but
         # one data set cannot have both.
-        kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
-        if any(kinds) and not all(kinds):
-            paths = " and ".join(map(str, first_paths.values()))
-            raise DataError(
-                f"{paths}: {self._columns.image} holds encoded images in one and pixels in the other; write one kind"
-            )
+        image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
+        for paths, problem in (
+            (image_paths, f"{self._columns.image} holds encoded images in one and pixels"),
+            (label_paths, f"{self._columns.label} holds text in one and whole numbers"),
+        ):
+            if len(paths) > 1:
+                first, second = paths.values()
+                raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
 
-        if len(label_paths) > 1:
-            paths = " and ".join(map(str, label_paths.values()))
-            raise DataError(
-                f"{paths}: {self._columns.label} holds text in one and whole numbers in the other; write one kind"
-            )
-
-        self._encoded = any(kinds)
+        self._encoded = True in image_paths
         # Only pixels that are all uint8 keep their type; others become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
