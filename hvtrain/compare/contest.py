@@ -109,7 +109,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
 
     if config.data.uneven == "auto":
         # Some strategies cannot pad, and all have to train on the same batches.
-        overrides.append("data.uneven=trim")
+        overrides.insert(len(common), "data.uneven=trim")
 
     differences = []
     if strategy == SINGLE:
