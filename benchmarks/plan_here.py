@@ -65,7 +65,7 @@ def main() -> None:
     for num_ranks in map(int, options.ranks.split(",")):
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         collectives = Collectives(
-            num_ranks, "mpi", threads, folder / f"allreduce-{num_ranks}", _sizes(options)
+            num_ranks, "mpi", threads, folder / f"allreduce-{num_ranks}", _sizes(options.largest)
         )
         collectives.run(options.rounds)
 
@@ -156,31 +156,36 @@ def in_the_lab(
         seconds: dict[str, list[float]] = {}
         for number in range(options.rounds):
             report_folder = folder / f"lab-allreduce-{number}"
-            line = python_line(
-                WORKER, ["hvtrain", f"{report_folder}/report", *map(str, _sizes(options))]
-            )
-            reports = ranks_in_the_lab(lab, report_folder, threads, line)
-            # The slowest rank's time.
-            for size in reports[0]:
-                seconds.setdefault(size, []).append(max(report[size] for report in reports))
+            measured = link_seconds(lab, report_folder, threads, options.largest)
+            for size, slowest in measured.items():
+                seconds.setdefault(size, []).append(slowest)
 
         for work in workloads:
             steps = options.steps or work.steps
 
-            measured = []
+            step_seconds = []
             for number in range(options.rounds):
                 run_folder = folder / f"lab-{work.name}-{number}"
                 overrides = work.overrides("synthetic", 2, steps)
                 arguments = timed_run(overrides, work.warmup_steps + steps, run_folder / "run")
                 line = python_line("hvtrain", arguments)
                 reports = ranks_in_the_lab(lab, run_folder, threads, line, work.warmup_steps)
-                measured.append(max(report["step_seconds"] for report in reports))
+                step_seconds.append(max(report["step_seconds"] for report in reports))
 
             one_rank = alone[2, work.name]
             cost = predict(seconds, 2, messages[work.name], one_rank)
-            rows.append(row(f"two hosts, {options.rate}", work, one_rank, cost, measured))
+            rows.append(row(f"two hosts, {options.rate}", work, one_rank, cost, step_seconds))
 
     return rows
+
+
+def link_seconds(
+    lab: Any, folder: Path, threads: int, largest: int, transport: str = "mpi"
+) -> dict[str, float]:
+    """Times all-reduces of up to `largest` MiB between the hosts; returns the slower rank's seconds by size."""
+    line = python_line(WORKER, ["hvtrain", f"{folder}/report", *map(str, _sizes(largest))])
+    reports = ranks_in_the_lab(lab, folder, threads, line, transport=transport)
+    return {size: max(report[size] for report in reports) for size in reports[0]}
 
 
 def ranks_in_the_lab(
@@ -219,8 +224,8 @@ def _messages(work: Workload) -> list[Gradient]:
     return list(forecast(config, 1, 1, None, 10).messages)
 
 
-def _sizes(options: argparse.Namespace) -> tuple[int, ...]:
-    return tuple(size for size in SIZES if size <= options.largest * MIB)
+def _sizes(largest: int) -> tuple[int, ...]:
+    return tuple(size for size in SIZES if size <= largest * MIB)
 
 
 def _parse() -> argparse.Namespace:

@@ -29,10 +29,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.contenders import WORKLOADS, Workload
-from benchmarks.plan_here import ranks_in_the_lab
+from benchmarks.plan_here import link_seconds, ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
 from hvtrain.launch.measure import in_turns
-from hvtrain.plan.allreduce import MIB, SIZES, WORKER
 from hvtrain.system.files import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -83,11 +82,8 @@ SETTINGS = (
 
 def measured_link(lab: Any, transport: str, largest: int, folder: Path) -> Path:
     """Times all-reduces of up to `largest` MiB between the hosts; returns a file for plan --calibrate."""
-    sizes = [str(size) for size in SIZES if size <= largest * MIB]
-    line = python_line(WORKER, ["hvtrain", f"{folder}/report", *sizes])
-    reports = ranks_in_the_lab(lab, folder, 1, line, transport=transport)
-    # The slower rank's time.
-    seconds = {size: [max(report[size] for report in reports)] for size in reports[0]}
+    measured = link_seconds(lab, folder, 1, largest, transport)
+    seconds = {size: [slowest] for size, slowest in measured.items()}
     file = folder / "allreduce.json"
     write_json(file, {"num_ranks": 2, "transport": transport, "seconds": {"hvtrain": seconds}})
     return file

@@ -69,7 +69,7 @@ def main() -> int:
         ratios: dict[str, list[list[float]]] = {kind: [] for kind in options.kinds}
         for kind in options.kinds * options.rounds:
             near, far = (
-                epochs_of(kind, folder / kind, address, port, rank_cores)
+                epochs_of(kind, folder / kind, address, port, rank_cores or [store_core])
                 for address in (str(folder / kind), f"s3://bucket/{kind}")
             )
             ratios[kind].append([here / there for here, there in zip(near[1:], far[1:])])
