@@ -98,7 +98,7 @@ def rank_main() -> None:
         )
         report["whole"] = median_seconds(method, method.make([whole_bytes // 4]), whole_bytes)
         report["call"] = median_seconds(method, call_nothing(), 1)
-        report |= seconds_by_kind(method)
+        report |= seconds_by_kind(method, sizes)
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
 

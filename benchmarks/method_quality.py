@@ -17,6 +17,7 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from benchmarks.processes import horovod_line, python_line
 
@@ -43,8 +44,8 @@ TRAININGS = {
 }
 
 
-def trained(overrides: list[str]) -> dict[str, float]:
-    """Trains on both ranks; returns the run's result."""
+def trained(overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """Trains on both ranks; returns the run's result and its output."""
     with tempfile.TemporaryDirectory(prefix="hvtrain-quality-") as folder:
         run = Path(folder) / "run"
         settings = [*overrides, f"run.dir={run}", "run.report=false"]
@@ -54,7 +55,7 @@ def trained(overrides: list[str]) -> dict[str, float]:
             raise SystemExit(
                 f"{shlex.join(settings)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr}"
             )
-        return json.loads((run / "result.json").read_text())
+        return json.loads((run / "result.json").read_text()), done.stdout
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ def main() -> None:
         for name, method in METHODS.items():
             if seed in values[name]:
                 continue
-            result = trained([*common, *method, f"seed={seed}"])
+            result, _ = trained([*common, *method, f"seed={seed}"])
             values[name][seed] = result["metrics"][metric]
             print(
                 f"seed {seed}, {name}: {metric} {values[name][seed]:.4f} in {result['num_steps']} steps",

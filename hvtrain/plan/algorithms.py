@@ -19,9 +19,6 @@ TREE_SHARE = 0.9
 # at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
-# Message size of the measurements behind Machine.factors.
-FACTOR_BYTES = 4 << 20
-
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
 # 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages such as gradients
 # ("plateau effect of ring").
@@ -74,16 +71,20 @@ class Machine:
         ranks_per_host: Ranks on each host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, the time until all ranks
             have agreed on it.
-        factors: Times of exchanges other than of float32, relative to an all-reduce of as many bytes:
-            "gather" for bytes that cannot be added (Gloo's allgather is slower between hosts), "half"
-            for half precision (whose sums are slow on CPUs). 1 if missing.
+        exchanges: What this machine is for exchanges other than of float32, by kind: "gather" for bytes
+            that cannot be added (Gloo's all-gather is slower between hosts), "half" for half precision
+            (whose sums are slow on CPUs). A kind that is missing takes as long as float32.
     """
 
     inside: Link
     between: Link
     ranks_per_host: int
     start_seconds: float = 0.0
-    factors: Mapping[str, float] = field(default_factory=dict)
+    exchanges: Mapping[str, "Machine"] = field(default_factory=dict)
+
+    def exchanging(self, kind: str) -> "Machine":
+        """Returns what this machine is for exchanges of this kind."""
+        return self.exchanges.get(kind, self)
 
     def num_hosts(self, num_ranks: int) -> int:
         """Returns the number of hosts for num_ranks ranks; the last may be partly filled."""

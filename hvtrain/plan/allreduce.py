@@ -6,7 +6,8 @@ the bytes that each of n ranks has to send.
 
 `python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
 training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
-keys `half` and `gather` are the exchanges of compression. benchmarks/allreduce.py has other methods.
+keys `half-BYTES` and `gather-BYTES` are the exchanges of compression. benchmarks/allreduce.py has other
+methods.
 """
 
 import json
@@ -23,7 +24,6 @@ from typing import ClassVar
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, exit_at_signals, failure, started
 from hvtrain.launch.measure import in_turns
-from hvtrain.plan.algorithms import FACTOR_BYTES
 from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.console import progress
 from hvtrain.system.files import write_json
@@ -52,7 +52,7 @@ SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 # Each size is repeated FEWEST to MOST times, so that about BYTES_EACH bytes are moved.
-BYTES_EACH = 1 << 29
+BYTES_EACH = 1 << 27
 FEWEST = 8
 MOST = 300
 # Calls before the timed ones: the first one traces the graph.
@@ -134,21 +134,18 @@ class Collectives:
         """Returns the lines to print, with medians over the rounds."""
         lines = [
             f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
-            f"medians of {len(self.seconds['hvtrain']['gather'])} rounds",
-            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}",
+            f"medians of {len(self.seconds['hvtrain'][str(self.sizes[0])])} rounds; half: in half precision; "
+            "gather: gathered, not added",
+            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}",
         ]
         for size in self.sizes:
             micros = self.microseconds("hvtrain", size)
             lines.append(
                 f"{human_bytes(size):>8}{micros:>11,.0f}{size / micros / 1e3:>16.2f}"
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
+                f"{self.microseconds('hvtrain', f'half-{size}'):>11,.0f}"
+                f"{self.microseconds('hvtrain', f'gather-{size}'):>11,.0f}"
             )
-
-        gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
-        lines.append(
-            f"{human_bytes(FACTOR_BYTES)} in half precision: {half:,.0f} us; "
-            f"gathered, not added: {gather:,.0f} us"
-        )
         return lines
 
     def write(self) -> None:
@@ -215,7 +212,7 @@ def rank_main() -> None:
     """
     _, report_path, *sizes = sys.argv[1:]
     method = hvtrain_method()
-    report = seconds_by_size(method, sizes) | seconds_by_kind(method)
+    report = seconds_by_size(method, sizes) | seconds_by_kind(method, sizes)
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
 
@@ -269,23 +266,28 @@ def hvtrain_method() -> Method:
     return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
 
 
-def seconds_by_kind(method: Method) -> dict[str, float]:
-    """Returns the seconds of compression's exchanges, for Machine.factors: an allgather, and sums in half precision.
+def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
+    """Returns the seconds of compression's exchanges, by kind and size: see Machine.exchanges.
 
-    In both, a rank sends as many bytes as in an all-reduce of FACTOR_BYTES of float32.
+    For both kinds, a rank sends as many bytes as in an all-reduce of a float32 tensor of this size.
     """
     import tensorflow as tf
 
     import hvtrain.keras as hvd
 
-    part = tf.ones([2 * FACTOR_BYTES // hvd.size()], tf.uint8)
-    halves = tf.ones([FACTOR_BYTES // 2], tf.float16)
-    exchanges = {
-        "gather": tf.function(lambda: hvd.allgather(part, name="bench_gather")),
-        "half": tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name="bench_half")),
-    }
+    def gather(num_bytes: int) -> Action:
+        part = tf.ones([2 * num_bytes // hvd.size()], tf.uint8)
+        return tf.function(lambda: hvd.allgather(part, name=f"bench_gather_{num_bytes}"))
+
+    def add_halves(num_bytes: int) -> Action:
+        halves = tf.ones([num_bytes // 2], tf.float16)
+        name = f"bench_half_{num_bytes}"
+        return tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name=name))
+
     return {
-        kind: median_seconds(method, exchange, FACTOR_BYTES) for kind, exchange in exchanges.items()
+        f"{kind}-{size}": median_seconds(method, make(int(size)), int(size))
+        for kind, make in (("gather", gather), ("half", add_halves))
+        for size in sizes
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.algorithms import FACTOR_BYTES, LINK_SHARE, Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import LINK_SHARE, Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class Measured:
 
     Attributes:
         num_ranks: Number of ranks.
-        num_bytes: Size of the tensor on each rank.
+        num_bytes: Size of the tensor on each rank; for another kind of exchange, of a tensor of float32
+            for whose all-reduce a rank sends as many bytes.
         seconds: Median time.
-        kind: A key of Machine.factors; empty for an all-reduce of float32.
+        kind: A key of Machine.exchanges; empty for an all-reduce of float32.
     """
 
     num_ranks: int
@@ -151,29 +152,24 @@ def machine_of(
         "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us; {share}",
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
-    groups = defaultdict(list)
-    others = []
+    # By kind and link, since one link may have been measured with several numbers of ranks.
+    groups: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for measurement in chain.from_iterable(files):
-        if measurement.kind:
-            others.append(measurement)
-        else:
-            groups[machine.slowest(measurement.num_ranks)].append(measurement)
-
-    # Fitted by link, since one link may have been measured with several numbers of ranks.
-    for name, measurements in groups.items():
+        groups[measurement.kind][machine.slowest(measurement.num_ranks)].append(measurement)
+    sums = groups.pop("", {})
+    for name, measurements in sums.items():
         machine, descriptions[name] = _with_fit(machine, name, measurements)
 
     # After all fits, because corrections are relative to the fitted machine.
-    for measurements in groups.values():
-        machine = corrected(machine, measurements, algorithms)
-
     slowest = machine.slowest(options.np)
-    factors = {}
-    for other in others:
-        if machine.slowest(other.num_ranks) == slowest:
-            seconds, _ = allreduce_seconds(other.num_bytes, other.num_ranks, machine, algorithms)
-            factors[other.kind] = other.seconds / seconds
-    machine = replace(machine, factors=factors)
+    exchanges = {
+        kind: corrected(machine, links[slowest], algorithms)
+        for kind, links in groups.items()
+        if slowest in links
+    }
+    for measurements in sums.values():
+        machine = corrected(machine, measurements, algorithms)
+    machine = replace(machine, exchanges=exchanges)
     # Links that the ranks do not use get no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
@@ -215,12 +211,11 @@ def read(path: Path) -> list[Measured]:
         content = json.loads(path.read_text("utf-8"))
         num_ranks = int(content["num_ranks"])
         measured = []
-        # A key is a size or a kind, or names a further measurement of benchmarks/allreduce.py.
         for key, seconds in content["seconds"]["hvtrain"].items():
-            if key.isdigit():
-                measured.append(Measured(num_ranks, int(key), median(seconds)))
-            elif key in ("gather", "half"):
-                measured.append(Measured(num_ranks, FACTOR_BYTES, median(seconds), key))
+            # 4096, gather-4096, half-4096; other keys are measurements of benchmarks/allreduce.py.
+            kind, _, size = key.rpartition("-")
+            if size.isdigit():
+                measured.append(Measured(num_ranks, int(size), median(seconds), kind))
         if not measured:
             raise ValueError("it has no measurements")
         return measured

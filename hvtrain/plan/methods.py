@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPETITIONS = 5
 # A method must be at least this many times as fast to be worth its effect on the result.
 WORTH_IT = 1.1
-# The kind of exchange for each compression; see Machine.factors.
+# The kind of exchange for each compression; see Machine.exchanges.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
 # The compression, and PowerSGD's rank.
@@ -169,10 +169,9 @@ def method_cost(
     code = encoded.get(method.wire)
     if code and num_ranks > 1:
         compute += code.seconds / every
-        factor = machine.factors.get(KINDS.get(method.compression, ""), 1.0)
+        machine = machine.exchanging(KINDS.get(method.compression, ""))
         messages = [
-            Gradient(round(size * factor), old.work)
-            for size, old in zip(code.message_bytes, messages)
+            Gradient(round(size), old.work) for size, old in zip(code.message_bytes, messages)
         ]
 
     # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
@@ -189,8 +188,10 @@ def method_cost(
         # After the update the ranks gather the weights, which is the
         # second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
-        whole, _ = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
-        gather = machine.factors.get("gather", 1.0) * whole / 2
+        whole, _ = allreduce_seconds(
+            num_bytes, num_ranks, machine.exchanging("gather"), rules.algorithms
+        )
+        gather = whole / 2
     exposed = (cost.exposed_seconds + gather) / every
     if method.within_hosts:
         # The ranks of a host also average their gradients before every local update.

@@ -154,9 +154,12 @@ def test_interference_makes_computing_longer_by_its_share_of_the_time_that_bytes
 
 def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_its_share_of_the_steps():
     """Two ranks, two messages of 10 MB at 10 MB/s, 2 ms to start each, a step of 0.1 s; nothing overlaps."""
-    machine = Machine(
-        Link(0, 1e7), Link(0, 1e7), 1, start_seconds=0.002, factors={"gather": 1.5, "half": 1.2}
-    )
+    plain = Machine(Link(0, 1e7), Link(0, 1e7), 1, start_seconds=0.002)
+    exchanges = {
+        kind: replace(plain, between=Link(0, 1e7, corrections=((1, factor),)))
+        for kind, factor in (("gather", 1.5), ("half", 1.2))
+    }
+    machine = replace(plain, exchanges=exchanges)
     work = Work(0.1, [Gradient(10_000_000, 1.0)] * 2)
     rules = replace(PLAIN, fusion_bytes=0)
     encoded = {
@@ -167,9 +170,9 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     }
     seconds = {method.compression: 0.1 for method in METHODS}
     seconds["none"] += 2 * (0.002 + 1.0)
-    seconds["fp16"] += 0.03 + 2 * (0.002 + 1.2 * 0.5)
-    seconds["bf16"] += 0.04 + 2 * (0.002 + 1.5 * 0.5)
-    seconds["int8"] += 0.05 + 2 * (0.002 + 1.5 * 0.25)
+    seconds["fp16"] += 0.03 + 2 * 1.2 * (0.002 + 0.5)
+    seconds["bf16"] += 0.04 + 2 * 1.5 * (0.002 + 0.5)
+    seconds["int8"] += 0.05 + 2 * 1.5 * (0.002 + 0.25)
     seconds["powersgd"] += 0.06 + 2 * (0.002 + 0.01)
     costs = [method_cost(method, work, encoded, 2, machine, rules) for method in METHODS]
     for method, cost in zip(METHODS, costs):
@@ -192,7 +195,7 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
         "take strategy.compression=powersgd, 11.4 times as fast; if ranks may drift "
     )
 
-    fast = replace(machine, between=Link(0, 1e10), start_seconds=0.0)
+    fast = Machine(Link(0, 1e10), Link(0, 1e10), 1)
     costs = [method_cost(method, work, encoded, 2, fast, rules) for method in METHODS]
     assert advice(costs).startswith("none pays: the reduction adds 2% to a step")
 
