@@ -133,13 +133,12 @@ def notice_cuts(connection: socket.socket) -> None:
 
 @dataclass
 class Connection:
-    """A connection to the hub. process and state are None until it has proved its rank."""
+    """A connection to the hub. state is None until it has proved its rank."""
 
     socket: socket.socket
     challenge: str
     opened: float
     lines: Lines = field(default_factory=lambda: Lines(MAX_PROOF))
-    process: Process | None = None
     state: RankState | None = None
 
     @property
@@ -270,9 +269,12 @@ class Connections:
         if not hmac.compare_digest(answer, proof(self.token, connection.challenge, rank)):
             return False
 
-        connection.process = Process(**message["process"])
         connection.state = RankState(
-            rank, message["host"], Status(**message["status"]), time.monotonic()
+            rank,
+            message["host"],
+            Status(**message["status"]),
+            time.monotonic(),
+            Process(**message["process"]),
         )
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection

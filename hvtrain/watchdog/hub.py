@@ -207,24 +207,19 @@ class Hub:
         states = [replace(state) for state in standing.ranks]
         self._stalled = replace(standing, ranks=states)
 
-        ranks = self._connections.ranks
-        process_of = {
-            rank: connection.process for rank, connection in ranks.items() if connection.process
-        }
-        silent = {state.rank for state in standing.silent_ranks()}
+        silent = standing.silent_ranks()
         wakers = defaultdict(list)
-        for rank in sorted(silent):
-            process = process_of[rank]
+        for state in silent:
             peers = [
-                peer
-                for peer in ranks.keys() - silent
-                if process_of[peer].machine == process.machine
+                peer.rank
+                for peer in standing.ranks
+                if peer not in silent and peer.process.machine == state.process.machine
             ]
             if peers:
-                self._woken.add(rank)
-                wakers[min(peers)].append({"rank": rank, "process": vars(process)})
+                self._woken.add(state.rank)
+                wakers[min(peers)].append({"rank": state.rank, "process": vars(state.process)})
 
-        for rank, connection in ranks.items():
+        for rank, connection in self._connections.ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
     def _end_all(self, standing: Standing) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from hvtrain.watchdog.processes import Process
+
 # The phases of a rank. In the last two it waits for other ranks, so it never holds them up.
 START, STEP, DATA, FORWARD = "start", "step", "data", "forward"
 CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
@@ -200,6 +202,7 @@ class RankState:
     host: str
     status: Status
     heard: float
+    process: Process
 
     @property
     def name(self) -> str:
