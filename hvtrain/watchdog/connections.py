@@ -5,7 +5,6 @@ has proved which rank it is.
 """
 
 import errno
-import hashlib
 import hmac
 import json
 import secrets
@@ -101,7 +100,7 @@ def encode(message: Message) -> bytes:
 
 def proof(token: str, challenge: str, rank: int) -> str:
     """Returns a rank's answer to a challenge, which proves that it knows the token."""
-    return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), f"{challenge} {rank}".encode(), "sha256").hexdigest()
 
 
 def end_of(error: Exception | None) -> Message:
@@ -235,16 +234,14 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        messages = []
-        end = None
         try:
             data = connection.socket.recv(1 << 16)
             messages = connection.lines.feed(data)
-            if not data:
-                end = end_of(None)
+            end = None if data else end_of(None)
         except BlockingIOError:
             return
         except (OSError, WireError) as error:
+            messages = []
             end = end_of(error)
 
         for message in messages:

@@ -121,8 +121,10 @@ class Hub:
             state.heard = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
-        elif kind == Kind.SIGNAL:
-            self._pass_signal(message["number"])
+        elif kind == Kind.SIGNAL and not self._has_passed_signal:
+            # Only the first: after a second one, the run would end without saving.
+            self._has_passed_signal = True
+            console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, message["number"])
         elif kind == Kind.STACKS:
             # The rank's own stacks, or those of a rank that it woke.
             rank = message["rank"]
@@ -136,13 +138,6 @@ class Hub:
             if standing.silent_ranks():
                 self._collect_stacks(standing)
         connection.send(Kind.HEARD)
-
-    def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that a rank reports, unless it gets one directly."""
-        if self._has_passed_signal:
-            return
-        self._has_passed_signal = True
-        console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, number)
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())
@@ -249,5 +244,6 @@ class Hub:
 
 
 def _signal_this_process(number: int) -> None:
+    """Sends this process a signal that another rank reported, unless one has arrived directly."""
     if not console.signal_arrived.is_set():
         os.kill(os.getpid(), number)

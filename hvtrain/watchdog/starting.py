@@ -119,9 +119,7 @@ def agree(
     votes = gather(own_vote)
 
     # The first address that all ranks reach; those of Horovod's own interface come first.
-    chosen = next(
-        (index for index in range(len(offers)) if all(vote[index] for vote in votes)), None
-    )
+    chosen = next((index for index, reached in enumerate(zip(*votes)) if all(reached)), None)
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()
