@@ -54,7 +54,7 @@ class Notice:
     """Rank 0's side of the notice of a run's end (chief only). Without addresses all methods do nothing."""
 
     def __init__(self) -> None:
-        self._addresses: list[str] = []
+        self._addresses: Sequence[str] = ()
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
@@ -68,7 +68,7 @@ class Notice:
         if not find_spec("apprise"):
             raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
 
-        self._addresses = list(chosen)
+        self._addresses = chosen
         sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
             env={
@@ -159,12 +159,11 @@ class Notice:
 
     def _answer(self, seconds: float) -> list[int] | None:
         """Returns the sender's answer, indices of addresses; None if it is late, or the sender is gone."""
-        if not (self._sender and self._sender.stdout):
-            return None
+        assert self._sender and self._sender.stdout
         poll = select.poll()  # select takes no descriptor above 1023, which a rank may have.
         poll.register(self._sender.stdout, select.POLLIN)
         line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
-        return list(json.loads(line)) if line else None
+        return json.loads(line) if line else None
 
     def _name(self, index: int) -> str:
         return f"address {index + 1} of {len(self._addresses)} ({shown_address(self._addresses[index])})"
