@@ -218,13 +218,12 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
 
 
 def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
-    """Returns all ranks' arrays, by rank, on the chief; elsewhere an empty list (every rank).
+    """Returns all ranks' arrays, by rank, on the chief; another rank gets only its own (every rank).
 
     Ranks send one after the other, in messages of MESSAGE_BYTES: the chief's link is the bottleneck anyway.
     """
     topology = comm.topology
-    ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
-    return [received for received in ranks if received is not None]
+    return [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
 
 
 def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
@@ -234,16 +233,16 @@ def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
     received = [
         send_arrays(arrays, 0, comm, rank == topology.rank) for rank, arrays in enumerate(sent)
     ]
-    return received[topology.rank] or {}
+    return received[topology.rank]
 
 
 def send_arrays(
-    arrays: Arrays | None,
+    arrays: Arrays,
     root: int,
     comm: Comm,
     is_receiver: bool,
     message_bytes: int = MESSAGE_BYTES,
-) -> Arrays | None:
+) -> Arrays:
     """Sends the root's arrays to the ranks that receive them (every rank).
 
     Args:
@@ -254,25 +253,21 @@ def send_arrays(
         message_bytes: Size of each message but the last.
 
     Returns:
-        The arrays; None on ranks that do not receive them.
+        The arrays on the root and on ranks that receive them; elsewhere none.
     """
     is_root = comm.topology.rank == root
-    # reshape, because ascontiguousarray turns a scalar into a vector.
-    own = {
-        name: np.ascontiguousarray(array).reshape(array.shape)
-        for name, array in (arrays or {}).items()
-    }
-    layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
+    own = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    layout = comm.broadcast(
+        {name: (array.shape, array.dtype, array.nbytes) for name, array in own.items()}, root
+    )
     if not is_root:
         own = {}
         if is_receiver:
-            own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
+            own = {name: np.empty(shape, dtype) for name, (shape, dtype, _) in layout.items()}
 
     # All arrays form one stream of bytes, cut into messages of equal size;
     # each rank computes their number.
-    num_bytes = sum(
-        int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values()
-    )
+    num_bytes = sum(array_bytes for _, _, array_bytes in layout.values())
     chunks = _chunks(own, message_bytes)
     for _ in range(math.ceil(num_bytes / message_bytes)):
         parts = next(chunks, [])
@@ -283,7 +278,7 @@ def send_arrays(
                 begin = end
                 end += part.size
                 part[:] = message[begin:end]
-    return own if is_receiver else None
+    return own
 
 
 def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
