@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
@@ -292,7 +291,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
-        leaves = tf.nest.flatten(batches[-1])
+        leaves = keras.tree.flatten(batches[-1])
         num_examples += len(leaves[0])
         num_bytes += sum(leaf.nbytes for leaf in leaves)
         if num_examples >= limit or num_bytes > MAX_BYTES or time.monotonic() - began > MAX_SECONDS:
@@ -300,7 +299,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
 
     if not batches:
         return None
-    inputs, targets, outputs = tf.nest.map_structure(
+    inputs, targets, outputs = keras.tree.map_structure(
         lambda *parts: np.concatenate(parts)[:limit], *batches
     )
     number = min(num_examples, limit)

@@ -134,7 +134,6 @@ class Throughput(RunCallback):
         super().__init__(context)
         plan = self.plan
         start_step = self.position.start_step
-        self.epoch_seconds = 0.0
         self.rank_seconds: list[float] = []
         self.newest_times: list[StepTimes] = []
 
@@ -207,18 +206,17 @@ class Throughput(RunCallback):
             self.report.step_seconds = self._seconds / self._steps
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
         if self.strategy.marks.timed:  # The same on all ranks, so all of them gather.
-            self._split_time()
-            self._log_slowdown(epoch)
             times = self.strategy.marks.times()
+            self._split_time(times)
+            self._log_slowdown(epoch)
             waited = (times - (self._times_counted or times)).data
             self.report.goodput.seconds["steps"] -= waited
             self.report.goodput.seconds["data"] += waited
             self._times_counted = times
 
-    def _split_time(self) -> None:
+    def _split_time(self, times: StepTimes) -> None:
         """Sets rank_seconds, newest_times and report.split from the times of all ranks (every rank)."""
         topology = self.comm.topology
-        times = self.strategy.marks.times()
         in_epoch = times - self._times_at_epoch_begin
         after_warmup = times - (self._times_after_warmup or times)
         # The span with fewer steps began later.
