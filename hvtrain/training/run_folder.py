@@ -185,7 +185,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             "folder": str(working_folder),
             "num_ranks": run.plan.size,
             "num_replicas": run.strategy.num_computing,
-            "hosts": dict(Counter(hosts)),
+            "hosts": Counter(hosts),
             "first_step": step,
             "num_steps": run.plan.num_steps,
             "steps_per_epoch": run.plan.steps_per_epoch,
