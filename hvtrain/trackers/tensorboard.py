@@ -43,8 +43,9 @@ class TensorBoard(Tracker):
 
         # tf.summary.scalar would write the same, but with several operations for each number, for
         # which the other ranks would wait.
-        summaries = [scalar_pb(name, value) for name, value in values.items()]
-        summary = b"".join(each.SerializeToString() for each in summaries)
+        summary = b"".join(
+            scalar_pb(name, value).SerializeToString() for name, value in values.items()
+        )
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(summary, step=step)
         self._writer.flush()

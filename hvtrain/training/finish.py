@@ -40,7 +40,21 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
     """
     run = context.run
     report = context.report
-    proof = {**_proof(context), "skipped": report.num_skipped}
+    position = context.position
+    optimizer = context.model.optimizer
+    # Proves that the ranks trained together. Its reductions are those of this process.
+    proof: dict[str, Any] = {
+        "reductions": num_reductions(optimizer),
+        "synchronizations": run.strategy.num_synchronizations,
+        "sent_bytes": sent_bytes(optimizer),
+        "steps": (position.step - position.start_step) // run.plan.accumulate,
+        "ranks": run.plan.size,
+        "weight_checks": context.weights.num_checks,
+        "steps_by_worker": list(run.strategy.steps_by_worker),
+        "examples_each_epoch": report.examples_each_epoch,
+        "examples": run.plan.num_examples,
+        "skipped": report.num_skipped,
+    }
     unit = run.task.unit(run.source)
     per_second = {}
     if unit and report.examples_per_second:
@@ -54,12 +68,12 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         step_seconds=report.step_seconds,
         num_ranks=run.topology.size,
         num_parameters=num_parameters(context.model),
-        num_steps=context.position.step,
+        num_steps=position.step,
         global_batch=run.plan.global_batch,
         # Of this start of the run, including restarts of its ranks.
         seconds=time.monotonic() - run.state.began,
         reductions=proof["reductions"],
-        first_step=context.position.start_step,
+        first_step=position.start_step,
         proof=proof,
         metrics=metrics,
         versions=versions(),
@@ -73,25 +87,6 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         goodput=report.goodput.summary(time.time()),
         data=run.described.phrases,
     )
-
-
-def _proof(context: RunContext) -> dict[str, Any]:
-    """Returns the proof, for result.json, that the ranks trained together; reductions are those of this process."""
-    optimizer = context.model.optimizer
-    # A LossScaleOptimizer wraps the optimizer that accumulates.
-    accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
-    position = context.position
-    return {
-        "reductions": num_reductions(optimizer),
-        "synchronizations": context.run.strategy.num_synchronizations,
-        "sent_bytes": sent_bytes(optimizer),
-        "steps": (position.step - position.start_step) // accumulate,
-        "ranks": position.plan.size,
-        "weight_checks": context.weights.num_checks,
-        "steps_by_worker": list(context.run.strategy.steps_by_worker),
-        "examples_each_epoch": context.report.examples_each_epoch,
-        "examples": position.plan.num_examples,
-    }
 
 
 def steps_of_result(folder: Path) -> int | None:
@@ -162,7 +157,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
     if record.step_seconds:
         rates = {"examples": record.examples_per_second, **record.per_second}
         # Replicas in one process, and workers with parameter servers, count like ranks.
-        number = record.num_replicas or record.num_ranks
+        number = record.num_replicas
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
         speed = f"{speeds} over {number} {kind}(s), "

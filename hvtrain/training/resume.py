@@ -51,9 +51,10 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
 
     def restore():
-        if saved is None or saved.checkpoint is None:
+        if saved is None:
             return Start(), [{}] * size, False
         checkpoint = saved.checkpoint
+        assert checkpoint
         model_state.restore(checkpoint, model)
         start = Start(
             saved.name,

@@ -30,7 +30,6 @@ _STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP, Ctrl-Z)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
     psutil.STATUS_ZOMBIE: ENDED,
-    psutil.STATUS_DEAD: ENDED,
 }
 # Tolerance between two computations of the same process's start time.
 _START_TOLERANCE_SECONDS = 2.0
