@@ -48,7 +48,9 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         CheckpointError: The checkpoint belongs to another model.
     """
     size = comm.topology.size
-    memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
+    own_rank = comm.topology.rank
+    # By rank. Only the chief has them all, since they may be large.
+    memories: list[Arrays] = [{}] * size
 
     def restore():
         if saved is None:
@@ -66,7 +68,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             unlogged=checkpoint.unlogged(),
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
-        memories.extend(memories_on(size, [_part(state, of_memory=True) for state in states]))
+        memories[:] = memories_on(size, [_part(state, of_memory=True) for state in states])
         return (
             start,
             states_on(size, [_part(state, of_memory=False) for state in states]),
@@ -75,12 +77,15 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
 
     # Every rank receives the states of all ranks, which are small, and uses only its own.
     start, rank_states, has_memory = comm.on_chief(restore)
-    start = replace(start, rank_state=rank_states[comm.topology.rank])
+    start = replace(start, rank_state=rank_states[own_rank])
     model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
     # After the broadcast, which would replace it with the chief's.
     if has_memory:
-        model_state.restore_memory(scatter_arrays(memories, comm), model)
+        received = [
+            send_arrays(memory, 0, comm, rank == own_rank) for rank, memory in enumerate(memories)
+        ]
+        model_state.restore_memory(received[own_rank], model)
     return start
 
 
@@ -216,25 +221,6 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
         for memory, array in zip(moved, kept):
             memory[name] = (array * (size / len(arrays))).astype(dtype)
     return moved
-
-
-def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
-    """Returns all ranks' arrays, by rank, on the chief; another rank gets only its own (every rank).
-
-    Ranks send one after the other, in messages of MESSAGE_BYTES: the chief's link is the bottleneck anyway.
-    """
-    topology = comm.topology
-    return [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
-
-
-def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
-    """Sends each rank its arrays from the chief's list, and returns them (every rank)."""
-    topology = comm.topology
-    sent = arrays_by_rank if topology.is_chief else [{}] * topology.size
-    received = [
-        send_arrays(arrays, 0, comm, rank == topology.rank) for rank, arrays in enumerate(sent)
-    ]
-    return received[topology.rank]
 
 
 def send_arrays(
