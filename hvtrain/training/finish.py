@@ -182,9 +182,16 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     Returns None if there is none or, with a warning, if it cannot be read. The model keeps its last weights.
     """
     comm = run.strategy.comm
-    best = comm.on_chief(lambda: _reading_best(writer.read_best, run.folder / "checkpoints"))
+    checkpoints = run.folder / "checkpoints"
+    best = comm.on_chief(lambda: _reading_best(writer.read_best, checkpoints))
     if best is None:
         return None
+
+    def load():
+        if "host" in best:
+            raise UserError(f"it is on host {best['host']}")
+        load_weights(run.config, model, checkpoints / store.folder_name(best["step"]))
+        return True
 
     metrics = record.metrics
     last_weights = None
@@ -193,7 +200,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
-        if not comm.on_chief(lambda: _reading_best(_load_best, run, model, best)):
+        if not comm.on_chief(lambda: _reading_best(load)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
@@ -216,15 +223,6 @@ def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
             f"{BEST_FILE} is not written, because the best checkpoint cannot be read: {error}"
         )
         return None
-
-
-def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
-    """Sets the weights to those of the best checkpoint (chief only); returns True. Raises UserError."""
-    if "host" in best:
-        raise UserError(f"it is on host {best['host']}")
-    path = run.folder / "checkpoints" / store.folder_name(best["step"])
-    load_weights(run.config, model, path)
-    return True
 
 
 def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
