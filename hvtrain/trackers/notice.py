@@ -40,14 +40,15 @@ MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as 
 # processes of a launch, to end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
-FINISHED, STOPPED, FAILED, LOST = "finished", "stopped", "failed", "lost"
+# By the kind of a notice.
 TITLES = {
-    FINISHED: "{} has finished",
-    STOPPED: "{} was stopped",
-    FAILED: "{} has failed",
-    LOST: "{} has ended, and did not say why",
+    "finished": "{} has finished",
+    "stopped": "{} was stopped",
+    "failed": "{} has failed",
+    "lost": "{} has ended, and did not say why",
 }
-_TYPES = {FINISHED: "success", STOPPED: "warning"}
+# apprise's types; that of the other kinds is "failure".
+_TYPES = {"finished": "success", "stopped": "warning"}
 
 
 class Notice:
@@ -110,25 +111,25 @@ class Notice:
 
     def finished(self, text: str) -> None:
         """Sends the results of a finished run."""
-        self._tell(FINISHED, text)
+        self._tell("finished", text)
 
     def stopped(self, text: str) -> None:
         """Sends the notice that the run was asked to stop; the text says how to continue it."""
-        self._tell(STOPPED, text)
+        self._tell("stopped", text)
 
     def failed(self, error: BaseException) -> None:
         """Sends the cause of a failure, unless a final notice has been sent already."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
-            self._tell(FAILED, cause_in_words(error))
+            self._tell("failed", cause_in_words(error))
 
     def note(self, text: str) -> None:
         """Records why the run fails, to be sent if this process is ended before it can say more.
 
         Any thread may call this.
         """
-        self._tell(FAILED, text, is_last=False)
+        self._tell("failed", text, is_last=False)
 
     def wait(self) -> None:
         """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns about each address that did not accept it.
@@ -196,7 +197,7 @@ def sender_main() -> None:
         return
 
     # Sent if rank 0 sends no notice itself.
-    notice = {"kind": LOST, "body": begin["lost"]}
+    notice = {"kind": "lost", "body": begin["lost"]}
     for notice in messages:
         if notice.get("is_last"):
             break

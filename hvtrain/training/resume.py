@@ -260,11 +260,9 @@ def send_arrays(
         parts = next(chunks, [])
         message = comm.broadcast(np.concatenate(parts) if is_root else None, root)
         if not is_root:
-            end = 0
             for part in parts:
-                begin = end
-                end += part.size
-                part[:] = message[begin:end]
+                part[:] = message[: part.size]
+                message = message[part.size :]
     return own
 
 

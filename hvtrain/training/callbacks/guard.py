@@ -83,9 +83,7 @@ def explain_errors(
     try:
         yield
     except tf.errors.OpError as error:
-        ranks: list[int] = []
-        if NOT_FINITE in str(error):
-            ranks = ranks_at_fault(context.model.optimizer)
+        ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
         if ranks:
             # Not position.step: the call of the graph that failed may have completed some steps.
             step = context.position.start_step + strategy.marks().ended - steps_before + 1
@@ -154,7 +152,6 @@ class OneBatch(RunCallback):
     """
 
     def on_train_begin(self, logs: Any) -> None:
-        self.training: dict[str, float] = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
