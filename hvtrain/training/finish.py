@@ -105,8 +105,8 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     folder = run.folder
     # A start that trained nothing has no speed, so older results stay if they are of the same step.
     steps_before = comm.on_chief(lambda: steps_of_result(folder))
+    log.info("test: %s", in_words(record.metrics))
     if record.first_step == record.num_steps == steps_before:
-        log.info("test: %s", in_words(record.metrics))
         log.info(
             f"this run had already finished and has been tested again; its results in {folder} stay as they are"
         )
@@ -142,7 +142,6 @@ def send_results(run: Run) -> None:
 
 
 def _log_results(record: RunRecord, folder: Path) -> None:
-    log.info("test: %s", in_words(record.metrics))
     best = record.best
     if best and best["step"] != record.num_steps:
         log.info(

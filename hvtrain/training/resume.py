@@ -187,7 +187,7 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
             for name, value in kept[0].items()
             if name.startswith("metric/")
         }
-        kept[0] = {**kept[0], **sums}
+        kept[0] = kept[0] | sums
     # Seeds are not copied, since dropout would drop the same units on two ranks.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
@@ -205,7 +205,7 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
         name: array for name, array in memories[0].items() if name.startswith(model_state.SAME)
     }
     if size == len(memories):
-        return [{**shared, **memory} for memory in memories]
+        return [shared | memory for memory in memories]
 
     moved = [dict(shared) for _ in range(size)]
     for name in sorted(set.intersection(*map(set, memories)) - shared.keys()):
@@ -313,7 +313,7 @@ def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, lis
     new = config.flat
     changed = {
         name: [old.get(name), new.get(name)]
-        for name in {**old, **new}
+        for name in old | new
         if old.get(name) != new.get(name) and not _IRRELEVANT.match(name)
     }
     # The comparison above does not see the order of augmentation layers, which matters too.

@@ -331,7 +331,7 @@ class Checkpointing(_Saving):
             memory = model_state.rank_memory(self.model, self.is_chief)
             # One rank after the other, since the chief's link is the bottleneck anyway.
             states = [
-                {**state, **send_arrays(memory, rank, self.comm, self.is_chief)}
+                state | send_arrays(memory, rank, self.comm, self.is_chief)
                 for rank, state in enumerate(states)
             ]
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
