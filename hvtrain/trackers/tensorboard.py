@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 import yaml
@@ -21,7 +20,6 @@ class TensorBoard(Tracker):
 
     def __init__(self, dir: str) -> None:
         self.folder = Path(dir).absolute()
-        self._writer: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         self._writer = tf.summary.create_file_writer(str(self.folder))

@@ -68,9 +68,8 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
-    shape = tuple(inputs.shape)
     source.augmentation = Augmentation(
-        layers, shape, _target_kind(source, task), keeps_integers, in_step
+        layers, tuple(inputs.shape), _target_kind(source, task), keeps_integers, in_step
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 

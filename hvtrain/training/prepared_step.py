@@ -46,7 +46,7 @@ def prepare_step(
     compute_loss = model.compute_loss
     compute_metrics = model.compute_metrics
     augmentation = source.augmentation
-    mixes = bool(augmentation and augmentation.mixes)
+    mixes = augmentation and augmentation.mixes
     batch_weight: list[Any] = []  # That of the step being traced, until its loss uses it.
     # By thread: a strategy may trace the steps of several replicas alternately.
     hard_targets: dict[int, Any] = {}

@@ -168,7 +168,7 @@ class Launcher:
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
-        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
         if calls and address and port.isdigit():
             self._port = (address, int(port))
@@ -193,8 +193,9 @@ class Launcher:
 
     def _is_refused(self) -> bool:
         """True if nothing listens on the launcher's port; False if there is no answer at all."""
+        assert self._port
         try:
-            socket.create_connection(self._port or ("", 0), timeout=1.0).close()
+            socket.create_connection(self._port, timeout=1.0).close()
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False

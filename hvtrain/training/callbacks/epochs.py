@@ -346,11 +346,10 @@ def report_skipped(run: Run, report: RunReport) -> None:
     if run.source.on_error != "skip":
         return
 
-    comm = run.strategy.comm
     own = run.source.unreadable()
     for part in own:
-        log.warning("rank %d skips %s: %s", comm.topology.rank, part.location, part.problem)
-    new = [part for parts in comm.gather(own) for part in parts]
+        log.warning("rank %d skips %s: %s", run.topology.rank, part.location, part.problem)
+    new = [part for parts in run.strategy.comm.gather(own) for part in parts]
     report.unreadable.update({part.location: part for part in new})
 
     if new:
