@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
 MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
-# Prefixes of the environment variables by which launchers find the
-# processes of a launch, to end them.
+# Prefixes of the environment variables by which a launcher finds the processes of its launch, to
+# end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
 # By the kind of a notice.
@@ -101,7 +101,8 @@ class Notice:
             log.warning("no notice will be sent: the process that sends it has not started")
         # Reaps the process started above, which ends after forking the sender.
         sender.wait()
-        # None: the sender has not started. Indices: it has ended because of an unknown address.
+        # None: the sender has not started. Indices: it has ended, because apprise does not know
+        # these addresses.
         if unknown != []:
             self._sender = None
         if unknown:

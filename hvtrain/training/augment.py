@@ -51,7 +51,8 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
             "layers of augmentation; choose data.augment_on=cpu"
         )
 
-    keras.config.set_dtype_policy("float32")  # Whatever the model's precision.
+    # Layers work on float32, whatever the model's precision.
+    keras.config.set_dtype_policy("float32")
     limits = source.value_range()
     height, width, _ = inputs.shape
     facts: dict[str, Any] = {"height": height, "width": width}
@@ -109,7 +110,7 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
 
 
 def _target_kind(source: Source, task: Task) -> Labels | Masks:
-    """Returns how layers treat targets: masks are transformed with their images, labels are mixed as numbers."""
+    """Returns how layers treat targets: masks move with their images, labels can only be mixed."""
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)
 

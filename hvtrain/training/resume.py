@@ -24,9 +24,9 @@ from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# Settings that a resume must not change. The seed determines the order of the rest of
-# the epoch; another optimizer would get slots that are not its own, and another
-# task's metrics the old ones' state.
+# Settings that a resume must not change. The seed determines the order of the rest of the epoch;
+# another optimizer would get slots that are not its own, and the metrics of another task would get
+# the state of the old ones.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
 _IRRELEVANT = re.compile(
@@ -240,7 +240,7 @@ def send_arrays(
         message_bytes: Size of each message but the last.
 
     Returns:
-        The arrays on the root and on ranks that receive them; elsewhere none.
+        The arrays, on the root and on ranks that receive them; elsewhere an empty dict.
     """
     is_root = comm.topology.rank == root
     own = {name: np.asarray(array, order="C") for name, array in arrays.items()}

@@ -83,8 +83,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an
-        # optimizer; SGD has no slots to save.
+        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots to
+        # save.
         task.compile(part, keras.optimizers.SGD())
 
     users_names = sorted(set(own_names(whole.get_compile_config())))
@@ -158,7 +158,7 @@ def check_preprocessing(
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
     except (OSError, DataError, tf.errors.OpError):
-        return None  # Missing files must not fail a finished run, which needs them no more.
+        return None  # Missing files must not fail a finished run, which no longer needs them.
 
     for number, batch in enumerate(batches):
         preprocessed = tf.nest.flatten(preprocessing(batch))

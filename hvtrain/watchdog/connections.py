@@ -70,7 +70,7 @@ class WireError(Exception):
 
 
 class Lines:
-    """Splits a stream of bytes into messages.
+    """Splits a stream of bytes into messages. `feed` returns those that are complete.
 
     Raises WireError for a line that is not a JSON object, or has more than `max_bytes`.
     """

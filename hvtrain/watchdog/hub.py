@@ -72,7 +72,7 @@ class Hub:
     def _run(self) -> None:
         try:
             while self._is_open:
-                # A tick examines all ranks, so a tick for each beat would be too expensive.
+                # A tick examines all ranks, so one tick for each beat would be too expensive.
                 timeout = max(0.0, self._next_tick - time.monotonic())
                 for connection, message in self._connections.messages(timeout):
                     self._handle(connection, message)

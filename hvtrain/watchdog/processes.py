@@ -42,7 +42,8 @@ SECONDS_FOR_FILES = 5.0
 def machine_id(namespace: str = "pid") -> str:
     """Returns an ID that processes share if they see each other's process IDs, as in one container on one host.
 
-    With "net", they share it if they have the same loopback interface. The ID changes when the host boots.
+    With "net", they share it if they have the same loopback interface. The ID changes when the host
+    reboots.
     """
     # The host name is only a fallback if /proc is missing, since it need not be unique.
     boot = socket.gethostname()
@@ -119,7 +120,7 @@ class Stacks:
     def __init__(self) -> None:
         # In memory, since a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
-        # Not if the user's code handles the signal.
+        # If the user's code handles the signal, it keeps it.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)

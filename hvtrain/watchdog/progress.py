@@ -196,7 +196,7 @@ class Rules:
 
 @dataclass
 class RankState:
-    """The last status that a rank reported, and when rank 0 heard it, by its own time.monotonic()."""
+    """A rank's process, its last status, and when rank 0 heard that, by its own time.monotonic()."""
 
     rank: int
     host: str

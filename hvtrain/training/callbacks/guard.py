@@ -26,7 +26,7 @@ NAMES_LAYER = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Or the value that the task's metric has to reach if larger values are better, as for accuracy.
+# Or the value that the task's metric has to reach, if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
 
 
