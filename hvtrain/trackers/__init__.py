@@ -37,8 +37,8 @@ class Tracker(ABC):
 
     def check(self, name: str) -> None:
         """Raises ConfigError if a package is missing; `name` is the choice in tracker=name."""
-        # All are named at once, so that one installation is enough. Searched for, not imported, which
-        # would take seconds.
+        # All missing modules are named at once, so that one installation is enough. find_spec does
+        # not import them, which would take seconds.
         missing = [module for module in self.needs if not find_spec(module)]
         if missing:
             raise ConfigError(

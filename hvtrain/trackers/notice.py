@@ -36,25 +36,26 @@ log = logging.getLogger(__name__)
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
 MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
-# Prefixes of the environment variables by which launchers find the
-# processes of a launch, to end them.
+# Prefixes of the environment variables by which a launcher finds the processes of its launch, to
+# end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
-FINISHED, STOPPED, FAILED, LOST = "finished", "stopped", "failed", "lost"
+# By the kind of a notice.
 TITLES = {
-    FINISHED: "{} has finished",
-    STOPPED: "{} was stopped",
-    FAILED: "{} has failed",
-    LOST: "{} has ended, and did not say why",
+    "finished": "{} has finished",
+    "stopped": "{} was stopped",
+    "failed": "{} has failed",
+    "lost": "{} has ended, and did not say why",
 }
-_TYPES = {FINISHED: "success", STOPPED: "warning"}
+# apprise's types; that of the other kinds is "failure".
+_TYPES = {"finished": "success", "stopped": "warning"}
 
 
 class Notice:
     """Rank 0's side of the notice of a run's end (chief only). Without addresses all methods do nothing."""
 
     def __init__(self) -> None:
-        self._addresses: list[str] = []
+        self._addresses: Sequence[str] = ()
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
@@ -68,7 +69,7 @@ class Notice:
         if not find_spec("apprise"):
             raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
 
-        self._addresses = list(chosen)
+        self._addresses = chosen
         sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
             env={
@@ -100,7 +101,8 @@ class Notice:
             log.warning("no notice will be sent: the process that sends it has not started")
         # Reaps the process started above, which ends after forking the sender.
         sender.wait()
-        # None: the sender has not started. Indices: it has ended because of an unknown address.
+        # None: the sender has not started. Indices: it has ended, because apprise does not know
+        # these addresses.
         if unknown != []:
             self._sender = None
         if unknown:
@@ -110,25 +112,25 @@ class Notice:
 
     def finished(self, text: str) -> None:
         """Sends the results of a finished run."""
-        self._tell(FINISHED, text)
+        self._tell("finished", text)
 
     def stopped(self, text: str) -> None:
         """Sends the notice that the run was asked to stop; the text says how to continue it."""
-        self._tell(STOPPED, text)
+        self._tell("stopped", text)
 
     def failed(self, error: BaseException) -> None:
         """Sends the cause of a failure, unless a final notice has been sent already."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
-            self._tell(FAILED, cause_in_words(error))
+            self._tell("failed", cause_in_words(error))
 
     def note(self, text: str) -> None:
         """Records why the run fails, to be sent if this process is ended before it can say more.
 
         Any thread may call this.
         """
-        self._tell(FAILED, text, is_last=False)
+        self._tell("failed", text, is_last=False)
 
     def wait(self) -> None:
         """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns about each address that did not accept it.
@@ -159,12 +161,11 @@ class Notice:
 
     def _answer(self, seconds: float) -> list[int] | None:
         """Returns the sender's answer, indices of addresses; None if it is late, or the sender is gone."""
-        if not (self._sender and self._sender.stdout):
-            return None
+        assert self._sender and self._sender.stdout
         poll = select.poll()  # select takes no descriptor above 1023, which a rank may have.
         poll.register(self._sender.stdout, select.POLLIN)
         line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
-        return list(json.loads(line)) if line else None
+        return json.loads(line) if line else None
 
     def _name(self, index: int) -> str:
         return f"address {index + 1} of {len(self._addresses)} ({shown_address(self._addresses[index])})"
@@ -197,7 +198,7 @@ def sender_main() -> None:
         return
 
     # Sent if rank 0 sends no notice itself.
-    notice = {"kind": LOST, "body": begin["lost"]}
+    notice = {"kind": "lost", "body": begin["lost"]}
     for notice in messages:
         if notice.get("is_last"):
             break

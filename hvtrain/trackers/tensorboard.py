@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 import yaml
@@ -21,15 +20,14 @@ class TensorBoard(Tracker):
 
     def __init__(self, dir: str) -> None:
         self.folder = Path(dir).absolute()
-        self._writer: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         self._writer = tf.summary.create_file_writer(str(self.folder))
-        # Relative if possible, so that a run is still known after its folder was moved.
+        # Relative if possible, so that a run is recognized even after its folder was moved.
         folder = self.folder
         if folder.is_relative_to(run.folder):
             folder = folder.relative_to(run.folder)
-        # A resumed run continues in its folder, where the settings are already.
+        # A resumed run continues in its folder, which has the settings already.
         if known != str(folder):
             # Markdown shows a block that is indented by four spaces verbatim.
             block = textwrap.indent(yaml.safe_dump(run.settings, sort_keys=False), "    ")
@@ -41,10 +39,11 @@ class TensorBoard(Tracker):
     def scalars(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        # tf.summary.scalar would write the same, but with several operations for each number, for
-        # which the other ranks would wait.
-        summaries = [scalar_pb(name, value) for name, value in values.items()]
-        summary = b"".join(each.SerializeToString() for each in summaries)
+        # tf.summary.scalar would write the same, but it runs several operations for each number,
+        # and the other ranks would wait for them.
+        summary = b"".join(
+            scalar_pb(name, value).SerializeToString() for name, value in values.items()
+        )
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(summary, step=step)
         self._writer.flush()

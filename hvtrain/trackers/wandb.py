@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hvtrain.config.validate import check_choice
 from hvtrain.trackers import TrackedRun, Tracker
@@ -28,7 +28,6 @@ class WeightsAndBiases(Tracker):
         self.project = project
         self.entity = entity
         self.mode = mode
-        self._run: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         # If the folder did not exist, wandb would use a temporary one.

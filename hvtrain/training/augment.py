@@ -34,7 +34,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     Raises:
         ConfigError: The data set has no images, or a layer does not fit its images or targets.
     """
-    inputs, targets, *weights = source.element_spec
+    inputs = source.element_spec[0]
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
         raise ConfigError(
             f"augment={', '.join(config.augment)} works on images, and {source.name} has none; leave augment out, or "
@@ -51,7 +51,8 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
             "layers of augmentation; choose data.augment_on=cpu"
         )
 
-    keras.config.set_dtype_policy("float32")  # Whatever the model's precision.
+    # Layers work on float32, whatever the model's precision.
+    keras.config.set_dtype_policy("float32")
     limits = source.value_range()
     height, width, _ = inputs.shape
     facts: dict[str, Any] = {"height": height, "width": width}
@@ -68,9 +69,9 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
-    target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
-    shape = tuple(inputs.shape)
-    source.augmentation = Augmentation(layers, shape, target_kind, keeps_integers, in_step)
+    source.augmentation = Augmentation(
+        layers, tuple(inputs.shape), _target_kind(source, task), keeps_integers, in_step
+    )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
 
@@ -108,22 +109,17 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
     return names[1:]
 
 
-def _target_kind(
-    source: Source,
-    task: Task,
-    spec: tf.TensorSpec,
-    has_weights: bool,
-) -> Labels | Masks:
-    """Returns how layers treat targets: masks are transformed with their images, labels are mixed as numbers."""
+def _target_kind(source: Source, task: Task) -> Labels | Masks:
+    """Returns how layers treat targets: masks move with their images, labels can only be mixed."""
     if task.targets_are_masks:
-        ignored_label = getattr(task, "ignored_label", None)
-        return Masks(0 if ignored_label is None else ignored_label)
+        return Masks(getattr(task, "ignored_label", None) or 0)
 
+    _, targets, *weights = source.element_spec
     # Example weights would have to be mixed with the targets, but layers do not get them.
-    soften = None if has_weights else task.softener(source)
+    soften = None if weights else task.softener(source)
     if soften is None:
         return Labels(None, 1)
-    softened = soften(tf.zeros([1, *spec.shape], spec.dtype))
+    softened = soften(tf.zeros([1, *targets.shape], targets.dtype))
     return Labels(soften, math.prod(softened.shape[1:]))
 
 
@@ -145,7 +141,7 @@ def _check_range(
     """
     for inner in layer._flatten_layers():
         own_range = getattr(inner, "value_range", None)
-        if own_range is None or (limits and tuple(own_range) == limits):
+        if own_range is None or tuple(own_range) == limits:
             continue
         known = "does not give the range of its images"
         if limits:

@@ -205,9 +205,9 @@ class _Search:
 
         is_missing = self.needs_arrays and self._checkpoint is None
         if any(self.comm.gather(is_missing)):
-            own_arrays = self._checkpoint.arrays if self._checkpoint else None
+            own_arrays = self._checkpoint.arrays if self._checkpoint else {}
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
-            if arrays is not None:
+            if is_missing:
                 self._checkpoint = Checkpoint(saved.step, dict(saved.meta), arrays)
         # A checkpoint in memory has no records on a disk, and the chief's own are already in place.
         if self._root and saved.host:

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
@@ -41,7 +40,21 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
     """
     run = context.run
     report = context.report
-    proof = {**_proof(context), "skipped": report.num_skipped}
+    position = context.position
+    optimizer = context.model.optimizer
+    # Proves that the ranks trained together. Its reductions are those of this process.
+    proof: dict[str, Any] = {
+        "reductions": num_reductions(optimizer),
+        "synchronizations": run.strategy.num_synchronizations,
+        "sent_bytes": sent_bytes(optimizer),
+        "steps": (position.step - position.start_step) // run.plan.accumulate,
+        "ranks": run.plan.size,
+        "weight_checks": context.weights.num_checks,
+        "steps_by_worker": list(run.strategy.steps_by_worker),
+        "examples_each_epoch": report.examples_each_epoch,
+        "examples": run.plan.num_examples,
+        "skipped": report.num_skipped,
+    }
     unit = run.task.unit(run.source)
     per_second = {}
     if unit and report.examples_per_second:
@@ -55,12 +68,12 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         step_seconds=report.step_seconds,
         num_ranks=run.topology.size,
         num_parameters=num_parameters(context.model),
-        num_steps=context.position.step,
+        num_steps=position.step,
         global_batch=run.plan.global_batch,
         # Of this start of the run, including restarts of its ranks.
         seconds=time.monotonic() - run.state.began,
         reductions=proof["reductions"],
-        first_step=context.position.start_step,
+        first_step=position.start_step,
         proof=proof,
         metrics=metrics,
         versions=versions(),
@@ -74,25 +87,6 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         goodput=report.goodput.summary(time.time()),
         data=run.described.phrases,
     )
-
-
-def _proof(context: RunContext) -> dict[str, Any]:
-    """Returns the proof, for result.json, that the ranks trained together; reductions are those of this process."""
-    optimizer = context.model.optimizer
-    # A LossScaleOptimizer wraps the optimizer that accumulates.
-    accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
-    position = context.position
-    return {
-        "reductions": num_reductions(optimizer),
-        "synchronizations": context.run.strategy.num_synchronizations,
-        "sent_bytes": sent_bytes(optimizer),
-        "steps": (position.step - position.start_step) // accumulate,
-        "ranks": position.plan.size,
-        "weight_checks": context.weights.num_checks,
-        "steps_by_worker": list(context.run.strategy.steps_by_worker),
-        "examples_each_epoch": context.report.examples_each_epoch,
-        "examples": position.plan.num_examples,
-    }
 
 
 def steps_of_result(folder: Path) -> int | None:
@@ -111,8 +105,8 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     folder = run.folder
     # A start that trained nothing has no speed, so older results stay if they are of the same step.
     steps_before = comm.on_chief(lambda: steps_of_result(folder))
+    log.info("test: %s", in_words(record.metrics))
     if record.first_step == record.num_steps == steps_before:
-        log.info("test: %s", in_words(record.metrics))
         log.info(
             f"this run had already finished and has been tested again; its results in {folder} stay as they are"
         )
@@ -148,7 +142,6 @@ def send_results(run: Run) -> None:
 
 
 def _log_results(record: RunRecord, folder: Path) -> None:
-    log.info("test: %s", in_words(record.metrics))
     best = record.best
     if best and best["step"] != record.num_steps:
         log.info(
@@ -163,7 +156,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
     if record.step_seconds:
         rates = {"examples": record.examples_per_second, **record.per_second}
         # Replicas in one process, and workers with parameter servers, count like ranks.
-        number = record.num_replicas or record.num_ranks
+        number = record.num_replicas
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
         speed = f"{speeds} over {number} {kind}(s), "
@@ -188,9 +181,16 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     Returns None if there is none or, with a warning, if it cannot be read. The model keeps its last weights.
     """
     comm = run.strategy.comm
-    best = comm.on_chief(lambda: _reading_best(writer.read_best, run.folder / "checkpoints"))
+    checkpoints = run.folder / "checkpoints"
+    best = comm.on_chief(lambda: _reading_best(writer.read_best, checkpoints))
     if best is None:
         return None
+
+    def load():
+        if "host" in best:
+            raise UserError(f"it is on host {best['host']}")
+        load_weights(run.config, model, checkpoints / store.folder_name(best["step"]))
+        return True
 
     metrics = record.metrics
     last_weights = None
@@ -199,7 +199,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
-        if not comm.on_chief(lambda: _reading_best(_load_best, run, model, best)):
+        if not comm.on_chief(lambda: _reading_best(load)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
@@ -222,15 +222,6 @@ def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
             f"{BEST_FILE} is not written, because the best checkpoint cannot be read: {error}"
         )
         return None
-
-
-def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
-    """Sets the weights to those of the best checkpoint (chief only); returns True. Raises UserError."""
-    if "host" in best:
-        raise UserError(f"it is on host {best['host']}")
-    path = run.folder / "checkpoints" / store.folder_name(best["step"])
-    load_weights(run.config, model, path)
-    return True
 
 
 def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
@@ -292,7 +283,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
-        leaves = tf.nest.flatten(batches[-1])
+        leaves = keras.tree.flatten(batches[-1])
         num_examples += len(leaves[0])
         num_bytes += sum(leaf.nbytes for leaf in leaves)
         if num_examples >= limit or num_bytes > MAX_BYTES or time.monotonic() - began > MAX_SECONDS:
@@ -300,7 +291,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
 
     if not batches:
         return None
-    inputs, targets, outputs = tf.nest.map_structure(
+    inputs, targets, outputs = keras.tree.map_structure(
         lambda *parts: np.concatenate(parts)[:limit], *batches
     )
     number = min(num_examples, limit)

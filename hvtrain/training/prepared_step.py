@@ -46,7 +46,7 @@ def prepare_step(
     compute_loss = model.compute_loss
     compute_metrics = model.compute_metrics
     augmentation = source.augmentation
-    mixes = bool(augmentation and augmentation.mixes)
+    mixes = augmentation and augmentation.mixes
     batch_weight: list[Any] = []  # That of the step being traced, until its loss uses it.
     # By thread: a strategy may trace the steps of several replicas alternately.
     hard_targets: dict[int, Any] = {}
@@ -76,10 +76,9 @@ def prepare_step(
             hard_targets[get_ident()] = harden(targets)
         if class_weights and mixes:
             targets, weights = weighted_mixture(targets, class_weights)
-        elif class_weights and weights is None:
-            weights = weights_of(targets, class_weights)
         elif class_weights:
-            weights = product_by_example(weights_of(targets, class_weights), weights)
+            by_class = weights_of(targets, class_weights)
+            weights = by_class if weights is None else product_by_example(by_class, weights)
 
         for loss in losses:
             loss.batch_weight = weight
@@ -190,8 +189,8 @@ def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
 
 def _with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Appends axes of length 1 until the weights have `rank` axes."""
-    ones = tf.ones([rank - weights.shape.rank], tf.int32)
-    return tf.reshape(weights, tf.concat([tf.shape(weights), ones], axis=0))
+    new_axes = [tf.newaxis] * (rank - weights.shape.rank)
+    return weights[(..., *new_axes)]
 
 
 def weighted_mixture(

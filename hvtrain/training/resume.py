@@ -24,9 +24,9 @@ from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# Settings that a resume must not change. The seed determines the order of the rest of
-# the epoch; another optimizer would get slots that are not its own, and another
-# task's metrics the old ones' state.
+# Settings that a resume must not change. The seed determines the order of the rest of the epoch;
+# another optimizer would get slots that are not its own, and the metrics of another task would get
+# the state of the old ones.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
 _IRRELEVANT = re.compile(
@@ -48,12 +48,15 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         CheckpointError: The checkpoint belongs to another model.
     """
     size = comm.topology.size
-    memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
+    own_rank = comm.topology.rank
+    # By rank. Only the chief has them all, since they may be large.
+    memories: list[Arrays] = [{}] * size
 
     def restore():
-        if saved is None or saved.checkpoint is None:
+        if saved is None:
             return Start(), [{}] * size, False
         checkpoint = saved.checkpoint
+        assert checkpoint
         model_state.restore(checkpoint, model)
         start = Start(
             saved.name,
@@ -65,7 +68,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             unlogged=checkpoint.unlogged(),
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
-        memories.extend(memories_on(size, [_part(state, of_memory=True) for state in states]))
+        memories[:] = memories_on(size, [_part(state, of_memory=True) for state in states])
         return (
             start,
             states_on(size, [_part(state, of_memory=False) for state in states]),
@@ -74,12 +77,15 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
 
     # Every rank receives the states of all ranks, which are small, and uses only its own.
     start, rank_states, has_memory = comm.on_chief(restore)
-    start = replace(start, rank_state=rank_states[comm.topology.rank])
+    start = replace(start, rank_state=rank_states[own_rank])
     model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
     # After the broadcast, which would replace it with the chief's.
     if has_memory:
-        model_state.restore_memory(scatter_arrays(memories, comm), model)
+        received = [
+            send_arrays(memory, 0, comm, rank == own_rank) for rank, memory in enumerate(memories)
+        ]
+        model_state.restore_memory(received[own_rank], model)
     return start
 
 
@@ -181,7 +187,7 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
             for name, value in kept[0].items()
             if name.startswith("metric/")
         }
-        kept[0] = {**kept[0], **sums}
+        kept[0] = kept[0] | sums
     # Seeds are not copied, since dropout would drop the same units on two ranks.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
@@ -199,7 +205,7 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
         name: array for name, array in memories[0].items() if name.startswith(model_state.SAME)
     }
     if size == len(memories):
-        return [{**shared, **memory} for memory in memories]
+        return [shared | memory for memory in memories]
 
     moved = [dict(shared) for _ in range(size)]
     for name in sorted(set.intersection(*map(set, memories)) - shared.keys()):
@@ -217,33 +223,13 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
     return moved
 
 
-def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
-    """Returns all ranks' arrays, by rank, on the chief; elsewhere an empty list (every rank).
-
-    Ranks send one after the other, in messages of MESSAGE_BYTES: the chief's link is the bottleneck anyway.
-    """
-    topology = comm.topology
-    ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
-    return [received for received in ranks if received is not None]
-
-
-def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
-    """Sends each rank its arrays from the chief's list, and returns them (every rank)."""
-    topology = comm.topology
-    sent = arrays_by_rank if topology.is_chief else [{}] * topology.size
-    received = [
-        send_arrays(arrays, 0, comm, rank == topology.rank) for rank, arrays in enumerate(sent)
-    ]
-    return received[topology.rank] or {}
-
-
 def send_arrays(
-    arrays: Arrays | None,
+    arrays: Arrays,
     root: int,
     comm: Comm,
     is_receiver: bool,
     message_bytes: int = MESSAGE_BYTES,
-) -> Arrays | None:
+) -> Arrays:
     """Sends the root's arrays to the ranks that receive them (every rank).
 
     Args:
@@ -254,36 +240,30 @@ def send_arrays(
         message_bytes: Size of each message but the last.
 
     Returns:
-        The arrays; None on ranks that do not receive them.
+        The arrays, on the root and on ranks that receive them; elsewhere an empty dict.
     """
     is_root = comm.topology.rank == root
-    # reshape, because ascontiguousarray turns a scalar into a vector.
-    own = {
-        name: np.ascontiguousarray(array).reshape(array.shape)
-        for name, array in (arrays or {}).items()
-    }
-    layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
+    own = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    layout = comm.broadcast(
+        {name: (array.shape, array.dtype, array.nbytes) for name, array in own.items()}, root
+    )
     if not is_root:
         own = {}
         if is_receiver:
-            own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
+            own = {name: np.empty(shape, dtype) for name, (shape, dtype, _) in layout.items()}
 
     # All arrays form one stream of bytes, cut into messages of equal size;
     # each rank computes their number.
-    num_bytes = sum(
-        int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values()
-    )
+    num_bytes = sum(array_bytes for _, _, array_bytes in layout.values())
     chunks = _chunks(own, message_bytes)
     for _ in range(math.ceil(num_bytes / message_bytes)):
         parts = next(chunks, [])
         message = comm.broadcast(np.concatenate(parts) if is_root else None, root)
         if not is_root:
-            end = 0
             for part in parts:
-                begin = end
-                end += part.size
-                part[:] = message[begin:end]
-    return own if is_receiver else None
+                part[:] = message[: part.size]
+                message = message[part.size :]
+    return own
 
 
 def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
@@ -333,7 +313,7 @@ def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, lis
     new = config.flat
     changed = {
         name: [old.get(name), new.get(name)]
-        for name in {**old, **new}
+        for name in old | new
         if old.get(name) != new.get(name) and not _IRRELEVANT.match(name)
     }
     # The comparison above does not see the order of augmentation layers, which matters too.

@@ -73,7 +73,7 @@ hydra:
 """
 README = """\
 A training run of hvtrain {version}. result.json has its figures, history.csv those of each epoch.
-`keras.models.load_model("model.keras")` loads the trained model, and best.keras that of the best checkpoint.
+`keras.models.load_model("model.keras")` loads the trained model; best.keras is the model of the best checkpoint.
 To resume it, run the same command with run.dir={folder}; to repeat it, see config.yaml.
 """
 
@@ -185,7 +185,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             "folder": str(working_folder),
             "num_ranks": run.plan.size,
             "num_replicas": run.strategy.num_computing,
-            "hosts": dict(Counter(hosts)),
+            "hosts": Counter(hosts),
             "first_step": step,
             "num_steps": run.plan.num_steps,
             "steps_per_epoch": run.plan.steps_per_epoch,

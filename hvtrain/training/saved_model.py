@@ -83,8 +83,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an
-        # optimizer; SGD has no slots to save.
+        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots to
+        # save.
         task.compile(part, keras.optimizers.SGD())
 
     users_names = sorted(set(own_names(whole.get_compile_config())))
@@ -118,10 +118,10 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
     raw = preprocessing.shape
     if isinstance(raw, tuple):
         inputs = {
-            "shape": list(raw),
+            "shape": raw,
             "dtype": "float32",
             "values": preprocessing.values,
-            "range": list(preprocessing.range) if preprocessing.range else None,
+            "range": preprocessing.range,
         }
     else:
         inputs = tf.nest.map_structure(
@@ -133,10 +133,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
     return {
         "dataset": source.name,
         "input": inputs,
-        "output": {
-            "shape": None if output_shape is None else list(output_shape),
-            "values": task.output,
-        },
+        "output": {"shape": output_shape and list(output_shape), "values": task.output},
         "num_classes": facts.get("num_classes"),
         "class_names": list(facts.get("class_names", ())) or None,
         "assets": list(source.assets()),
@@ -161,23 +158,25 @@ def check_preprocessing(
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
     except (OSError, DataError, tf.errors.OpError):
-        return None  # Missing files must not fail a finished run, which needs them no more.
+        return None  # Missing files must not fail a finished run, which no longer needs them.
 
-    pairs = [
-        (number, keras.ops.convert_to_numpy(part)[0], expected[number])
-        for number, batch in enumerate(batches)
-        for part, expected in zip(tf.nest.flatten(preprocessing(batch)), tf.nest.flatten(streamed))
-    ]
-    for number, actual, expected in pairs:
-        if actual.shape != expected.shape:
-            return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
-        gap = float(np.max(np.abs(actual - expected), initial=0.0))
-        scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
-        if not gap <= 1e-5 * scale:  # Also true for NaN.
-            return (
-                f"example {number} ({split}) differs by {gap:.2g} between preprocessing() of {source.name} and its "
-                "stream; make preprocessing() do the same as the stream"
-            )
+    for number, batch in enumerate(batches):
+        preprocessed = tf.nest.flatten(preprocessing(batch))
+        for part, streamed_part in zip(preprocessed, tf.nest.flatten(streamed)):
+            actual = keras.ops.convert_to_numpy(part)[0]
+            expected = streamed_part[number]
+            if actual.shape != expected.shape:
+                return (
+                    f"preprocessing() of {source.name} gives {actual.shape}, "
+                    f"the model was trained on {expected.shape}"
+                )
+            gap = float(np.max(np.abs(actual - expected), initial=0.0))
+            scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+            if not gap <= 1e-5 * scale:  # Also true for NaN.
+                return (
+                    f"example {number} ({split}) differs by {gap:.2g} between preprocessing() of {source.name} and "
+                    "its stream; make preprocessing() do the same as the stream"
+                )
     return None
 
 

@@ -255,7 +255,7 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     from hvtrain.keras.sharded_embedding import sharding_embeddings
 
     names: list[str] = []
-    used: set[str] = set()
+    unused = set(patterns)
 
     def is_chosen(layer):
         names.append(f"{layer.name} ({layer.input_dim} rows)")
@@ -265,16 +265,15 @@ def _sharding(config: RunConfig) -> Iterator[None]:
             if fnmatchcase(layer.name, pattern)
             or (pattern.isdigit() and layer.input_dim >= int(pattern))
         }
-        used.update(matching)
+        unused.difference_update(matching)
         return bool(matching)
 
     with sharding_embeddings(is_chosen, config.seed):
         yield
-    unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         known = ", ".join(names) or "none"
         raise ConfigError(
-            f"model.shard_embeddings={unused[0]} matches no embedding layer; the model has {known}"
+            f"model.shard_embeddings={min(unused)} matches no embedding layer; the model has {known}"
         )
 
 

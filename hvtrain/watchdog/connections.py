@@ -5,7 +5,6 @@ has proved which rank it is.
 """
 
 import errno
-import hashlib
 import hmac
 import json
 import secrets
@@ -71,7 +70,7 @@ class WireError(Exception):
 
 
 class Lines:
-    """Splits a stream of bytes into messages.
+    """Splits a stream of bytes into messages. `feed` returns those that are complete.
 
     Raises WireError for a line that is not a JSON object, or has more than `max_bytes`.
     """
@@ -101,7 +100,7 @@ def encode(message: Message) -> bytes:
 
 def proof(token: str, challenge: str, rank: int) -> str:
     """Returns a rank's answer to a challenge, which proves that it knows the token."""
-    return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), f"{challenge} {rank}".encode(), "sha256").hexdigest()
 
 
 def end_of(error: Exception | None) -> Message:
@@ -133,13 +132,12 @@ def notice_cuts(connection: socket.socket) -> None:
 
 @dataclass
 class Connection:
-    """A connection to the hub. process and state are None until it has proved its rank."""
+    """A connection to the hub. state is None until it has proved its rank."""
 
     socket: socket.socket
     challenge: str
     opened: float
     lines: Lines = field(default_factory=lambda: Lines(MAX_PROOF))
-    process: Process | None = None
     state: RankState | None = None
 
     @property
@@ -236,16 +234,14 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        messages = []
-        end = None
         try:
             data = connection.socket.recv(1 << 16)
             messages = connection.lines.feed(data)
-            if not data:
-                end = end_of(None)
+            end = None if data else end_of(None)
         except BlockingIOError:
             return
         except (OSError, WireError) as error:
+            messages = []
             end = end_of(error)
 
         for message in messages:
@@ -270,9 +266,12 @@ class Connections:
         if not hmac.compare_digest(answer, proof(self.token, connection.challenge, rank)):
             return False
 
-        connection.process = Process(**message["process"])
         connection.state = RankState(
-            rank, message["host"], Status(**message["status"]), time.monotonic()
+            rank,
+            message["host"],
+            Status(**message["status"]),
+            time.monotonic(),
+            Process(**message["process"]),
         )
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection

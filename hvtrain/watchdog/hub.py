@@ -72,7 +72,7 @@ class Hub:
     def _run(self) -> None:
         try:
             while self._is_open:
-                # A tick examines all ranks, so a tick for each beat would be too expensive.
+                # A tick examines all ranks, so one tick for each beat would be too expensive.
                 timeout = max(0.0, self._next_tick - time.monotonic())
                 for connection, message in self._connections.messages(timeout):
                     self._handle(connection, message)
@@ -121,8 +121,10 @@ class Hub:
             state.heard = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
-        elif kind == Kind.SIGNAL:
-            self._pass_signal(message["number"])
+        elif kind == Kind.SIGNAL and not self._has_passed_signal:
+            # Only the first: after a second one, the run would end without saving.
+            self._has_passed_signal = True
+            console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, message["number"])
         elif kind == Kind.STACKS:
             # The rank's own stacks, or those of a rank that it woke.
             rank = message["rank"]
@@ -136,13 +138,6 @@ class Hub:
             if standing.silent_ranks():
                 self._collect_stacks(standing)
         connection.send(Kind.HEARD)
-
-    def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that a rank reports, unless it gets one directly."""
-        if self._has_passed_signal:
-            return
-        self._has_passed_signal = True
-        console.call_later(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, number)
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())
@@ -207,24 +202,19 @@ class Hub:
         states = [replace(state) for state in standing.ranks]
         self._stalled = replace(standing, ranks=states)
 
-        ranks = self._connections.ranks
-        process_of = {
-            rank: connection.process for rank, connection in ranks.items() if connection.process
-        }
-        silent = {state.rank for state in standing.silent_ranks()}
+        silent = standing.silent_ranks()
         wakers = defaultdict(list)
-        for rank in sorted(silent):
-            process = process_of[rank]
+        for state in silent:
             peers = [
-                peer
-                for peer in ranks.keys() - silent
-                if process_of[peer].machine == process.machine
+                peer.rank
+                for peer in standing.ranks
+                if peer not in silent and peer.process.machine == state.process.machine
             ]
             if peers:
-                self._woken.add(rank)
-                wakers[min(peers)].append({"rank": rank, "process": vars(process)})
+                self._woken.add(state.rank)
+                wakers[min(peers)].append({"rank": state.rank, "process": vars(state.process)})
 
-        for rank, connection in ranks.items():
+        for rank, connection in self._connections.ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
     def _end_all(self, standing: Standing) -> None:
@@ -254,5 +244,6 @@ class Hub:
 
 
 def _signal_this_process(number: int) -> None:
+    """Sends this process a signal that another rank reported, unless one has arrived directly."""
     if not console.signal_arrived.is_set():
         os.kill(os.getpid(), number)

@@ -30,7 +30,6 @@ _STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP, Ctrl-Z)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
     psutil.STATUS_ZOMBIE: ENDED,
-    psutil.STATUS_DEAD: ENDED,
 }
 # Tolerance between two computations of the same process's start time.
 _START_TOLERANCE_SECONDS = 2.0
@@ -43,7 +42,8 @@ SECONDS_FOR_FILES = 5.0
 def machine_id(namespace: str = "pid") -> str:
     """Returns an ID that processes share if they see each other's process IDs, as in one container on one host.
 
-    With "net", they share it if they have the same loopback interface. The ID changes when the host boots.
+    With "net", they share it if they have the same loopback interface. The ID changes when the host
+    reboots.
     """
     # The host name is only a fallback if /proc is missing, since it need not be unique.
     boot = socket.gethostname()
@@ -120,7 +120,7 @@ class Stacks:
     def __init__(self) -> None:
         # In memory, since a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
-        # Not if the user's code handles the signal.
+        # If the user's code handles the signal, it keeps it.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
@@ -169,7 +169,7 @@ class Launcher:
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
-        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
         if calls and address and port.isdigit():
             self._port = (address, int(port))
@@ -194,8 +194,9 @@ class Launcher:
 
     def _is_refused(self) -> bool:
         """True if nothing listens on the launcher's port; False if there is no answer at all."""
+        assert self._port
         try:
-            socket.create_connection(self._port or ("", 0), timeout=1.0).close()
+            socket.create_connection(self._port, timeout=1.0).close()
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from hvtrain.watchdog.processes import Process
+
 # The phases of a rank. In the last two it waits for other ranks, so it never holds them up.
 START, STEP, DATA, FORWARD = "start", "step", "data", "forward"
 CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
@@ -71,7 +73,7 @@ class Progress:
     _phase = START
     _step = 0
     _num_reports = 0
-    _step_at_first: int | None = None
+    _steps_before = 0
     _started = False
 
     # Written by look, as are the two times in __init__.
@@ -81,9 +83,6 @@ class Progress:
 
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
-        # The marks count from the start of the process, which may have trained another run before.
-        self._first_marks = marks()
-
         self._phase_began = time.monotonic()
         self._moved = self._phase_began
 
@@ -109,8 +108,8 @@ class Progress:
         More steps may follow in the same call of the graph, which Python cannot see.
         """
         # Marks count only the steps of this process, and a resumed run begins at a later step.
-        if self._step_at_first is None:
-            self._step_at_first = step - self._marks()[3]
+        if self._phase == START:
+            self._steps_before = step - self._marks()[3]
         self._step = step
         self._num_reports += 1
         self._phase = STEP
@@ -132,9 +131,7 @@ class Progress:
         self._phase_began += suspended
         self._moved += suspended
 
-        arrived, ready, reduced, ended = (
-            mark - first for mark, first in zip(self._marks(), self._first_marks)
-        )
+        arrived, ready, reduced, ended = self._marks()
         phase = self._phase
         if phase == STEP:
             # The first step is traced and compiled before its batch is requested.
@@ -145,7 +142,7 @@ class Progress:
                 phase = FORWARD
 
         # Also by the marks, since one call may run several steps.
-        step = max(self._step, (self._step_at_first or 0) + ended + self._first_marks[3])
+        step = max(self._step, self._steps_before + ended)
         seen = (step, self._num_reports, arrived, ready, reduced, ended)
         if seen != self._seen or (phase not in WAITING and self._works_on_files()):
             self._moved = now
@@ -199,12 +196,13 @@ class Rules:
 
 @dataclass
 class RankState:
-    """The last status that a rank reported, and when rank 0 heard it, by its own time.monotonic()."""
+    """A rank's process, its last status, and when rank 0 heard that, by its own time.monotonic()."""
 
     rank: int
     host: str
     status: Status
     heard: float
+    process: Process
 
     @property
     def name(self) -> str:
@@ -274,17 +272,13 @@ class Standing:
         # Within a step, a rank in DATA is behind one in FORWARD, since the latter may be waiting
         # for it in an exchange within the forward pass.
         order = {DATA: 0, FORWARD: 1}
-        positions = {
-            state.rank: (state.status.step, order.get(state.status.phase, 2))
-            for state in self.ranks
-            if state.status.phase not in WAITING
-        }
-        last = min(positions.values(), default=None)
-        return [
-            state
-            for state in self.ranks
-            if state.rank in positions and positions[state.rank] == last
-        ]
+
+        def position(state):
+            return state.status.step, order.get(state.status.phase, 2)
+
+        working = [state for state in self.ranks if state.status.phase not in WAITING]
+        last = min(map(position, working), default=None)
+        return [state for state in working if position(state) == last]
 
     def describe(self, processes: Mapping[int, str]) -> str:
         """Names the culprits or, if there are none, describes the likely cause.

@@ -69,20 +69,19 @@ def start(
     address, listener = agree(rank, gather, broadcast)
     # Each watchdog has a new token, so that ranks of an earlier one cannot join it.
     token = broadcast(secrets.token_hex(32))
-    progress = Progress(marks)
     if address is None:
         log.warning("no watchdog: no address of rank 0 can be reached from all ranks")
-        return Watchdog(progress)
+        return Watchdog()
 
     rules = Rules(limit, beat_seconds(size, limit), survives_loss)
-    member = Member(rank, host, rules, progress, calls_launcher)
+    member = Member(rank, host, rules, Progress(marks), calls_launcher)
     if listener:
         member.hub_thread = Hub(listener, token, size, member).thread
     try:
         member.join(address, token)
     except (OSError, WireError) as error:
         log.warning(f"no watchdog on rank {rank} on {host}: {error}")
-        return Watchdog(progress)
+        return Watchdog()
     return member
 
 
@@ -119,9 +118,7 @@ def agree(
     votes = gather(own_vote)
 
     # The first address that all ranks reach; those of Horovod's own interface come first.
-    chosen = next(
-        (index for index in range(len(offers)) if all(vote[index] for vote in votes)), None
-    )
+    chosen = next((index for index, reached in enumerate(zip(*votes)) if all(reached)), None)
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvtrain.core.goodput import Goodput
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.repeated_step import LayerSearch
@@ -157,7 +158,7 @@ def test_profile_names_its_files(ranks, folder):
 
 
 def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
-    run = SimpleNamespace(strategy=MirroredStrategy())
+    run = SimpleNamespace(strategy=MirroredStrategy(), topology=Topology(), plan=None)
     with pytest.raises(
         ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"
     ):

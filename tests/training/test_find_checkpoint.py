@@ -420,7 +420,7 @@ def test_arrays_arrive_as_they_left(message_bytes):
     def action(comm):
         rank = comm.topology.rank
         return send_arrays(
-            ARRAYS if rank == 1 else None,
+            ARRAYS if rank == 1 else {},
             1,
             comm,
             is_receiver=rank != 2,
@@ -429,4 +429,4 @@ def test_arrays_arrive_as_they_left(message_bytes):
 
     first, _, third = on_ranks(["s1", "s2", "s3"], action)
     assert_equal(first, ARRAYS)
-    assert third is None
+    assert third == {}

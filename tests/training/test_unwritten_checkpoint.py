@@ -7,6 +7,7 @@ import pytest
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.goodput import Goodput
+from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.callbacks.checkpointing import Checkpointing
@@ -19,11 +20,12 @@ def end_of_attempt(monkeypatch, folder, commit_steps=0, **reported):
     run = SimpleNamespace(
         config=SimpleNamespace(checkpoint=CheckpointConfig(on_error="warn")),
         strategy=SimpleNamespace(comm=Comm(), membership=membership),
+        topology=Topology(),
+        plan=SimpleNamespace(ends_early=True),
         state=SimpleNamespace(note_keeper=SimpleNamespace(note=lambda step: None)),
     )
-    plan = SimpleNamespace(ends_early=True)
     position = SimpleNamespace(
-        plan=plan, step=20, is_last=True, in_epoch=False, is_multiple_of=lambda steps: False
+        step=20, is_last=True, in_epoch=False, is_multiple_of=lambda steps: False
     )
     context = SimpleNamespace(
         run=run,

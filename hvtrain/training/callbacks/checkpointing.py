@@ -25,7 +25,7 @@ from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
 from hvtrain.training.callbacks.guard import NAMES_LAYER
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
-from hvtrain.training.resume import gather_arrays
+from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import Start
 
 # checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast,
@@ -329,8 +329,11 @@ class Checkpointing(_Saving):
         states = [state for state, *_ in gathered]
         if model_state.keeps_memory(self.model):
             memory = model_state.rank_memory(self.model, self.is_chief)
-            memories = gather_arrays(memory, self.comm)
-            states = [{**state, **arrays} for state, arrays in zip(states, memories)]
+            # One rank after the other, since the chief's link is the bottleneck anyway.
+            states = [
+                state | send_arrays(memory, rank, self.comm, self.is_chief)
+                for rank, state in enumerate(states)
+            ]
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
         if self.is_chief:

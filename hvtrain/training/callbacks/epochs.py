@@ -69,8 +69,7 @@ class Validation(RunCallback):
     """Evaluates every N epochs, every N steps, or both (every rank).
 
     Only epochs with an evaluation have val_* in their logs: EarlyStopping, for example, would take a
-    repeated value for a lack of improvement. latest has the newest results, for callbacks that act
-    within an epoch, and unlogged those that are in no epoch's logs yet.
+    repeated value for a lack of improvement.
 
     Args:
         context: The run's context.
@@ -78,6 +77,9 @@ class Validation(RunCallback):
 
     Attributes:
         dataset: This rank's shard; None: nothing is validated.
+        latest: The newest results, for callbacks that act within an epoch; empty before the first.
+        latest_step: The step of these results; -1 before the first.
+        unlogged: Results that are in no epoch's logs yet.
     """
 
     def __init__(self, context: RunContext, start: Start) -> None:
@@ -124,7 +126,8 @@ class Throughput(RunCallback):
     the warm-up.
 
     Attributes:
-        epoch_seconds: The time of the last epoch, with the callbacks within it but not those at its end.
+        epoch_seconds: The time of the last epoch, including the callbacks within it but not those
+            at its end.
         rank_seconds: Each rank's seconds of own work per step in that epoch; empty if steps are not timed.
         newest_times: Each rank's times per step since the warm-up or the start of that epoch, whichever
             came later; empty if steps are not timed.
@@ -134,7 +137,6 @@ class Throughput(RunCallback):
         super().__init__(context)
         plan = self.plan
         start_step = self.position.start_step
-        self.epoch_seconds = 0.0
         self.rank_seconds: list[float] = []
         self.newest_times: list[StepTimes] = []
 
@@ -207,18 +209,17 @@ class Throughput(RunCallback):
             self.report.step_seconds = self._seconds / self._steps
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
         if self.strategy.marks.timed:  # The same on all ranks, so all of them gather.
-            self._split_time()
-            self._log_slowdown(epoch)
             times = self.strategy.marks.times()
+            self._split_time(times)
+            self._log_slowdown(epoch)
             waited = (times - (self._times_counted or times)).data
             self.report.goodput.seconds["steps"] -= waited
             self.report.goodput.seconds["data"] += waited
             self._times_counted = times
 
-    def _split_time(self) -> None:
+    def _split_time(self, times: StepTimes) -> None:
         """Sets rank_seconds, newest_times and report.split from the times of all ranks (every rank)."""
         topology = self.comm.topology
-        times = self.strategy.marks.times()
         in_epoch = times - self._times_at_epoch_begin
         after_warmup = times - (self._times_after_warmup or times)
         # The span with fewer steps began later.
@@ -236,7 +237,7 @@ class Throughput(RunCallback):
     def _log_slowdown(self, epoch: int) -> None:
         """Logs what has made steps slower than in the fastest epoch, and again only if they become slower still."""
         times = self.newest_times
-        # Of few steps, the wait after the pause before the first is a large part.
+        # If there are few steps, the wait after the pause before the first is a large part.
         has_few_steps = self.plan.steps_per_epoch < FEW_STEPS or self.position.in_epoch
         if len(times) < 2 or has_few_steps:
             return
@@ -246,8 +247,7 @@ class Throughput(RunCallback):
             self._reported_slow = []
         elif slower_in_words(self._reported_slow or self._fastest, times, self.strategy.devices):
             self._reported_slow = times
-            if self.is_chief:
-                log.info("slower         epoch %d: %s", epoch + 1, text)
+            log.info("slower         epoch %d: %s", epoch + 1, text)
 
 
 class GradientNoise(RunCallback):
@@ -307,7 +307,7 @@ class Recording(RunCallback):
         if self.position.in_epoch:
             return  # Stopped within the epoch; the start that finishes it writes the row.
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
-        # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
+        # ReduceLROnPlateau logs the rate of this epoch, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
 
         # Not in the logs: the console shows only what is learned.
@@ -344,16 +344,16 @@ class Recording(RunCallback):
 def report_skipped(run: Run, report: RunReport) -> None:
     """Logs the examples left out since the last call, and adds them to the report (every rank).
 
-    Their names go to the log of the rank that failed to read them, their number so far to the console.
+    Their names go to the log of the rank that failed to read them, and their number so far goes to
+    the console.
     """
     if run.source.on_error != "skip":
         return
 
-    comm = run.strategy.comm
     own = run.source.unreadable()
     for part in own:
-        log.warning("rank %d skips %s: %s", comm.topology.rank, part.location, part.problem)
-    new = [part for parts in comm.gather(own) for part in parts]
+        log.warning("rank %d skips %s: %s", run.topology.rank, part.location, part.problem)
+    new = [part for parts in run.strategy.comm.gather(own) for part in parts]
     report.unreadable.update({part.location: part for part in new})
 
     if new:

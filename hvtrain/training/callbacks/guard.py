@@ -26,7 +26,7 @@ NAMES_LAYER = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Or the value that the task's metric has to reach if larger values are better, as for accuracy.
+# Or the value that the task's metric has to reach, if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
 
 
@@ -83,9 +83,7 @@ def explain_errors(
     try:
         yield
     except tf.errors.OpError as error:
-        ranks: list[int] = []
-        if NOT_FINITE in str(error):
-            ranks = ranks_at_fault(context.model.optimizer)
+        ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
         if ranks:
             # Not position.step: the call of the graph that failed may have completed some steps.
             step = context.position.start_step + strategy.marks().ended - steps_before + 1
@@ -154,7 +152,6 @@ class OneBatch(RunCallback):
     """
 
     def on_train_begin(self, logs: Any) -> None:
-        self.training: dict[str, float] = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:

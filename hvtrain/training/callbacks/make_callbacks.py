@@ -172,7 +172,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     """
     config = run.config
     strategy = run.strategy
-    hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
+    hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
     # ModelCheckpoint and TensorBoard count batches themselves if the
     # value is a number, not "epoch".
@@ -181,10 +181,12 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         for callback in callbacks
         for name in ("save_freq", "update_freq")
     ]
-    libraries = {module.partition(".")[0] for module in modules}
-    has_users = bool(libraries - {"hvtrain", "keras"})
     # The callbacks of hvtrain.keras that set the learning rate for each batch count as the user's.
-    acts_on_batches = has_users or "hvtrain.keras.learning_rate" in modules
+    acts_on_batches = any(
+        module.partition(".")[0] not in ("hvtrain", "keras")
+        or module == "hvtrain.keras.learning_rate"
+        for module in modules
+    )
     counts = [steps for steps in counted if isinstance(steps, int)]
     # The chief decides, since it alone has the callbacks that only write.
     acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))

@@ -173,17 +173,10 @@ class RunCallback(keras.callbacks.Callback):
         self.position = context.position
         self.weights = context.weights
         self.report = context.report
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan of the run's steps."""
-        return self.position.plan
+        self.plan = context.run.plan
+        self.is_chief = context.run.topology.is_chief
 
     @property
     def step(self) -> int:
         """The number of steps that the run has done."""
         return self.position.step
-
-    @property
-    def is_chief(self) -> bool:
-        return self.run.topology.is_chief

@@ -48,10 +48,9 @@ class Tracking(RunCallback):
         def start(name, tracker):
             before = self._tracked.get(name, {"id": None, "step": 0})
             tracked_id = tracker.start(facts, before["id"])
-            self._tracked[name] = {"id": tracked_id, "step": 0}
             # A new tracked run has no epochs yet, and gets all of them.
-            if tracked_id == before["id"] and self.position.start_step > 0:
-                self._tracked[name]["step"] = before["step"]
+            continues = tracked_id == before["id"] and self.position.start_step > 0
+            self._tracked[name] = {"id": tracked_id, "step": before["step"] if continues else 0}
 
         self._each(start)
         self._send()
