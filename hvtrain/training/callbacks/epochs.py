@@ -247,7 +247,8 @@ class Throughput(RunCallback):
             self._reported_slow = []
         elif slower_in_words(self._reported_slow or self._fastest, times, self.strategy.devices):
             self._reported_slow = times
-            log.info("slower         epoch %d: %s", epoch + 1, text)
+            if self.is_chief:
+                log.info("slower         epoch %d: %s", epoch + 1, text)
 
 
 class GradientNoise(RunCallback):
