@@ -5,9 +5,11 @@ is read at completion time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from hvtrain.commands import COMMANDS
 from hvtrain.config.choices import ALL_GROUPS, choice_files, default_choice, settings_of
@@ -35,15 +37,20 @@ def main() -> int:
 
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
-    known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
-    # Every model has model.weights, though one lists it too.
+    known = declared(RunConfig) | declared(ModelOptions, "model.")
+    # Settings of all runs, whatever they choose, though a choice's file may list one too.
     shared = [*known]
     owners = defaultdict(list)
-    for argument, settings in _choices():
-        for name, choices in settings.items():
-            known[name] = choices
-            if name not in shared:
-                owners[name].append(argument)
+    for group in (*GROUPS, *SEVERAL):
+        for path in choice_files(group):
+            settings: Any = OmegaConf.to_container(OmegaConf.load(path))
+            for name, value in flatten(settings, f"{group}.").items():
+                # Names such as _target_ are not settings.
+                if "._" in name:
+                    continue
+                known[name] = SWITCH if isinstance(value, bool) else []
+                if name not in shared:
+                    owners[name].append(f"{group}={path.stem}")
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
@@ -72,18 +79,3 @@ def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
         name: SWITCH if hint is bool else list(item.metadata["choices"])
         for name, hint, item in settings_of(schema, prefix)
     }
-
-
-def _choices() -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Yields each GROUP=CHOICE, with its settings and their allowed values."""
-    from omegaconf import OmegaConf
-
-    for group in (*GROUPS, *SEVERAL):
-        for path in choice_files(group):
-            settings: Any = OmegaConf.to_container(OmegaConf.load(path))
-            values = {
-                name: SWITCH if isinstance(value, bool) else []
-                for name, value in flatten(settings, f"{group}.").items()
-                if "._" not in name
-            }
-            yield f"{group}={path.stem}", values

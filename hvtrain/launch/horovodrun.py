@@ -54,4 +54,4 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
         return [option for option in arguments if option != "--prefix"], False
     end = len(arguments) - len(args.command)
     options = [argument for argument in arguments[:end] if argument != "--prefix"]
-    return [*options, *arguments[end:]], args.prefix_output_with_timestamp
+    return [*options, *args.command], args.prefix_output_with_timestamp

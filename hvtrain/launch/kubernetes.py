@@ -119,7 +119,7 @@ class MpiJob(JobSet):
     def values(self, job: Job) -> dict[str, Any]:
         super().values(job)
         # An elastic job gets as many pods as it can ever use, each for the same number of ranks.
-        max_ranks = max(job.num_ranks, job.max_ranks or 0)
+        max_ranks = job.max_ranks or job.num_ranks
         ranks = self.ranks_per_worker
         if max_ranks % ranks:
             raise ConfigError(

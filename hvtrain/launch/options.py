@@ -56,8 +56,13 @@ def parser() -> Parser:
         at_least(1),
         "ranks, workers or replicas that train; default: all slots of -H, or 1",
     )
-    about = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
-    add_number(group, "--num-ps", at_least(1), about, metavar="P")
+    add_number(
+        group,
+        "--num-ps",
+        at_least(1),
+        "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots",
+        metavar="P",
+    )
 
     # A job takes its hosts from only one of these three.
     hosts = options.add_hosts(group)
@@ -67,11 +72,20 @@ def parser() -> Parser:
         help="script that prints the current hosts of an elastic job",
     )
 
-    about = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
-    add_number(group, "--min-np", at_least(1), about)
+    add_number(
+        group,
+        "--min-np",
+        at_least(1),
+        "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail",
+    )
     add_number(group, "--max-np", at_least(1), "most ranks of an elastic job")
-    about = "restarts from the newest checkpoint, after a lost host or a killed or hanging rank"
-    add_number(group, "--max-restarts", at_least(0), about, 0)
+    add_number(
+        group,
+        "--max-restarts",
+        at_least(0),
+        "restarts from the newest checkpoint, after a lost host or a killed or hanging rank",
+        0,
+    )
 
     group = options.add_argument_group("how ranks are started")
     # Each sets `how`; without any of them it stays None, which means MPI.
@@ -90,8 +104,13 @@ def parser() -> Parser:
     group.add_argument(
         "--network-interfaces", metavar="NAMES", help="use these instead of the ones found"
     )
-    about = "how long to wait for ranks to begin; default: 300, and for processes by hand 120"
-    add_number(group, "--start-timeout", positive, about, metavar="SECONDS")
+    add_number(
+        group,
+        "--start-timeout",
+        positive,
+        "how long to wait for ranks to begin; default: 300, and for processes by hand 120",
+        metavar="SECONDS",
+    )
     group.add_argument(
         "--env",
         action="append",
