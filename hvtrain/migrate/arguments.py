@@ -259,7 +259,7 @@ def _schedule(call: Call) -> Call:
     The multiplier came first then, and a number was a plain factor, not yet the base of a power. It is recognized by
     the start_epoch after it, a whole number, which a multiplier never is.
     """
-    if argument(call, "initial_lr") or not call.args:
+    if argument(call, "initial_lr"):
         return call
 
     multiplier = argument(call, "multiplier")

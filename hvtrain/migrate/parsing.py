@@ -38,22 +38,18 @@ class Imported:
 
 def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
     """Returns the names that an import statement imports."""
-    module = ""
-    if isinstance(statement, cst.ImportFrom):
-        module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
+    if isinstance(statement, cst.Import):
+        return [
+            Imported(item.evaluated_name, item.evaluated_alias or "") for item in statement.names
+        ]
+
+    module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
     if isinstance(statement.names, cst.ImportStar):
         return [Imported(f"{module}.*", "*")]
-
-    imported = []
-    for item in statement.names:
-        name = item.evaluated_name
-        alias = item.evaluated_alias or ""
-        if module:
-            imported.append(Imported(f"{module}.{name}", alias or name))
-        else:
-            imported.append(Imported(name, alias))
-
-    return imported
+    return [
+        Imported(f"{module}.{item.evaluated_name}", item.evaluated_alias or item.evaluated_name)
+        for item in statement.names
+    ]
 
 
 def imports_in(module: cst.Module) -> Iterator[tuple[CSTNode, Imported]]:

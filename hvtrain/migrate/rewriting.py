@@ -50,11 +50,6 @@ class Rewritten:
     text: str
     undecided: Sequence[tuple[int, str]]
 
-    def diff(self, name: str) -> list[str]:
-        old = self.old.splitlines(keepends=True)
-        new = self.text.splitlines(keepends=True)
-        return list(difflib.unified_diff(old, new, name, f"{name} (migrated)"))
-
     def undecided_in_old(self) -> list[tuple[int, str]]:
         """Returns the lines left to decide, with their numbers in the old text."""
         # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
@@ -132,29 +127,25 @@ class Pinning(Pass):
     visit_Try = visit_If
 
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
-        return updated_node.with_changes(body=self._pinned(updated_node.body))
-
-    leave_IndentedBlock = leave_Module
-
-    def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
-        """Returns the statements with one call in place of those that pin a GPU."""
-        by_hand = [statement for statement in body if _pins(statement)]
+        """Puts one call in place of the statements of a body that pin a GPU."""
+        by_hand = [statement for statement in updated_node.body if _pins(statement)]
         # Without a statement that uses the local rank, nothing is pinned:
         # they may only let memory grow.
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
-            return body
+            return updated_node
 
         call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
 
-        new_body = []
-        for statement in body:
+        body = []
+        for statement in updated_node.body:
             if statement is by_rank[0]:
-                new_body.append(call)
+                body.append(call)
             elif statement not in by_hand:
-                new_body.append(statement)
+                body.append(statement)
+        return updated_node.with_changes(body=body)
 
-        return new_body
+    leave_IndentedBlock = leave_Module
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
         """True if other statements use a name that these assign, such as the config of a session."""

@@ -64,13 +64,14 @@ def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, 
     """
     visitor = _Undecided(text, uses_horovod, is_graph)
     parse(text).visit(visitor)
-    return sorted(set(visitor.lines))
+    return sorted(visitor.lines)
 
 
 class _Undecided(Literals):
     def __init__(self, text: str, uses_horovod: bool, is_graph: bool) -> None:
         super().__init__()
-        self.lines: list[tuple[int, str]] = []
+        # A set, since a call may be reported for several of its arguments.
+        self.lines: set[tuple[int, str]] = set()
         self.text = text
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
@@ -92,19 +93,17 @@ class _Undecided(Literals):
         self._weights: set[str] = set()
 
     def report(self, node: cst.CSTNode, text: str) -> None:
-        self.lines.append((self.line_of(node), text))
+        self.lines.add((self.line_of(node), text))
 
     def visit_If(self, node: cst.If | cst.IfExp) -> None:
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
-        self._conditions.append(self._tests_rank(node.test))
+        tests_rank = "rank()" in code_of(node.test) or any(
+            code_of(name) in self._rank_tests for name in m.findall(node.test, m.Name())
+        )
+        self._conditions.append(tests_rank)
 
     def leave_If(self, original_node: cst.If | cst.IfExp) -> None:
         self._conditions.pop()
-
-    def _tests_rank(self, test: cst.BaseExpression) -> bool:
-        return "rank()" in code_of(test) or any(
-            code_of(name) in self._rank_tests for name in m.findall(test, m.Name())
-        )
 
     def visit_Assign(self, node: cst.Assign) -> None:
         super().visit_Assign(node)
@@ -213,8 +212,8 @@ class _Undecided(Literals):
 
     def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
-        first = argument(node, "initial_lr", 0)
-        if first is None or first.keyword or argument(node, "warmup_epochs", 1):
+        first = argument(node, "", 0)
+        if first is None or argument(node, "warmup_epochs", 1):
             return
         code = dotted(first.value)
         if code and code != "None" and not re.search("lr|rate", code):
@@ -235,14 +234,14 @@ class _Undecided(Literals):
             self._compile(node, model)
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
-        trains = method == "fit" and self.uses_horovod
-        if trains and not self.broadcasts:
-            self.report(
-                node,
-                "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
-            )
-        if trains and not self.reduces:
-            self.report(node, _ALONE)
+        if method == "fit" and self.uses_horovod:
+            if not self.broadcasts:
+                self.report(
+                    node,
+                    "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
+                )
+            if not self.reduces:
+                self.report(node, _ALONE)
 
         if method == "save_weights" or code_of(node.func) == "model.save":
             self._written_by_all(node, "put it under if hvd.rank() == 0")
