@@ -223,7 +223,7 @@ def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
         first = weights.pop(path)
         second = weights.pop(f"{path.removesuffix('_a')}_b")
         base = path.removesuffix("_a").replace("/lora_", "/")
-        weights[base] = weights[base] + np.matmul(first, second)
+        weights[base] = weights[base] + first @ second
     keys = {variable.path: key for key, variable in _keyed(parts(model)).items()}
     return {keys.get(path, path): array for path, array in weights.items()}
 

@@ -202,11 +202,11 @@ def recompute(model: Model) -> None:
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
-    def run(inputs, operation_fn=lambda op: op, call_fn=None):
+    def run(inputs, operation_fn, call_fn=None):
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, for example to clone a
-        # model; nothing is computed then.
-        if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
+        # Keras also runs the graph on symbolic inputs, for example to clone a model (with call_fn);
+        # nothing is computed then.
+        if not all(map(tf.is_tensor, tensors)):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = dict(zip(map(id, graph.inputs), tensors))
@@ -249,7 +249,7 @@ def divide(graph: Any) -> list[Segment]:
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}
     for index, node in enumerate(nodes):
-        live.update({id(tensor): tensor for tensor in node.outputs})
+        live |= {id(tensor): tensor for tensor in node.outputs}
         # Drops tensors that no later call uses.
         live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > index}
         in_use.append(sum(map(_elements, live.values())))

@@ -91,14 +91,10 @@ def transformer(
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings. The
-    # shape is [batch, 1, length]: the mask is the same for each position that attends.
-    is_text = mask = None
-    if mask_zero:
-        is_text = token_mask(tokens, 0)
-        mask = ops.expand_dims(is_text, axis=1)
+    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings.
+    is_text = token_mask(tokens, 0) if mask_zero else None
     for number in range(1, blocks + 1):
-        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
+        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, is_text)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
     if num_logits is not None:
         outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
@@ -107,15 +103,15 @@ def transformer(
     return Model(tokens, outputs, name="transformer")
 
 
-def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask):
-    """Adds attention, over the positions in the mask or all, and then an MLP to x of shape [batch, length, width]."""
+def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, is_text):
+    """Adds attention, over the positions in is_text or all, and then an MLP to x of shape [batch, length, width]."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
         heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"
     )
     # Pre-norm: the input of each part is normalized, and the residual stream itself never is.
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
-    hidden = attention(hidden, hidden, use_causal_mask=causal, attention_mask=mask)
+    hidden = attention(hidden, hidden, use_causal_mask=causal, value_mask=is_text)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout1")(hidden)
     x = layers.Add(name=f"{name}_add1")([x, hidden])
 
