@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -67,9 +66,6 @@ def main() -> int:
     method_costs = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
-        # Measured times already include the wait for Horovod's cycle.
-        if options.calibrate:
-            rules = replace(rules, cycle_seconds=0.0)
         work = Work(step_seconds, run.messages)
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
@@ -111,6 +107,8 @@ def _rules(options: argparse.Namespace, run) -> Rules:
     return Rules(
         overlap=run.bucket_bytes > 0,
         fusion_bytes=0,  # hvtrain's runs send buckets, which Horovod does not fuse.
+        # Measured times already include the wait for Horovod's cycle.
+        cycle_seconds=0.0 if options.calibrate else Rules.cycle_seconds,
         deviation=options.straggler,
         algorithms=choices.get(options.algorithm, (options.algorithm,)),
     )
@@ -121,15 +119,16 @@ def _measured(options: argparse.Namespace, run) -> float:
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.
     """
-    overrides = list(options.overrides)
+    overrides = options.overrides
     if options.examples is not None:
-        overrides = [text for text in overrides if not re.match(r"\+{0,2}dataset[=.]", text)]
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
-        overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
-        overrides.append(f"dataset.num_classes={run.source.num_classes}")
-
-    largest_batch = max(run.plan.batch_sizes)
-    return measured_step_seconds(overrides, largest_batch, run.config.train.accumulate)
+        overrides = [
+            *(text for text in overrides if not re.match(r"\+{0,2}dataset[=.]", text)),
+            "dataset=synthetic",
+            override("dataset.image_shape", [*shape]),
+            f"dataset.num_classes={run.source.num_classes}",
+        ]
+    return measured_step_seconds(overrides, max(run.plan.batch_sizes), run.config.train.accumulate)
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
