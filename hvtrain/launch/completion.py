@@ -5,7 +5,6 @@ is read at completion time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,12 @@ def script() -> str:
     for group in (*ALL_GROUPS, "sweep"):
         known[group] = [path.stem for path in choice_files(group)]
 
-    takes_settings = {name: str(int(command.takes_settings)) for name, command in COMMANDS.items()}
-    tables: dict[str, Mapping[str, Iterable[str]]] = {
+    tables = {
         "@VALUES@": known,
         "@OWNERS@": owners,
-        "@COMMANDS@": takes_settings,
+        "@COMMANDS@": {
+            name: [str(int(command.takes_settings))] for name, command in COMMANDS.items()
+        },
         "@DEFAULTS@": {group: [default_choice(group) or ""] for group in GROUPS},
     }
     text = BASH.read_text("utf-8")
