@@ -247,7 +247,7 @@ def _warmup(call: Call) -> Call:
         return with_args(call, [keyword("initial_lr", parse_expression("None")), *call.args])
     is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
-    has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
+    has_epochs = second and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
         return with_args(call, [Arg(parse_expression("None")), *call.args])
     return call

@@ -19,6 +19,7 @@ KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
 HVTRAIN_KERAS = str(Path(__file__).parents[1] / "keras")
+_SITE = Path(str(metadata.distribution("keras").locate_file("")))
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
 _EXACT: dict[str, str] = _TABLES["exact"] | {
@@ -36,7 +37,7 @@ REMOVED_METHODS: dict[str, str] = _TABLES["removed_methods"]
 
 
 def _starts(name: str, beginning: str) -> bool:
-    return name == beginning or name.startswith(f"{beginning}.")
+    return f"{name}.".startswith(f"{beginning}.")
 
 
 def _longest(table: Iterable[str], name: str) -> str:
@@ -97,15 +98,10 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]
 
 
 @functools.cache
-def _site() -> Path:
-    return Path(str(metadata.distribution("keras").locate_file("")))
-
-
-@functools.cache
 def members(package: str) -> frozenset[str]:
     """Returns the names that an installed package imports into its namespace; empty if there is no such package."""
     # TensorFlow's own names are in v2.py, not in __init__.py.
-    file = _site() / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
+    file = _SITE / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
     if not file.exists():
         return frozenset()
     imports = [
@@ -129,7 +125,7 @@ def exists(name: str, root: str = KERAS) -> bool:
     package = root
 
     for part in name.split(".")[1:]:
-        if not (_site() / package).is_dir():
+        if not (_SITE / package).is_dir():
             return True  # An attribute of a class or a function.
         if part not in members(package):
             return False
