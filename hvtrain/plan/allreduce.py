@@ -144,7 +144,8 @@ class Collectives:
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
             )
 
-        gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
+        gather = self.microseconds("hvtrain", "gather")
+        half = self.microseconds("hvtrain", "half")
         lines.append(
             f"{human_bytes(FACTOR_BYTES)} in half precision: {half:,.0f} us; "
             f"gathered, not added: {gather:,.0f} us"

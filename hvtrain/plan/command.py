@@ -43,7 +43,7 @@ def main() -> int:
         )
 
     # Read before TensorFlow is imported, so that an unusable file is refused at once.
-    measured = [read(Path(path)) for path in options.calibrate]
+    measurements = [measurement for path in options.calibrate for measurement in read(Path(path))]
 
     # Imported only now, because importing TensorFlow takes seconds.
     with console.quiet_import(config.verbose):
@@ -65,7 +65,7 @@ def main() -> int:
     costs = []
     method_costs = []
     if step_seconds:
-        machine, links = machine_of(options, measured, rules.algorithms)
+        machine, links = machine_of(options, measurements, rules.algorithms)
         work = Work(step_seconds, run.messages)
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()

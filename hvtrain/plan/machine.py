@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -127,7 +126,7 @@ def corrected(
 
 
 def machine_of(
-    options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]
+    options: argparse.Namespace, measurements: Sequence[Measured], algorithms: Sequence[str]
 ) -> tuple[Machine, list[str]]:
     """Returns the machine that the options describe, and a line for each link in use.
 
@@ -135,11 +134,11 @@ def machine_of(
 
     Args:
         options: The parsed command line.
-        files: The result of `read` for each file.
+        measurements: Those of all files, as `read` returns them.
         algorithms: Names in algorithms.ALGORITHMS.
 
     Raises:
-        ConfigError: A file cannot be fitted.
+        ConfigError: The measurements of a link cannot be fitted.
     """
     share = f"{LINK_SHARE:.1%} of the speed is used"
     machine = Machine(
@@ -153,19 +152,19 @@ def machine_of(
     }
     groups = defaultdict(list)
     others = []
-    for measurement in chain.from_iterable(files):
+    for measurement in measurements:
         if measurement.kind:
             others.append(measurement)
         else:
             groups[machine.slowest(measurement.num_ranks)].append(measurement)
 
     # Fitted by link, since one link may have been measured with several numbers of ranks.
-    for name, measurements in groups.items():
-        machine, descriptions[name] = _with_fit(machine, name, measurements)
+    for name, group in groups.items():
+        machine, descriptions[name] = _with_fit(machine, name, group)
 
     # After all fits, because corrections are relative to the fitted machine.
-    for measurements in groups.values():
-        machine = corrected(machine, measurements, algorithms)
+    for group in groups.values():
+        machine = corrected(machine, group, algorithms)
 
     slowest = machine.slowest(options.np)
     factors = {}
