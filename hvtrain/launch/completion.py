@@ -18,7 +18,6 @@ from hvtrain.system.command import Parser
 from hvtrain.system.text import flatten
 
 SWITCH = ["true", "false"]
-BASH = Path(__file__).with_name("completion.bash")
 
 
 def main() -> int:
@@ -64,7 +63,7 @@ def script() -> str:
         },
         "@DEFAULTS@": {group: [default_choice(group) or ""] for group in GROUPS},
     }
-    text = BASH.read_text("utf-8")
+    text = Path(__file__).with_name("completion.bash").read_text("utf-8")
     for mark, table in tables.items():
         text = text.replace(
             mark,

@@ -9,20 +9,6 @@ from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.launch.job import ClusterKind
 from hvtrain.system.command import Parser, add_number, add_ssh_options, at_least, positive
 
-DESCRIPTION = """\
-Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
-starts, or a command of your own, which begins with `python`.
-
-Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
-it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them."""
-EXAMPLES = """\
-examples:
-  python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
-  python -m hvtrain launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
-  python -m hvtrain launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
-  python -m hvtrain launch -np 2 -H s1,s2 -- python my_script.py"""
-BY_HAND = """\
-Without ssh: run the same command for every process, on its host, each with its own --job-name and --task-index."""
 CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
@@ -40,8 +26,18 @@ def parser() -> Parser:
     options = Parser(
         "python -m hvtrain launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        description="""\
+Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
+starts, or a command of your own, which begins with `python`.
+
+Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
+it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them.""",
+        epilog="""\
+examples:
+  python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
+  python -m hvtrain launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
+  python -m hvtrain launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
+  python -m hvtrain launch -np 2 -H s1,s2 -- python my_script.py""",
         more_help=_clusters_help,
     )
     # cluster_files.py parses these.
@@ -121,7 +117,11 @@ def parser() -> Parser:
     )
 
     # TensorFlow users know these names from TF_CONFIG.
-    group = options.add_argument_group("one process by hand", BY_HAND)
+    group = options.add_argument_group(
+        "one process by hand",
+        "Without ssh: run the same command for every process, on its host, each with its own --job-name and "
+        "--task-index.",
+    )
     group.add_argument(
         "--job-name",
         metavar="JOB",
@@ -152,7 +152,7 @@ def _clusters_help() -> str:
     for name, kind in KINDS.items():
         lines.append(f"  cluster={name:<10} {kind.about}")
         lines += [f"  {line}" for line in setting_lines(kind, "cluster.")]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines) + "\n"
 
 
 def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:

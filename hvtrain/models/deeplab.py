@@ -128,7 +128,8 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
         # A 1x1 kernel needs no dilation.
         if size == 1:
             continue
-        rate = max(1, input_stride // output_stride)
+        # At least 1, since no stride in ENDS is above 2.
+        rate = input_stride // output_stride
         changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
             # The padding layer before it was made for the old stride

@@ -104,9 +104,9 @@ class Collectives:
         """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", self.num_ranks]
+        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}"]
         worker = [sys.executable, "-m", self.workers[method], method, f"{folder}/report"]
-        command = [str(text) for text in (*launcher, *worker, *self.sizes)]
+        command = [*launcher, "-np", str(self.num_ranks), *worker, *map(str, self.sizes)]
         threads = dict.fromkeys(THREADS, str(self.threads))
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **threads}
         with started(command, log, environment=environment) as process:
