@@ -31,7 +31,7 @@ def start(
     coordinator: str,
     command: Sequence[str],
     variables: Mapping[str, str],
-    seconds: float = START_SECONDS,
+    seconds: float,
     interface: str | None = None,
 ) -> int:
     """Runs the command as one process of the run, and returns its exit code. Raises UserError.

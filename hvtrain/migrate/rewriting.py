@@ -149,8 +149,7 @@ class Pinning(Pass):
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
         """True if other statements use a name that these assign, such as the config of a session."""
-        here = names_used("".join(code_of(statement) for statement in statements))
-
+        here = names_used("".join(map(code_of, statements)))
         assigned = [
             assign.target.value
             for statement in statements

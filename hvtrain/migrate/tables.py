@@ -104,10 +104,12 @@ def members(package: str) -> frozenset[str]:
     file = _SITE / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
     if not file.exists():
         return frozenset()
-    imports = [
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)
-    ]
-    return frozenset(alias.asname or alias.name for node in imports for alias in node.names)
+    return frozenset(
+        alias.asname or alias.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
 
 
 def exists(name: str, root: str = KERAS) -> bool:

@@ -69,7 +69,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     unused = arrays.keys() - own.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
     # If the head is new, the source's own head may have another name.
-    is_other_head = bool(new_head) and len(unused_layers) == 1
+    is_other_head = new_head and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)

@@ -264,15 +264,16 @@ def divide(graph: Any) -> list[Segment]:
         near = [index for index in range(1, len(nodes)) if distance[index] <= limit]
         if near:
             cuts.add(min(near, key=lambda index: (in_use[index], distance[index])))
-    return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(sorted(cuts))]
 
-
-def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
-    made = {id(tensor): tensor for node in nodes for tensor in node.outputs}
-    inputs = {id(tensor): tensor for node in nodes for tensor in node.input_tensors}
-    takes = [tensor for key, tensor in inputs.items() if key not in made]
-    gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
-    return Segment(nodes, takes, gives)
+    segments = []
+    for begin, end in pairwise(sorted(cuts)):
+        calls = nodes[begin:end]
+        made = {id(tensor): tensor for node in calls for tensor in node.outputs}
+        inputs = {id(tensor): tensor for node in calls for tensor in node.input_tensors}
+        takes = [tensor for key, tensor in inputs.items() if key not in made]
+        gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
+        segments.append(Segment(calls, takes, gives))
+    return segments
 
 
 def _elements(tensor) -> int:

@@ -96,7 +96,7 @@ def transformer(
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, is_text)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    if num_logits is not None:
+    if num_logits:
         outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
     else:
         outputs = embedding(x, reverse=True)

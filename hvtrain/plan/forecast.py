@@ -170,7 +170,7 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     schedule = forecast.schedule
     last = forecast.plan.num_steps - 1
     steps = {0: "step "}
-    warmup = getattr(schedule, "warmup_steps", 0)
+    warmup = schedule.warmup_steps
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
 
