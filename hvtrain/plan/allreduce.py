@@ -123,8 +123,8 @@ class Collectives:
     def bus_bandwidth(self, method: str, size: int) -> float:
         """Returns the bus bandwidth in GB/s, from the median time of the rounds."""
         # The share that each rank has to send; see the module's docstring.
-        factor = 2 * (self.num_ranks - 1) / self.num_ranks
-        return factor * size / self.microseconds(method, size) / 1e3
+        share = 2 * (self.num_ranks - 1) / self.num_ranks
+        return share * size / self.microseconds(method, size) / 1e3
 
     def microseconds(self, method: str, size: int | str) -> float:
         """Returns the time in microseconds, the median over the rounds."""
@@ -180,8 +180,9 @@ allreduce.json, which plan --calibrate reads.""",
     options = parser.parse_args()
     # Ranks share the cores, as in a run.
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
-    default = f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
-    folder = Path(options.output or default).absolute()
+    folder = Path(
+        options.output or f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
+    ).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = kind(options.ranks, options.transport, threads, folder, sizes)

@@ -184,8 +184,7 @@ examples:
 docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
 """,
     )
-    option = parser.add_argument
-    option("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
     add_number(parser, "--ranks-per-host", at_least(1), "ranks on each host", 4)
     add_number(
         parser,
@@ -200,7 +199,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
         "number of its classes; default: that of its settings, or 1000",
         metavar="C",
     )
-    option(
+    parser.add_argument(
         "--output", metavar="DIR", help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL"
     )
 
