@@ -33,7 +33,7 @@ class JobSet(ClusterKind):
     """
 
     kind = "jobset"
-    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: each process a pod, also parameter servers"
+    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: one pod per process, also for parameter servers"
     files = ("jobset.yaml",)
     # Not `kubectl apply`, which starts nothing if an old job has the same name.
     submit = "kubectl create -f {}/jobset.yaml"

@@ -72,7 +72,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "
-            "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
+            "this takes two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
 
     # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the
@@ -84,8 +84,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
-    # The columns differ by many orders of magnitude (1 and bytes), so each
-    # is divided by its largest value.
+    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its largest
+    # value.
     scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
     factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
     error = float(abs(terms @ factors - 1).mean())
@@ -189,8 +189,8 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
     start_seconds = best.start_seconds
     latency = ""
     if latency_seconds is None:
-        # The fitted start includes the latency of the ring's steps, which
-        # is kept as given and subtracted.
+        # The fitted start includes the latency of the ring's steps, which is kept as given and
+        # subtracted.
         latency_seconds = getattr(machine, name).latency_seconds
         start_seconds -= 2 * (measurements[0].num_ranks - 1) * latency_seconds
         start_seconds = max(0.0, start_seconds)
