@@ -43,7 +43,8 @@ def start(
         command: the command to run.
         variables: environment variables for the command, in addition to those of this process.
         seconds: how long to wait for the other processes.
-        interface: network interface for Gloo; None: the one that leads to the coordinator.
+        interface: comma-separated network interfaces, all for NCCL and the first for Gloo; None:
+            the one that leads to the coordinator.
     """
     names = roles.names
     host, address, port = _parse(coordinator)
@@ -71,7 +72,7 @@ def start(
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_GLOO_IFACE": interface.partition(",")[0],  # Unlike NCCL, it takes one.
+            "HOROVOD_GLOO_IFACE": interface.partition(",")[0],  # Gloo takes only one.
             "PYTHONUNBUFFERED": "1",
             # For the run's records, since no launcher passes on this command line.
             console.BY_HAND: command_line("launch", sys.argv[1:]),

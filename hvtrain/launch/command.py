@@ -68,7 +68,7 @@ def main() -> int:
         return _by_files(options, cluster, job, folders)
 
     if roles.num_replicas and (hosts or options.np):
-        # A single process trains all replicas.
+        # One process trains all replicas, so only the first host is used.
         if hosts and hosts[0].slots < num_training:
             raise ConfigError(
                 "this strategy trains all its replicas in one process: "
@@ -134,13 +134,13 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     run_dir = config.run.dir
     # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
-    # A restart must find the folder again. On Slurm it is named after the job's number, which a
-    # requeue keeps; processes started by hand take the folder of rank 0.
+    # A restart must find the folder again, so the launcher names it. Not on Slurm, where it is
+    # named after the job's number, which a requeue keeps, and not by hand, where rank 0 names it.
     is_new = not (run_dir or isinstance(cluster, Slurm) or options.job_name)
     if is_new:
         run_dir = default_run_dir(config)
-    # A folder that comes from a file, or has the time in its name, is passed on: each process might
-    # arrive at a different one.
+    # If the name comes from a file or contains the time, each process might arrive at a different
+    # one, so the launcher passes on its own.
     is_given = has_variable or f"run.dir={run_dir}" in arguments
     if is_new or (run_dir and not (is_given or options.job_name)):
         # Quoted if need be, since run.name may hold any character.

@@ -36,7 +36,7 @@ def main() -> int:
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
     known = declared(RunConfig) | declared(ModelOptions, "model.")
-    # Settings of all runs, whatever they choose, though a choice's file may list one too.
+    # These belong to all runs, even if a choice's file lists one too.
     shared = [*known]
     owners = defaultdict(list)
     for group in (*GROUPS, *SEVERAL):

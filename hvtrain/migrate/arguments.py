@@ -25,7 +25,7 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 # Callbacks that set the learning rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
 _BOOLEAN = m.Name("True") | m.Name("False")
-# The arguments of hvd.allreduce(x, False)
+# The arguments of hvd.allreduce(x, False).
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
@@ -113,8 +113,8 @@ class Arguments(Pass):
         without_decay = [arg for arg in args if arg is not decay]
         if decay and is_number(decay.value) and literal_eval(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
-        # A callback cannot set the learning rate of a schedule, so decay=
-        # stays, and undecided.py reports it.
+        # A callback cannot set the learning rate of a schedule, so decay= stays, and undecided.py
+        # reports it.
         if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 

@@ -67,8 +67,8 @@ class Names(cst.MetadataDependent):
     def visit_Module(self, node: cst.Module) -> None:
         self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
         self._bases = _bases_without("__init__", node)
-        # What each name leads to: the call that made an object, what a
-        # function returns, the base of a class.
+        # What each name stands for: the call that made an object, the call or name that a function
+        # returns, the base of a class.
         self._makers = _bases_without("compile", node)
         for assign in m.findall(node, m.Assign(value=m.Call())):
             self._makers[code_of(assign.targets[0].target)] = assign.value

@@ -129,8 +129,8 @@ class Pinning(Pass):
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
         """Puts one call in place of the statements of a body that pin a GPU."""
         by_hand = [statement for statement in updated_node.body if _pins(statement)]
-        # Without a statement that uses the local rank, nothing is pinned:
-        # they may only let memory grow.
+        # Without a statement that uses the local rank, nothing is pinned: they may only let GPU
+        # memory grow.
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
             return updated_node
@@ -159,7 +159,7 @@ class Pinning(Pass):
 
 
 def _pins(statement: cst.BaseStatement) -> bool:
-    """True if the statement does nothing but choose GPUs."""
+    """True if the statement does nothing but choose GPUs; exception handlers are ignored."""
     if isinstance(statement, cst.SimpleStatementLine):
         return all(_is_pinning(part) for part in statement.body)
     if not isinstance(statement, cst.For | cst.If | cst.Try):
@@ -183,8 +183,8 @@ def _is_pinning(part: cst.BaseSmallStatement) -> bool:
         return False
 
     target = code_of(part.targets[0].target)
-    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another
-    # purpose, such as hiding all GPUs.
+    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another purpose, such as hiding
+    # all GPUs.
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
     return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

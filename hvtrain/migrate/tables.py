@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 
-# Folders of packages, absolute or beside Keras's, for members() and exists(). Today's tf.keras is
+# Folders of packages for members() and exists(), absolute or relative to _SITE. Today's tf.keras is
 # Keras 3 plus some names of Keras 2, which are in TF_KERAS.
 KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
 HVTRAIN_KERAS = str(Path(__file__).parents[1] / "keras")
+# The folder in which Keras and TensorFlow are installed.
 _SITE = Path(str(metadata.distribution("keras").locate_file("")))
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
@@ -66,8 +67,8 @@ def new_name(name: str) -> str:
     new = _EXACT.get(new, new)
     if not _starts(new, "keras") or exists(new):
         return new
-    # tensorflow.losses and the like were modules of TensorFlow 1 too, so
-    # an unknown name is not Keras's.
+    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not
+    # Keras's.
     if _starts(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new

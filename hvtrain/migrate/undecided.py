@@ -35,8 +35,8 @@ _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
 # Callbacks that change the training depending on the logs, so all ranks must have them.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
-# Ways to reduce gradients without naming DistributedOptimizer;
-# hvd.load_model wraps the saved optimizer.
+# Ways to reduce gradients without naming DistributedOptimizer; hvd.load_model wraps the saved
+# optimizer.
 _REDUCE_OTHERWISE = ("GradientTape", "allreduce", "load_model")
 _REDUCE = ("DistributedOptimizer", *_REDUCE_OTHERWISE)
 _ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
@@ -44,8 +44,8 @@ _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_mod
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # A dict of arguments in which lr is set.
 _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
-# Keras's own names of weights. Anything else that a script looks for in
-# one came from the layer's name.
+# Keras's own names of weights. Any other text that a script looks for in a weight's name was part
+# of the layer's name.
 _NAMES_OF_WEIGHTS = re.compile(
     r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
 )
@@ -86,8 +86,8 @@ class _Undecided(Literals):
         self._names = names_used(text)
         # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
-        # Each new callback: its class, the variable that holds it, and
-        # whether it is under such a condition.
+        # Each new callback: its call, its class, the variable that holds it, and whether it is
+        # under such a condition.
         self._callbacks: list[tuple[Call, str, str, bool]] = []
         # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()

@@ -102,8 +102,8 @@ def innermost_layers(model: Any) -> Iterator[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Layers that were called never or several times, or that have
-        # several outputs, raise these errors.
+        # Layers that were called never or several times, or that have several outputs, raise these
+        # errors.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -243,8 +243,8 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
-    # After each call: the number of elements that later calls still use, and
-    # the number in all outputs so far.
+    # After each call: the number of elements that later calls still use, and the number in all
+    # outputs so far.
     in_use = [0]
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}
@@ -315,11 +315,9 @@ def _run_twice(
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 
-        # TensorFlow calls this function once for the forward pass, and
-        # again to compute the gradient.
+        # TensorFlow calls this function once for the forward pass and again for the gradient.
         if is_again:
-            # The scope intercepts the layers' assignments, so moving
-            # statistics are updated only once.
+            # The scope intercepts the layers' assignments: moving statistics are updated only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:

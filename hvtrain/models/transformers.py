@@ -31,8 +31,8 @@ def transformer(
     """Builds a transformer of pre-norm blocks with learned positions, from tokens to logits.
 
     The architecture is that of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners"). The token embedding and the head share one matrix, in float32. 1,071,872
-    parameters with the defaults, 128 tokens and a vocabulary of 2,048.
+    Multitask Learners"). The token embedding and the head share one matrix, in float32. With the
+    defaults, 128 tokens and a vocabulary of 2,048 it has 1,071,872 parameters.
 
     Args:
         input_spec: spec of one example: a row of integer tokens of shape [length], or of any length up
@@ -73,8 +73,7 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the dtype policy, since it is the head too:
-    # losses in bfloat16 lose digits.
+    # In float32 whatever the dtype policy, since it is also the head: bfloat16 losses lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -104,7 +103,10 @@ def transformer(
 
 
 def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, is_text):
-    """Adds attention, over the positions in is_text or all, and then an MLP to x of shape [batch, length, width]."""
+    """Adds attention, over the positions in is_text or all, and then an MLP.
+
+    x has the shape [batch, length, width]; is_text is a mask of shape [batch, length], or None.
+    """
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
         heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"

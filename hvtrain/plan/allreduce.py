@@ -46,8 +46,7 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
-# Time limit of one round of a method; without it, the command would
-# wait forever for a hung launcher.
+# Time limit of one round of a method; without it, a hung launcher would block the command forever.
 SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -89,8 +88,7 @@ class Collectives:
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 reports = self._measure(method, self.folder / f"round-{number}" / method)
-                # The slowest rank's time counts: an all-reduce has
-                # ended when it has ended everywhere.
+                # The slowest rank's time counts: an all-reduce ends when it has ended on all ranks.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))

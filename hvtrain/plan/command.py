@@ -145,8 +145,8 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         LostRankError: The training failed. The message quotes the line of its output that says why.
     """
     settings = [
-        # The run's folder and trackers must not be touched, and a
-        # strategy's settings do not apply here.
+        # The run's folder and trackers must not be touched, and a strategy's settings do not apply
+        # here.
         *(text for text in overrides if not re.match(r"\+{0,2}(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod, which takes its steps without interruption.
         "strategy=single",

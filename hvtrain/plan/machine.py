@@ -84,8 +84,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
-    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its largest
-    # value.
+    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its
+    # largest value.
     scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
     factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
     error = float(abs(terms @ factors - 1).mean())
