@@ -177,8 +177,11 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         return
 
     # A scheduler starts these ranks, on hosts that this launcher does not know yet.
-    not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
-    _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
+    _refuse(
+        names,
+        (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script"),
+        f"cluster={cluster.kind}, which cannot use it",
+    )
     starts_roles = cluster.starts_servers if roles.num_ps else cluster.starts_replicas
     if roles.reason and not starts_roles:
         raise ConfigError(

@@ -152,7 +152,7 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
     """
     inner = _inner_optimizer(model.optimizer)
     # Keras's averages are zeros before the first step.
-    if momentum is None or int(inner.iterations.numpy()) == 0:
+    if momentum is None or not inner.iterations.numpy():
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]

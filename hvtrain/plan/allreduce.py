@@ -150,15 +150,6 @@ class Collectives:
         )
         return lines
 
-    def write(self) -> None:
-        """Writes allreduce.json in the folder."""
-        summary = {
-            "num_ranks": self.num_ranks,
-            "transport": self.transport,
-            "seconds": self.seconds,
-        }
-        write_json(self.folder / "allreduce.json", summary)
-
 
 def main(kind: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
@@ -187,7 +178,12 @@ allreduce.json, which plan --calibrate reads.""",
 
     make_output(folder)
     session.run(options.rounds)
-    session.write()
+    results = {
+        "num_ranks": options.ranks,
+        "transport": options.transport,
+        "seconds": session.seconds,
+    }
+    write_json(folder / "allreduce.json", results)
     print("\n" + "\n".join(session.table()))
     print(f"results in {folder}")
     return 0
