@@ -123,7 +123,7 @@ def _measured(options: argparse.Namespace, run) -> float:
     if options.examples is not None:
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides = [
-            *(text for text in overrides if not re.match(r"\+{0,2}dataset[=.]", text)),
+            *(text for text in overrides if not re.match(r"[+~]*dataset[=.]", text)),
             "dataset=synthetic",
             override("dataset.image_shape", [*shape]),
             f"dataset.num_classes={run.source.num_classes}",
@@ -147,7 +147,7 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
     settings = [
         # The run's folder and trackers must not be touched, and a strategy's settings do not apply
         # here.
-        *(text for text in overrides if not re.match(r"\+{0,2}(run\.dir=|strategy|tracker)", text)),
+        *(text for text in overrides if not re.match(r"[+~]*(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod, which takes its steps without interruption.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
