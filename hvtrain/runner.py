@@ -18,7 +18,6 @@ from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
 from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
-from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
@@ -297,7 +296,8 @@ def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
     """Does what follows the last step, for a run whose training was complete before this start (every rank)."""
     run = context.run
     model = context.model
-    take_averages(model)
+    # With train.ema, the weights become their averages.
+    model.optimizer.finalize_variable_values(model.trainable_variables)
     for name, values in start.callbacks.items():
         # As EarlyStopping does at the end of training.
         if name in run.config.callbacks and "best_weights" in values:

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -32,7 +31,7 @@ def start(
     coordinator: str,
     command: Sequence[str],
     variables: Mapping[str, str],
-    seconds: float = START_SECONDS,
+    seconds: float,
     interface: str | None = None,
 ) -> int:
     """Runs the command as one process of the run, and returns its exit code. Raises UserError.
@@ -44,7 +43,8 @@ def start(
         command: the command to run.
         variables: environment variables for the command, in addition to those of this process.
         seconds: how long to wait for the other processes.
-        interface: network interface for Gloo; None: the one that leads to the coordinator.
+        interface: comma-separated network interfaces, all for NCCL and the first for Gloo; None:
+            the one that leads to the coordinator.
     """
     names = roles.names
     host, address, port = _parse(coordinator)
@@ -72,11 +72,11 @@ def start(
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_GLOO_IFACE": interface.partition(",")[0],  # Unlike NCCL, it takes one.
+            "HOROVOD_GLOO_IFACE": interface.partition(",")[0],  # Gloo takes only one.
             "PYTHONUNBUFFERED": "1",
             # For the run's records, since no launcher passes on this command line.
             console.BY_HAND: command_line("launch", sys.argv[1:]),
-            **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
+            **horovod_variables(rank, rank_hosts),
         }
         return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
@@ -86,30 +86,31 @@ def start(
             server.close()
 
 
-def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[str, str]:
+def horovod_variables(rank: int, rank_hosts: Sequence[Sequence[str]]) -> dict[str, str]:
     """Returns Horovod's variables for a rank. rank_hosts: name and address of each rank's host.
+
+    Hosts are compared by both, since two hosts may have the same name.
 
     >>> variables = horovod_variables(2, [("s1", "10.0.0.1"), ("s1", "10.0.0.1"), ("s2", "10.0.0.2")])
     >>> variables["HOROVOD_LOCAL_RANK"], variables["HOROVOD_LOCAL_SIZE"], variables["HOROVOD_CROSS_RANK"]
     ('0', '1', '1')
     """
-    ranks_on = defaultdict(list)
-    for number, rank_host in enumerate(rank_hosts):
-        # The key is name and address, since two hosts may have the same name.
-        ranks_on[rank_host].append(number)
-
-    local_ranks = ranks_on[rank_hosts[rank]]
-    local_rank = local_ranks.index(rank)
+    host = rank_hosts[rank]
+    local_rank = rank_hosts[:rank].count(host)
     # The ranks with the same local rank, one on each host that has enough ranks.
-    cross_ranks = [ranks[local_rank] for ranks in ranks_on.values() if len(ranks) > local_rank]
+    cross_ranks = [
+        other_rank
+        for other_rank, other_host in enumerate(rank_hosts)
+        if rank_hosts[:other_rank].count(other_host) == local_rank
+    ]
     return {
-        "HOROVOD_HOSTNAME": rank_hosts[rank][-1],  # The address, since names may not be unique.
+        "HOROVOD_HOSTNAME": host[-1],  # The address, since names may not be unique.
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(len(rank_hosts)),
         "HOROVOD_LOCAL_RANK": str(local_rank),
-        "HOROVOD_LOCAL_SIZE": str(len(local_ranks)),
+        "HOROVOD_LOCAL_SIZE": str(rank_hosts.count(host)),
         "HOROVOD_CROSS_RANK": str(cross_ranks.index(rank)),
         "HOROVOD_CROSS_SIZE": str(len(cross_ranks)),
     }

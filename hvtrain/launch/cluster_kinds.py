@@ -72,7 +72,8 @@ class Slurm(ClusterKind):
             raise ConfigError(
                 "cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00"
             )
-        last_signal = self.signal_seconds + 60  # Slurm may send it up to a minute early.
+        # Slurm may send the signal up to a minute early.
+        last_signal = self.signal_seconds + 60
         if slurm_seconds(self.time) <= last_signal:
             raise ConfigError(
                 f"cluster.time={self.time} leaves no time to train: the run is told to save up to {last_signal} s "
@@ -113,7 +114,7 @@ class Slurm(ClusterKind):
 
 
 def trains_by(command: Sequence[str]) -> bool:
-    """True if the command trains, `-m hvtrain SETTING=VALUE ...`; False for others, such as -m hvtrain evaluate."""
+    """True for a training, -m hvtrain SETTING=VALUE ...; False for others: -m hvtrain evaluate."""
     for index, pair in enumerate(pairwise(command)):
         if pair == ("-m", "hvtrain"):
             return not first_word(command[index + 2 :])

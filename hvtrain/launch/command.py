@@ -54,7 +54,10 @@ def main() -> int:
     folders = own_folders(run_arguments)
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
-    hosts = _hosts(options)
+    hosts: Hosts = ()
+    if options.hosts:
+        option, value = options.hosts
+        hosts = parse_hosts(value) if option == "-H" else parse_hostfile(Path(value))
     num_training = options.np or sum(host.slots for host in hosts) or 1
     roles = roles_of(run.strategy, num_training)
     check(names, cluster, roles)
@@ -65,7 +68,14 @@ def main() -> int:
         return _by_files(options, cluster, job, folders)
 
     if roles.num_replicas and (hosts or options.np):
-        hosts = _one_host(hosts, num_training)
+        # One process trains all replicas, so only the first host is used.
+        if hosts and hosts[0].slots < num_training:
+            raise ConfigError(
+                "this strategy trains all its replicas in one process: "
+                f"-np {num_training} needs as many slots on one host and {hosts[0].name} has {hosts[0].slots}; "
+                "lower -np, or choose a strategy for several hosts"
+            )
+        hosts = hosts[:1]
         run = replace(run, command=(*run.command, f"strategy.num_replicas={num_training}"))
     if options.job_name:
         return by_hand.start(
@@ -114,7 +124,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     config = composed(arguments)
     arguments = _without_addresses(arguments, cluster)
 
-    may_restart = isinstance(cluster, Slurm) or bool(getattr(cluster, "retries", None))
+    may_restart = isinstance(cluster, Slurm) or getattr(cluster, "retries", None)
     if cluster and may_restart and config.resume == "never":
         raise ConfigError(
             f"resume=never would refuse the checkpoints from which cluster={cluster.kind} resumes after a restart; "
@@ -124,20 +134,18 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     run_dir = config.run.dir
     # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
-    # A restart must find the folder again. On Slurm it is named after the job's number, which a
-    # requeue keeps; processes started by hand take the folder of rank 0.
-    if not run_dir and not isinstance(cluster, Slurm) and not options.job_name:
+    # A restart must find the folder again, so the launcher names it. Not on Slurm, where it is
+    # named after the job's number, which a requeue keeps, and not by hand, where rank 0 names it.
+    is_new = not (run_dir or isinstance(cluster, Slurm) or options.job_name)
+    if is_new:
         run_dir = default_run_dir(config)
+    # If the name comes from a file or contains the time, each process might arrive at a different
+    # one, so the launcher passes on its own.
+    is_given = has_variable or f"run.dir={run_dir}" in arguments
+    if is_new or (run_dir and not (is_given or options.job_name)):
         # Quoted if need be, since run.name may hold any character.
         arguments = [*arguments, override("run.dir", run_dir)]
-    elif run_dir and not (options.job_name or has_variable or f"run.dir={run_dir}" in arguments):
-        # It comes from a file or has the time in its name, so each process
-        # might arrive at a different folder.
-        arguments = [*arguments, override("run.dir", run_dir)]
-
-    return _Run(
-        ("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir
-    )
+    return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, is_new)
 
 
 def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
@@ -160,28 +168,6 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
     return [*others, "notify=null"]
 
 
-def _hosts(options: argparse.Namespace) -> Hosts:
-    """Returns the hosts of -H or --hostfile; empty without either."""
-    if not options.hosts:
-        return ()
-    option, value = options.hosts
-    return parse_hosts(value) if option == "-H" else parse_hostfile(Path(value))
-
-
-def _one_host(hosts: Hosts, num_replicas: int) -> Hosts:
-    """Returns the host of the single process that trains all replicas.
-
-    Raises ConfigError if its slots are too few.
-    """
-    if hosts and hosts[0].slots < num_replicas:
-        raise ConfigError(
-            "this strategy trains all its replicas in one process: "
-            f"-np {num_replicas} needs as many slots on one host and {hosts[0].name} has {hosts[0].slots}; "
-            "lower -np, or choose a strategy for several hosts"
-        )
-    return hosts[:1]
-
-
 def _job(
     options: argparse.Namespace,
     cluster: ClusterKind | None,
@@ -192,8 +178,7 @@ def _job(
     """Returns the job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
     # An elastic job may start without -np and -H.
-    has_size = options.np or hosts
-    if options.min_np and has_size and options.min_np > num_ranks:
+    if options.min_np and (options.np or hosts) and options.min_np > num_ranks:
         raise ConfigError(f"--min-np {options.min_np} is more than -np {num_ranks}; lower it")
     # Horovod would start only that many, whatever -np says.
     if options.max_np and options.max_np < num_ranks:
@@ -244,9 +229,9 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
 
     if run.is_new and run.folder:
         folder = _claimed(run.folder)
-        old, new = (override("run.dir", name) for name in (run.folder, folder))
-        words = [new if word == old else word for word in job.command]
-        job = replace(job, command=tuple(words))
+        old = override("run.dir", run.folder)
+        new = override("run.dir", folder)
+        job = replace(job, command=tuple(new if word == old else word for word in job.command))
         run = replace(run, folder=folder)
     # Logs are written on this host, even if the run is in object storage.
     logs = Path("launch") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"

@@ -5,9 +5,10 @@ is read at completion time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from hvtrain.commands import COMMANDS
 from hvtrain.config.choices import ALL_GROUPS, choice_files, default_choice, settings_of
@@ -17,7 +18,6 @@ from hvtrain.system.command import Parser
 from hvtrain.system.text import flatten
 
 SWITCH = ["true", "false"]
-BASH = Path(__file__).with_name("completion.bash")
 
 
 def main() -> int:
@@ -35,29 +35,35 @@ def main() -> int:
 
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
-    known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
-    # Every model has model.weights, though one lists it too.
+    known = declared(RunConfig) | declared(ModelOptions, "model.")
+    # These belong to all runs, even if a choice's file lists one too.
     shared = [*known]
     owners = defaultdict(list)
-    for argument, settings in _choices():
-        for name, choices in settings.items():
-            known[name] = choices
-            if name not in shared:
-                owners[name].append(argument)
+    for group in (*GROUPS, *SEVERAL):
+        for path in choice_files(group):
+            settings: Any = OmegaConf.to_container(OmegaConf.load(path))
+            for name, value in flatten(settings, f"{group}.").items():
+                # Names such as _target_ are not settings.
+                if "._" in name:
+                    continue
+                known[name] = SWITCH if isinstance(value, bool) else []
+                if name not in shared:
+                    owners[name].append(f"{group}={path.stem}")
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
     for group in (*ALL_GROUPS, "sweep"):
         known[group] = [path.stem for path in choice_files(group)]
 
-    takes_settings = {name: str(int(command.takes_settings)) for name, command in COMMANDS.items()}
-    tables: dict[str, Mapping[str, Iterable[str]]] = {
+    tables = {
         "@VALUES@": known,
         "@OWNERS@": owners,
-        "@COMMANDS@": takes_settings,
+        "@COMMANDS@": {
+            name: [str(int(command.takes_settings))] for name, command in COMMANDS.items()
+        },
         "@DEFAULTS@": {group: [default_choice(group) or ""] for group in GROUPS},
     }
-    text = BASH.read_text("utf-8")
+    text = Path(__file__).with_name("completion.bash").read_text("utf-8")
     for mark, table in tables.items():
         text = text.replace(
             mark,
@@ -72,18 +78,3 @@ def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
         name: SWITCH if hint is bool else list(item.metadata["choices"])
         for name, hint, item in settings_of(schema, prefix)
     }
-
-
-def _choices() -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Yields each GROUP=CHOICE, with its settings and their allowed values."""
-    from omegaconf import OmegaConf
-
-    for group in (*GROUPS, *SEVERAL):
-        for path in choice_files(group):
-            settings: Any = OmegaConf.to_container(OmegaConf.load(path))
-            values = {
-                name: SWITCH if isinstance(value, bool) else []
-                for name, value in flatten(settings, f"{group}.").items()
-                if "._" not in name
-            }
-            yield f"{group}={path.stem}", values

@@ -51,7 +51,7 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
         if not ended.code:  # --help, for example.
             raise
         # The launcher itself refuses them, in one line.
-        return [option for option in arguments if option != "--prefix"], False
+        return arguments, False
     end = len(arguments) - len(args.command)
     options = [argument for argument in arguments[:end] if argument != "--prefix"]
-    return [*options, *arguments[end:]], args.prefix_output_with_timestamp
+    return [*options, *args.command], args.prefix_output_with_timestamp

@@ -33,7 +33,7 @@ class JobSet(ClusterKind):
     """
 
     kind = "jobset"
-    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: each process a pod, also parameter servers"
+    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: one pod per process, also for parameter servers"
     files = ("jobset.yaml",)
     # Not `kubectl apply`, which starts nothing if an old job has the same name.
     submit = "kubectl create -f {}/jobset.yaml"
@@ -119,7 +119,7 @@ class MpiJob(JobSet):
     def values(self, job: Job) -> dict[str, Any]:
         super().values(job)
         # An elastic job gets as many pods as it can ever use, each for the same number of ranks.
-        max_ranks = max(job.num_ranks, job.max_ranks or 0)
+        max_ranks = job.max_ranks or job.num_ranks
         ranks = self.ranks_per_worker
         if max_ranks % ranks:
             raise ConfigError(

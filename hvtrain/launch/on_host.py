@@ -27,7 +27,11 @@ _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 def look(address: str) -> dict[str, Any]:
-    """Describes this host: interface towards the address (None without a route), OOM kills, versions, file limit."""
+    """Describes this host for remote_hosts.py.
+
+    Returns the interface towards the address (None without a route), oom_kills(), the versions of
+    packages, and the limit of open files.
+    """
     interface = None
     with suppress(OSError):
         interface = host_facts.interface_of(host_facts.address_towards(address))
@@ -77,7 +81,7 @@ def clear(mark: str, job: int | None = None) -> int:
     deadline = time.monotonic() + SECONDS_TO_GO
     while left := _left(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
-        # gone, so they are killed only if they have not ended by then.
+        # gone, so they are killed only if they are still there after the deadline.
         is_late = time.monotonic() > deadline
         for process in left:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
@@ -88,8 +92,8 @@ def clear(mark: str, job: int | None = None) -> int:
         time.sleep(0.02)
 
     if job is not None:
-        # A killed Open MPI leaves its ranks' shared memory and its own folder behind.
-        # The ranks' job has the number after that of mpirun's own job.
+        # A killed Open MPI leaves its ranks' shared memory and its own folder behind. The ranks'
+        # job has the number after that of mpirun's own job.
         for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
             with suppress(OSError):
                 path.unlink()

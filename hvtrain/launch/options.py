@@ -9,20 +9,6 @@ from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.launch.job import ClusterKind
 from hvtrain.system.command import Parser, add_number, add_ssh_options, at_least, positive
 
-DESCRIPTION = """\
-Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
-starts, or a command of your own, which begins with `python`.
-
-Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
-it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them."""
-EXAMPLES = """\
-examples:
-  python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
-  python -m hvtrain launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
-  python -m hvtrain launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
-  python -m hvtrain launch -np 2 -H s1,s2 -- python my_script.py"""
-BY_HAND = """\
-Without ssh: run the same command for every process, on its host, each with its own --job-name and --task-index."""
 CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
@@ -40,8 +26,18 @@ def parser() -> Parser:
     options = Parser(
         "python -m hvtrain launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        description="""\
+Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
+starts, or a command of your own, which begins with `python`.
+
+Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
+it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them.""",
+        epilog="""\
+examples:
+  python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
+  python -m hvtrain launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
+  python -m hvtrain launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
+  python -m hvtrain launch -np 2 -H s1,s2 -- python my_script.py""",
         more_help=_clusters_help,
     )
     # cluster_files.py parses these.
@@ -56,8 +52,13 @@ def parser() -> Parser:
         at_least(1),
         "ranks, workers or replicas that train; default: all slots of -H, or 1",
     )
-    about = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
-    add_number(group, "--num-ps", at_least(1), about, metavar="P")
+    add_number(
+        group,
+        "--num-ps",
+        at_least(1),
+        "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots",
+        metavar="P",
+    )
 
     # A job takes its hosts from only one of these three.
     hosts = options.add_hosts(group)
@@ -67,11 +68,20 @@ def parser() -> Parser:
         help="script that prints the current hosts of an elastic job",
     )
 
-    about = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
-    add_number(group, "--min-np", at_least(1), about)
+    add_number(
+        group,
+        "--min-np",
+        at_least(1),
+        "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail",
+    )
     add_number(group, "--max-np", at_least(1), "most ranks of an elastic job")
-    about = "restarts from the newest checkpoint, after a lost host or a killed or hanging rank"
-    add_number(group, "--max-restarts", at_least(0), about, 0)
+    add_number(
+        group,
+        "--max-restarts",
+        at_least(0),
+        "restarts from the newest checkpoint, after a lost host or a killed or hanging rank",
+        0,
+    )
 
     group = options.add_argument_group("how ranks are started")
     # Each sets `how`; without any of them it stays None, which means MPI.
@@ -90,8 +100,13 @@ def parser() -> Parser:
     group.add_argument(
         "--network-interfaces", metavar="NAMES", help="use these instead of the ones found"
     )
-    about = "how long to wait for ranks to begin; default: 300, and for processes by hand 120"
-    add_number(group, "--start-timeout", positive, about, metavar="SECONDS")
+    add_number(
+        group,
+        "--start-timeout",
+        positive,
+        "how long to wait for ranks to begin; default: 300, and for processes by hand 120",
+        metavar="SECONDS",
+    )
     group.add_argument(
         "--env",
         action="append",
@@ -102,7 +117,11 @@ def parser() -> Parser:
     )
 
     # TensorFlow users know these names from TF_CONFIG.
-    group = options.add_argument_group("one process by hand", BY_HAND)
+    group = options.add_argument_group(
+        "one process by hand",
+        "Without ssh: run the same command for every process, on its host, each with its own --job-name and "
+        "--task-index.",
+    )
     group.add_argument(
         "--job-name",
         metavar="JOB",
@@ -133,7 +152,7 @@ def _clusters_help() -> str:
     for name, kind in KINDS.items():
         lines.append(f"  cluster={name:<10} {kind.about}")
         lines += [f"  {line}" for line in setting_lines(kind, "cluster.")]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines) + "\n"
 
 
 def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
@@ -158,8 +177,11 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         return
 
     # A scheduler starts these ranks, on hosts that this launcher does not know yet.
-    not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
-    _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
+    _refuse(
+        names,
+        (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script"),
+        f"cluster={cluster.kind}, which cannot use it",
+    )
     starts_roles = cluster.starts_servers if roles.num_ps else cluster.starts_replicas
     if roles.reason and not starts_roles:
         raise ConfigError(

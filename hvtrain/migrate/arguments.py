@@ -25,7 +25,7 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 # Callbacks that set the learning rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
 _BOOLEAN = m.Name("True") | m.Name("False")
-# The arguments of hvd.allreduce(x, False)
+# The arguments of hvd.allreduce(x, False).
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
@@ -113,8 +113,8 @@ class Arguments(Pass):
         without_decay = [arg for arg in args if arg is not decay]
         if decay and is_number(decay.value) and literal_eval(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
-        # A callback cannot set the learning rate of a schedule, so decay=
-        # stays, and undecided.py reports it.
+        # A callback cannot set the learning rate of a schedule, so decay= stays, and undecided.py
+        # reports it.
         if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
@@ -247,7 +247,7 @@ def _warmup(call: Call) -> Call:
         return with_args(call, [keyword("initial_lr", parse_expression("None")), *call.args])
     is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
-    has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
+    has_epochs = second and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
         return with_args(call, [Arg(parse_expression("None")), *call.args])
     return call
@@ -259,7 +259,7 @@ def _schedule(call: Call) -> Call:
     The multiplier came first then, and a number was a plain factor, not yet the base of a power. It is recognized by
     the start_epoch after it, a whole number, which a multiplier never is.
     """
-    if argument(call, "initial_lr") or not call.args:
+    if argument(call, "initial_lr"):
         return call
 
     multiplier = argument(call, "multiplier")

@@ -1,5 +1,6 @@
 """`python -m hvtrain migrate`: shows how scripts for Horovod on Keras 2 change for Keras 3, or rewrites them."""
 
+import difflib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,16 +64,20 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
                 faults.append(error)  # A folder may also hold files in Python 2, for example.
 
     if options.write:
-        changed = [file for file, script in scripts.items() if script.text != script.old]
         # Resolved, so that a link stays and its target is rewritten.
-        _write({file.resolve(): scripts[file].text for file in changed})
+        _write(
+            {
+                file.resolve(): script.text
+                for file, script in scripts.items()
+                if script.text != script.old
+            }
+        )
     for file, script in scripts.items():
         _report(file, script, options.write)
     for fault in faults:
         print(fault)
 
-    is_undecided = any(script.undecided for script in scripts.values())
-    return int(is_undecided or bool(faults))
+    return int(bool(faults) or any(script.undecided for script in scripts.values()))
 
 
 def _files(path: Path) -> list[Path]:
@@ -132,7 +137,9 @@ def _report(file: Path, script, is_written: bool) -> None:
     elif is_written:
         print(f"{file}: written")
     else:
-        for line in script.diff(str(file)):
+        old = script.old.splitlines()
+        new = script.text.splitlines()
+        for line in difflib.unified_diff(old, new, str(file), f"{file} (migrated)"):
             print(line.rstrip())
 
     for number, text in script.undecided if is_written else script.undecided_in_old():

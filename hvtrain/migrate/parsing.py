@@ -38,22 +38,18 @@ class Imported:
 
 def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
     """Returns the names that an import statement imports."""
-    module = ""
-    if isinstance(statement, cst.ImportFrom):
-        module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
+    if isinstance(statement, cst.Import):
+        return [
+            Imported(item.evaluated_name, item.evaluated_alias or "") for item in statement.names
+        ]
+
+    module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
     if isinstance(statement.names, cst.ImportStar):
         return [Imported(f"{module}.*", "*")]
-
-    imported = []
-    for item in statement.names:
-        name = item.evaluated_name
-        alias = item.evaluated_alias or ""
-        if module:
-            imported.append(Imported(f"{module}.{name}", alias or name))
-        else:
-            imported.append(Imported(name, alias))
-
-    return imported
+    return [
+        Imported(f"{module}.{item.evaluated_name}", item.evaluated_alias or item.evaluated_name)
+        for item in statement.names
+    ]
 
 
 def imports_in(module: cst.Module) -> Iterator[tuple[CSTNode, Imported]]:
@@ -71,8 +67,8 @@ class Names(cst.MetadataDependent):
     def visit_Module(self, node: cst.Module) -> None:
         self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
         self._bases = _bases_without("__init__", node)
-        # What each name leads to: the call that made an object, what a
-        # function returns, the base of a class.
+        # What each name stands for: the call that made an object, the call or name that a function
+        # returns, the base of a class.
         self._makers = _bases_without("compile", node)
         for assign in m.findall(node, m.Assign(value=m.Call())):
             self._makers[code_of(assign.targets[0].target)] = assign.value

@@ -50,11 +50,6 @@ class Rewritten:
     text: str
     undecided: Sequence[tuple[int, str]]
 
-    def diff(self, name: str) -> list[str]:
-        old = self.old.splitlines(keepends=True)
-        new = self.text.splitlines(keepends=True)
-        return list(difflib.unified_diff(old, new, name, f"{name} (migrated)"))
-
     def undecided_in_old(self) -> list[tuple[int, str]]:
         """Returns the lines left to decide, with their numbers in the old text."""
         # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
@@ -132,34 +127,29 @@ class Pinning(Pass):
     visit_Try = visit_If
 
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
-        return updated_node.with_changes(body=self._pinned(updated_node.body))
-
-    leave_IndentedBlock = leave_Module
-
-    def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
-        """Returns the statements with one call in place of those that pin a GPU."""
-        by_hand = [statement for statement in body if _pins(statement)]
-        # Without a statement that uses the local rank, nothing is pinned:
-        # they may only let memory grow.
+        """Puts one call in place of the statements of a body that pin a GPU."""
+        by_hand = [statement for statement in updated_node.body if _pins(statement)]
+        # Without a statement that uses the local rank, nothing is pinned: they may only let GPU
+        # memory grow.
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
-            return body
+            return updated_node
 
         call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
 
-        new_body = []
-        for statement in body:
+        body = []
+        for statement in updated_node.body:
             if statement is by_rank[0]:
-                new_body.append(call)
+                body.append(call)
             elif statement not in by_hand:
-                new_body.append(statement)
+                body.append(statement)
+        return updated_node.with_changes(body=body)
 
-        return new_body
+    leave_IndentedBlock = leave_Module
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
         """True if other statements use a name that these assign, such as the config of a session."""
-        here = names_used("".join(code_of(statement) for statement in statements))
-
+        here = names_used("".join(map(code_of, statements)))
         assigned = [
             assign.target.value
             for statement in statements
@@ -169,7 +159,7 @@ class Pinning(Pass):
 
 
 def _pins(statement: cst.BaseStatement) -> bool:
-    """True if the statement does nothing but choose GPUs."""
+    """True if the statement does nothing but choose GPUs; exception handlers are ignored."""
     if isinstance(statement, cst.SimpleStatementLine):
         return all(_is_pinning(part) for part in statement.body)
     if not isinstance(statement, cst.For | cst.If | cst.Try):
@@ -193,8 +183,8 @@ def _is_pinning(part: cst.BaseSmallStatement) -> bool:
         return False
 
     target = code_of(part.targets[0].target)
-    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another
-    # purpose, such as hiding all GPUs.
+    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another purpose, such as hiding
+    # all GPUs.
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
     return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

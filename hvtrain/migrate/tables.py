@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
-# Folders of packages, absolute or beside Keras's, for members() and exists(). Today's tf.keras is
+# Folders of packages for members() and exists(), absolute or relative to _SITE. Today's tf.keras is
 # Keras 3 plus some names of Keras 2, which are in TF_KERAS.
 KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
 HVTRAIN_KERAS = str(Path(__file__).parents[1] / "keras")
+# The folder in which Keras and TensorFlow are installed.
+_SITE = Path(str(metadata.distribution("keras").locate_file("")))
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
 _EXACT: dict[str, str] = _TABLES["exact"] | {
@@ -36,7 +38,7 @@ REMOVED_METHODS: dict[str, str] = _TABLES["removed_methods"]
 
 
 def _starts(name: str, beginning: str) -> bool:
-    return name == beginning or name.startswith(f"{beginning}.")
+    return f"{name}.".startswith(f"{beginning}.")
 
 
 def _longest(table: Iterable[str], name: str) -> str:
@@ -65,8 +67,8 @@ def new_name(name: str) -> str:
     new = _EXACT.get(new, new)
     if not _starts(new, "keras") or exists(new):
         return new
-    # tensorflow.losses and the like were modules of TensorFlow 1 too, so
-    # an unknown name is not Keras's.
+    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not
+    # Keras's.
     if _starts(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
@@ -97,21 +99,18 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]
 
 
 @functools.cache
-def _site() -> Path:
-    return Path(str(metadata.distribution("keras").locate_file("")))
-
-
-@functools.cache
 def members(package: str) -> frozenset[str]:
     """Returns the names that an installed package imports into its namespace; empty if there is no such package."""
     # TensorFlow's own names are in v2.py, not in __init__.py.
-    file = _site() / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
+    file = _SITE / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
     if not file.exists():
         return frozenset()
-    imports = [
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)
-    ]
-    return frozenset(alias.asname or alias.name for node in imports for alias in node.names)
+    return frozenset(
+        alias.asname or alias.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
 
 
 def exists(name: str, root: str = KERAS) -> bool:
@@ -129,7 +128,7 @@ def exists(name: str, root: str = KERAS) -> bool:
     package = root
 
     for part in name.split(".")[1:]:
-        if not (_site() / package).is_dir():
+        if not (_SITE / package).is_dir():
             return True  # An attribute of a class or a function.
         if part not in members(package):
             return False

@@ -35,8 +35,8 @@ _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
 # Callbacks that change the training depending on the logs, so all ranks must have them.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
-# Ways to reduce gradients without naming DistributedOptimizer;
-# hvd.load_model wraps the saved optimizer.
+# Ways to reduce gradients without naming DistributedOptimizer; hvd.load_model wraps the saved
+# optimizer.
 _REDUCE_OTHERWISE = ("GradientTape", "allreduce", "load_model")
 _REDUCE = ("DistributedOptimizer", *_REDUCE_OTHERWISE)
 _ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
@@ -44,8 +44,8 @@ _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_mod
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # A dict of arguments in which lr is set.
 _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
-# Keras's own names of weights. Anything else that a script looks for in
-# one came from the layer's name.
+# Keras's own names of weights. Any other text that a script looks for in a weight's name was part
+# of the layer's name.
 _NAMES_OF_WEIGHTS = re.compile(
     r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
 )
@@ -64,13 +64,14 @@ def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, 
     """
     visitor = _Undecided(text, uses_horovod, is_graph)
     parse(text).visit(visitor)
-    return sorted(set(visitor.lines))
+    return sorted(visitor.lines)
 
 
 class _Undecided(Literals):
     def __init__(self, text: str, uses_horovod: bool, is_graph: bool) -> None:
         super().__init__()
-        self.lines: list[tuple[int, str]] = []
+        # A set, since a call may be reported for several of its arguments.
+        self.lines: set[tuple[int, str]] = set()
         self.text = text
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
@@ -85,26 +86,24 @@ class _Undecided(Literals):
         self._names = names_used(text)
         # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
-        # Each new callback: its class, the variable that holds it, and
-        # whether it is under such a condition.
+        # Each new callback: its call, its class, the variable that holds it, and whether it is
+        # under such a condition.
         self._callbacks: list[tuple[Call, str, str, bool]] = []
         # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()
 
     def report(self, node: cst.CSTNode, text: str) -> None:
-        self.lines.append((self.line_of(node), text))
+        self.lines.add((self.line_of(node), text))
 
     def visit_If(self, node: cst.If | cst.IfExp) -> None:
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
-        self._conditions.append(self._tests_rank(node.test))
+        tests_rank = "rank()" in code_of(node.test) or any(
+            code_of(name) in self._rank_tests for name in m.findall(node.test, m.Name())
+        )
+        self._conditions.append(tests_rank)
 
     def leave_If(self, original_node: cst.If | cst.IfExp) -> None:
         self._conditions.pop()
-
-    def _tests_rank(self, test: cst.BaseExpression) -> bool:
-        return "rank()" in code_of(test) or any(
-            code_of(name) in self._rank_tests for name in m.findall(test, m.Name())
-        )
 
     def visit_Assign(self, node: cst.Assign) -> None:
         super().visit_Assign(node)
@@ -213,8 +212,8 @@ class _Undecided(Literals):
 
     def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
-        first = argument(node, "initial_lr", 0)
-        if first is None or first.keyword or argument(node, "warmup_epochs", 1):
+        first = argument(node, "", 0)
+        if first is None or argument(node, "warmup_epochs", 1):
             return
         code = dotted(first.value)
         if code and code != "None" and not re.search("lr|rate", code):
@@ -235,14 +234,14 @@ class _Undecided(Literals):
             self._compile(node, model)
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
-        trains = method == "fit" and self.uses_horovod
-        if trains and not self.broadcasts:
-            self.report(
-                node,
-                "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
-            )
-        if trains and not self.reduces:
-            self.report(node, _ALONE)
+        if method == "fit" and self.uses_horovod:
+            if not self.broadcasts:
+                self.report(
+                    node,
+                    "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
+                )
+            if not self.reduces:
+                self.report(node, _ALONE)
 
         if method == "save_weights" or code_of(node.func) == "model.save":
             self._written_by_all(node, "put it under if hvd.rank() == 0")

@@ -19,13 +19,13 @@ from hvtrain.models.networks import body, clone
 ENDS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
-    # As in the authors' code: before block 2 is narrowed, and without the last
-    # convolution to 1,280 channels.
+    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280
+    # channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 
-# Filters for the low-level features, few enough that these do not outweigh the
-# pyramid's (the paper's table 1).
+# Filters for the low-level features, few enough that these do not outweigh the pyramid's (the
+# paper's table 1).
 LOW_FILTERS = 48
 
 
@@ -128,11 +128,12 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
         # A 1x1 kernel needs no dilation.
         if size == 1:
             continue
-        rate = max(1, input_stride // output_stride)
+        # At least 1, since no stride in ENDS is above 2.
+        rate = input_stride // output_stride
         changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
-            # The padding layer before it was made for the old stride
-            # (uneven for 2 and an even side).
+            # The padding layer before it was made for the old stride: uneven for a stride of 2 and
+            # an even side.
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes

@@ -1,4 +1,4 @@
-"""Implements model.weights: a new run starts from the weights in another run, a file or a preset.
+"""Implements model.weights: a new run starts from the weights of another run, a file or a preset.
 
 Rank 0 reads them, and the broadcast before the first step sends them to the other ranks.
 
@@ -39,7 +39,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     Args:
         model: a built model.
         source: path or address of one of SOURCES.
-        excepted: patterns (see parts) of variables that keep their new values. If there are any,
+        excepted: patterns (see parts.py) of variables that keep their new values. If there are any,
             weights that only the source has are ignored.
 
     Raises:
@@ -69,7 +69,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     unused = arrays.keys() - own.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
     # If the head is new, the source's own head may have another name.
-    is_other_head = bool(new_head) and len(unused_layers) == 1
+    is_other_head = new_head and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
@@ -94,8 +94,7 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     """Returns the parts' variables by key, without LoRA's matrices."""
     variables: dict[str, Any] = {}
     for part in model_parts:
-        # No source has the matrices of model.lora_rank: there they
-        # are already added to the kernels.
+        # No source has the matrices of model.lora_rank: they are already added to its kernels.
         plain = [variable for variable in part.variables if not variable.name.startswith("lora_")]
         variables |= {f"{part.path}/{index}": variable for index, variable in enumerate(plain)}
     return variables
@@ -151,8 +150,8 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
 
 def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
     """Reads the preferred model file of a run folder, or else its newest intact checkpoint."""
-    # Model files are preferred: with train.ema they hold the averages,
-    # but checkpoints the raw weights.
+    # Model files are preferred: with train.ema they hold the averages, and checkpoints the raw
+    # weights.
     for name in RUN_FILES:
         if (path / name).is_file():
             return _read(path / name, model)
@@ -213,8 +212,8 @@ def _of_model(source: Model, model: Model) -> Arrays:
 
 def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint, keyed as in the model, with LoRA's matrices added to the kernels."""
-    # A checkpoint's keys for weights are model/NUMBER/PATH; others belong
-    # to the optimizer and the ranks.
+    # A checkpoint's keys for weights are model/NUMBER/PATH; others belong to the optimizer and the
+    # ranks.
     weights = {
         key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
     }
@@ -223,7 +222,7 @@ def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
         first = weights.pop(path)
         second = weights.pop(f"{path.removesuffix('_a')}_b")
         base = path.removesuffix("_a").replace("/lora_", "/")
-        weights[base] = weights[base] + np.matmul(first, second)
+        weights[base] = weights[base] + first @ second
     keys = {variable.path: key for key, variable in _keyed(parts(model)).items()}
     return {keys.get(path, path): array for path, array in weights.items()}
 

@@ -102,8 +102,8 @@ def innermost_layers(model: Any) -> Iterator[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Layers that were called never or several times, or that have
-        # several outputs, raise these errors.
+        # Layers that were called never or several times, or that have several outputs, raise these
+        # errors.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -202,11 +202,11 @@ def recompute(model: Model) -> None:
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
-    def run(inputs, operation_fn=lambda op: op, call_fn=None):
+    def run(inputs, operation_fn, call_fn=None):
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, for example to clone a
-        # model; nothing is computed then.
-        if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
+        # Keras also runs the graph on symbolic inputs, for example to clone a model (with call_fn);
+        # nothing is computed then.
+        if not all(map(tf.is_tensor, tensors)):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = dict(zip(map(id, graph.inputs), tensors))
@@ -243,13 +243,13 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
-    # After each call: the number of elements that later calls still use, and
-    # the number in all outputs so far.
+    # After each call: the number of elements that later calls still use, and the number in all
+    # outputs so far.
     in_use = [0]
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}
     for index, node in enumerate(nodes):
-        live.update({id(tensor): tensor for tensor in node.outputs})
+        live |= {id(tensor): tensor for tensor in node.outputs}
         # Drops tensors that no later call uses.
         live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > index}
         in_use.append(sum(map(_elements, live.values())))
@@ -264,15 +264,16 @@ def divide(graph: Any) -> list[Segment]:
         near = [index for index in range(1, len(nodes)) if distance[index] <= limit]
         if near:
             cuts.add(min(near, key=lambda index: (in_use[index], distance[index])))
-    return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(sorted(cuts))]
 
-
-def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
-    made = {id(tensor): tensor for node in nodes for tensor in node.outputs}
-    inputs = {id(tensor): tensor for node in nodes for tensor in node.input_tensors}
-    takes = [tensor for key, tensor in inputs.items() if key not in made]
-    gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
-    return Segment(nodes, takes, gives)
+    segments = []
+    for begin, end in pairwise(sorted(cuts)):
+        calls = nodes[begin:end]
+        made = {id(tensor): tensor for node in calls for tensor in node.outputs}
+        inputs = {id(tensor): tensor for node in calls for tensor in node.input_tensors}
+        takes = [tensor for key, tensor in inputs.items() if key not in made]
+        gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
+        segments.append(Segment(calls, takes, gives))
+    return segments
 
 
 def _elements(tensor) -> int:
@@ -314,11 +315,9 @@ def _run_twice(
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 
-        # TensorFlow calls this function once for the forward pass, and
-        # again to compute the gradient.
+        # TensorFlow calls this function once for the forward pass and again for the gradient.
         if is_again:
-            # The scope intercepts the layers' assignments, so moving
-            # statistics are updated only once.
+            # The scope intercepts the layers' assignments: moving statistics are updated only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:

@@ -152,24 +152,18 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
     """
     inner = _inner_optimizer(model.optimizer)
     # Keras's averages are zeros before the first step.
-    if momentum is None or int(inner.iterations.numpy()) == 0:
+    if momentum is None or not inner.iterations.numpy():
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
     # The copies stay on the device of the weights.
     weights = [tf.identity(variable) for variable in variables]
-    for variable, average in zip(variables, inner._model_variables_moving_average):
-        variable.assign(average)
+    inner.finalize_variable_values(inner._trainable_variables)
     try:
         yield
     finally:
         for variable, weight in zip(variables, weights):
             variable.assign(weight)
-
-
-def take_averages(model: keras.Model) -> None:
-    """Sets the trained weights to their averages, if the optimizer keeps them."""
-    model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
 def _inner_optimizer(optimizer):

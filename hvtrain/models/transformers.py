@@ -31,8 +31,8 @@ def transformer(
     """Builds a transformer of pre-norm blocks with learned positions, from tokens to logits.
 
     The architecture is that of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners"). The token embedding and the head share one matrix, in float32. 1,071,872
-    parameters with the defaults, 128 tokens and a vocabulary of 2,048.
+    Multitask Learners"). The token embedding and the head share one matrix, in float32. With the
+    defaults, 128 tokens and a vocabulary of 2,048 it has 1,071,872 parameters.
 
     Args:
         input_spec: spec of one example: a row of integer tokens of shape [length], or of any length up
@@ -73,8 +73,7 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the dtype policy, since it is the head too:
-    # losses in bfloat16 lose digits.
+    # In float32 whatever the dtype policy, since it is also the head: bfloat16 losses lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -91,31 +90,30 @@ def transformer(
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings. The
-    # shape is [batch, 1, length]: the mask is the same for each position that attends.
-    is_text = mask = None
-    if mask_zero:
-        is_text = token_mask(tokens, 0)
-        mask = ops.expand_dims(is_text, axis=1)
+    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings.
+    is_text = token_mask(tokens, 0) if mask_zero else None
     for number in range(1, blocks + 1):
-        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
+        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, is_text)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    if num_logits is not None:
+    if num_logits:
         outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
     else:
         outputs = embedding(x, reverse=True)
     return Model(tokens, outputs, name="transformer")
 
 
-def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask):
-    """Adds attention, over the positions in the mask or all, and then an MLP to x of shape [batch, length, width]."""
+def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, is_text):
+    """Adds attention, over the positions in is_text or all, and then an MLP.
+
+    x has the shape [batch, length, width]; is_text is a mask of shape [batch, length], or None.
+    """
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
         heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"
     )
     # Pre-norm: the input of each part is normalized, and the residual stream itself never is.
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
-    hidden = attention(hidden, hidden, use_causal_mask=causal, attention_mask=mask)
+    hidden = attention(hidden, hidden, use_causal_mask=causal, value_mask=is_text)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout1")(hidden)
     x = layers.Add(name=f"{name}_add1")([x, hidden])
 

@@ -46,8 +46,7 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
-# Time limit of one round of a method; without it, the command would
-# wait forever for a hung launcher.
+# Time limit of one round of a method; without it, a hung launcher would block the command forever.
 SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -89,8 +88,7 @@ class Collectives:
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 reports = self._measure(method, self.folder / f"round-{number}" / method)
-                # The slowest rank's time counts: an all-reduce has
-                # ended when it has ended everywhere.
+                # The slowest rank's time counts: an all-reduce ends when it has ended on all ranks.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))
@@ -104,9 +102,9 @@ class Collectives:
         """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", self.num_ranks]
+        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}"]
         worker = [sys.executable, "-m", self.workers[method], method, f"{folder}/report"]
-        command = [str(text) for text in (*launcher, *worker, *self.sizes)]
+        command = [*launcher, "-np", str(self.num_ranks), *worker, *map(str, self.sizes)]
         threads = dict.fromkeys(THREADS, str(self.threads))
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **threads}
         with started(command, log, environment=environment) as process:
@@ -123,8 +121,8 @@ class Collectives:
     def bus_bandwidth(self, method: str, size: int) -> float:
         """Returns the bus bandwidth in GB/s, from the median time of the rounds."""
         # The share that each rank has to send; see the module's docstring.
-        factor = 2 * (self.num_ranks - 1) / self.num_ranks
-        return factor * size / self.microseconds(method, size) / 1e3
+        share = 2 * (self.num_ranks - 1) / self.num_ranks
+        return share * size / self.microseconds(method, size) / 1e3
 
     def microseconds(self, method: str, size: int | str) -> float:
         """Returns the time in microseconds, the median over the rounds."""
@@ -148,15 +146,6 @@ class Collectives:
             )
         return lines
 
-    def write(self) -> None:
-        """Writes allreduce.json in the folder."""
-        summary = {
-            "num_ranks": self.num_ranks,
-            "transport": self.transport,
-            "seconds": self.seconds,
-        }
-        write_json(self.folder / "allreduce.json", summary)
-
 
 def main(kind: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
@@ -176,15 +165,21 @@ allreduce.json, which plan --calibrate reads.""",
     options = parser.parse_args()
     # Ranks share the cores, as in a run.
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
-    default = f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
-    folder = Path(options.output or default).absolute()
+    folder = Path(
+        options.output or f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
+    ).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = kind(options.ranks, options.transport, threads, folder, sizes)
 
     make_output(folder)
     session.run(options.rounds)
-    session.write()
+    results = {
+        "num_ranks": options.ranks,
+        "transport": options.transport,
+        "seconds": session.seconds,
+    }
+    write_json(folder / "allreduce.json", results)
     print("\n" + "\n".join(session.table()))
     print(f"results in {folder}")
     return 0

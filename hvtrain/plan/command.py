@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def main() -> int:
         )
 
     # Read before TensorFlow is imported, so that an unusable file is refused at once.
-    measured = [read(Path(path)) for path in options.calibrate]
+    measurements = [measurement for path in options.calibrate for measurement in read(Path(path))]
 
     # Imported only now, because importing TensorFlow takes seconds.
     with console.quiet_import(config.verbose):
@@ -66,10 +65,7 @@ def main() -> int:
     costs = []
     method_costs = []
     if step_seconds:
-        machine, links = machine_of(options, measured, rules.algorithms)
-        # Measured times already include the wait for Horovod's cycle.
-        if options.calibrate:
-            rules = replace(rules, cycle_seconds=0.0)
+        machine, links = machine_of(options, measurements, rules.algorithms)
         work = Work(step_seconds, run.messages)
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
@@ -111,6 +107,8 @@ def _rules(options: argparse.Namespace, run) -> Rules:
     return Rules(
         overlap=run.bucket_bytes > 0,
         fusion_bytes=0,  # hvtrain's runs send buckets, which Horovod does not fuse.
+        # Measured times already include the wait for Horovod's cycle.
+        cycle_seconds=0.0 if options.calibrate else Rules.cycle_seconds,
         deviation=options.straggler,
         algorithms=choices.get(options.algorithm, (options.algorithm,)),
     )
@@ -121,15 +119,16 @@ def _measured(options: argparse.Namespace, run) -> float:
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.
     """
-    overrides = list(options.overrides)
+    overrides = options.overrides
     if options.examples is not None:
-        overrides = [text for text in overrides if not re.match(r"\+{0,2}dataset[=.]", text)]
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
-        overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
-        overrides.append(f"dataset.num_classes={run.source.num_classes}")
-
-    largest_batch = max(run.plan.batch_sizes)
-    return measured_step_seconds(overrides, largest_batch, run.config.train.accumulate)
+        overrides = [
+            *(text for text in overrides if not re.match(r"[+~]*dataset[=.]", text)),
+            "dataset=synthetic",
+            override("dataset.image_shape", [*shape]),
+            f"dataset.num_classes={run.source.num_classes}",
+        ]
+    return measured_step_seconds(overrides, max(run.plan.batch_sizes), run.config.train.accumulate)
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
@@ -146,9 +145,9 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         LostRankError: The training failed. The message quotes the line of its output that says why.
     """
     settings = [
-        # The run's folder and trackers must not be touched, and a
-        # strategy's settings do not apply here.
-        *(text for text in overrides if not re.match(r"\+{0,2}(run\.dir=|strategy|tracker)", text)),
+        # The run's folder and trackers must not be touched, and a strategy's settings do not apply
+        # here.
+        *(text for text in overrides if not re.match(r"[+~]*(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod, which takes its steps without interruption.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
@@ -185,8 +184,7 @@ examples:
 docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
 """,
     )
-    option = parser.add_argument
-    option("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
     add_number(parser, "--ranks-per-host", at_least(1), "ranks on each host", 4)
     add_number(
         parser,
@@ -201,7 +199,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
         "number of its classes; default: that of its settings, or 1000",
         metavar="C",
     )
-    option(
+    parser.add_argument(
         "--output", metavar="DIR", help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL"
     )
 

@@ -60,8 +60,8 @@ class Forecast:
         if not self.bucket_bytes:
             return [[*range(len(self.gradients))]]
         buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
-        # A message is complete with its last gradient. So a bucket that mixes small
-        # gradients of all layers is ready only when the first layer's gradient is.
+        # A message is complete with its last gradient. So a bucket that mixes small gradients of
+        # all layers is ready only when the first layer's gradient is.
         return sorted(buckets, key=lambda bucket: bucket[-1])
 
     @property
@@ -170,7 +170,7 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     schedule = forecast.schedule
     last = forecast.plan.num_steps - 1
     steps = {0: "step "}
-    warmup = getattr(schedule, "warmup_steps", 0)
+    warmup = schedule.warmup_steps
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
 

@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -74,7 +73,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "
-            "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
+            "this takes two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
 
     # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the
@@ -86,8 +85,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
-    # The columns differ by many orders of magnitude (1 and bytes), so each
-    # is divided by its largest value.
+    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its
+    # largest value.
     scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
     factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
     error = float(abs(terms @ factors - 1).mean())
@@ -128,7 +127,7 @@ def corrected(
 
 
 def machine_of(
-    options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]
+    options: argparse.Namespace, measurements: Sequence[Measured], algorithms: Sequence[str]
 ) -> tuple[Machine, list[str]]:
     """Returns the machine that the options describe, and a line for each link in use.
 
@@ -136,11 +135,11 @@ def machine_of(
 
     Args:
         options: The parsed command line.
-        files: The result of `read` for each file.
+        measurements: Those of all files, as `read` returns them.
         algorithms: Names in algorithms.ALGORITHMS.
 
     Raises:
-        ConfigError: A file cannot be fitted.
+        ConfigError: The measurements of a link cannot be fitted.
     """
     share = f"{LINK_SHARE:.1%} of the speed is used"
     machine = Machine(
@@ -154,11 +153,11 @@ def machine_of(
     }
     # By kind and link, since one link may have been measured with several numbers of ranks.
     groups: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
-    for measurement in chain.from_iterable(files):
+    for measurement in measurements:
         groups[measurement.kind][machine.slowest(measurement.num_ranks)].append(measurement)
     sums = groups.pop("", {})
-    for name, measurements in sums.items():
-        machine, descriptions[name] = _with_fit(machine, name, measurements)
+    for name, group in sums.items():
+        machine, descriptions[name] = _with_fit(machine, name, group)
 
     # After all fits, because corrections are relative to the fitted machine.
     slowest = machine.slowest(options.np)
@@ -167,8 +166,8 @@ def machine_of(
         for kind, links in groups.items()
         if slowest in links
     }
-    for measurements in sums.values():
-        machine = corrected(machine, measurements, algorithms)
+    for group in sums.values():
+        machine = corrected(machine, group, algorithms)
     machine = replace(machine, exchanges=exchanges)
     # Links that the ranks do not use get no line.
     used = [slowest]
@@ -186,8 +185,8 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
     start_seconds = best.start_seconds
     latency = ""
     if latency_seconds is None:
-        # The fitted start includes the latency of the ring's steps, which
-        # is kept as given and subtracted.
+        # The fitted start includes the latency of the ring's steps, which is kept as given and
+        # subtracted.
         latency_seconds = getattr(machine, name).latency_seconds
         start_seconds -= 2 * (measurements[0].num_ranks - 1) * latency_seconds
         start_seconds = max(0.0, start_seconds)

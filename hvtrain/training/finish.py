@@ -18,7 +18,6 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
-from hvtrain.models.rates import take_averages
 from hvtrain.system.files import read_json, write_json
 from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.training.callbacks.run_context import RunContext
@@ -237,7 +236,7 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
         model_state.restore(checkpoint, model, ("model",))
     else:  # The averages are optimizer variables. Overwriting those is harmless, since no step follows.
         model_state.restore(checkpoint, model)
-        take_averages(model)
+        model.optimizer.finalize_variable_values(model.trainable_variables)
     return checkpoint.meta.get("data")
 
 

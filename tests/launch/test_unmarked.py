@@ -97,7 +97,7 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
             True,
         ),
         # Wrong options are the launcher's to refuse.
-        ("--prefix -np two ./x", "-np two ./x", False),
+        ("--prefix -np two ./x", "--prefix -np two ./x", False),
     ],
 )
 def test_prefix_is_for_horovodrun_only_before_the_program(line, own, keeps, monkeypatch):

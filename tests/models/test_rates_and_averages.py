@@ -18,7 +18,6 @@ from hvtrain.models.rates import (
     factors_of,
     keep_averages,
     multiply_rates,
-    take_averages,
 )
 from hvtrain.training.setup import build_optimizer
 
@@ -180,7 +179,7 @@ def test_the_average_is_of_the_weights_after_each_step_that_changes_them(accumul
         assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), raw)) > 1e-3
     for weight, expected in zip(model.get_weights(), raw):
         np.testing.assert_array_equal(weight, expected)
-    take_averages(model)
+    model.optimizer.finalize_variable_values(model.trainable_variables)
     for weight, expected in zip(model.get_weights(), average):
         np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
 
