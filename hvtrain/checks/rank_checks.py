@@ -221,7 +221,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     )
 
     def write():
-        snapshot = model_state.snapshot(model, [model_state.rank_state(model)], parts=parts)
+        snapshot = model_state.snapshot(model, [model_state.rank_state(model)], {}, parts)
         with tempfile.TemporaryDirectory() as folder:
             saved.append(store.read(writer.write(Path(folder), 1, snapshot, {})))
 

@@ -213,7 +213,7 @@ class DigestTaking(Checkpointing):
         step = self.step
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
         if self.is_chief:
-            arrays = model_state.snapshot(self.model, [], None, parts)
+            arrays = model_state.snapshot(self.model, [], {}, parts)
             self.repetition.digests[step] = digests_of(arrays)
             if step == self.repetition.measured:
                 before = self.repetition.checkpoint(step).arrays

@@ -49,7 +49,7 @@ def trained():
 def written(folder, *steps, net=None):
     net = net or trained()
     for step in steps:
-        arrays = model_state.snapshot(net, [model_state.rank_state(net)])
+        arrays = model_state.snapshot(net, [model_state.rank_state(net)], {}, {})
         writer.write(folder, step, arrays, {**META, "epoch": step // 10})
     return net
 
@@ -178,7 +178,7 @@ def test_a_snapshot_does_not_follow_the_training():
     """TensorFlow's own arrays may share their memory."""
     net = model()
     arrays = model_state.snapshot(
-        net, [model_state.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))}
+        net, [model_state.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))}, {}
     )
     before = {key: array.copy() for key, array in arrays.items()}
     mine += 1
