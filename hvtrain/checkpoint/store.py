@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
+from hvtrain.core.checkpoint_notes import folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import read_json, remove
 
@@ -96,9 +96,7 @@ class Checkpoint:
             CheckpointError: the results are not numbers.
         """
         try:
-            return {
-                str(name): float(value) for name, value in self.meta.get("unlogged", {}).items()
-            }
+            return {name: float(value) for name, value in self.meta.get("unlogged", {}).items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint's results of a validation are not numbers ({error}); choose another run.dir"
@@ -170,9 +168,9 @@ def _read(path: Path) -> Checkpoint:
         # Tables may not fit into memory, so they are hashed here and memory-mapped later.
         digests[TABLES] = digest_of(_require_regular(path / TABLES))
     for name, digest in digests.items():
-        if digest != listed.get(name):
-            expected = f"{listed[name][:12]}..." if listed.get(name) else "nothing"
-            raise ValueError(f"{name} has SHA-256 {digest[:12]}..., and {SUMS} lists {expected}")
+        expected = listed.get(name, "nothing")
+        if digest != expected:
+            raise ValueError(f"{name} has SHA-256 {digest[:12]}, and {SUMS} lists {expected[:12]}")
 
     meta = json.loads(files[META])
     arrays: Arrays = load(files[ARRAYS])
@@ -227,8 +225,6 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
     content = np.memmap(path, np.uint8, "r", 8 + header_bytes)
     shards: dict[str, dict[int, np.ndarray]] = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         _, rank, key = name.split("/", 2)
         byte_range = slice(*entry["data_offsets"])
         values = content[byte_range].view(_TYPES[entry["dtype"]])
@@ -237,11 +233,6 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
         key: ShardedTable([by_rank[rank] for rank in range(len(by_rank))])
         for key, by_rank in shards.items()
     }
-
-
-def run_id(path: Path) -> str | None:
-    """Returns the run identifier in a checkpoint, unchecked; None if it cannot be read."""
-    return checked_run_id(unchecked_meta(path).get("run_id"))
 
 
 def set_aside(path: Path, reason: str, taken_step: int) -> str:

@@ -69,7 +69,6 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     """
     # safetensors for NumPy lacks bfloat16: such arrays are stored as their bits and listed in meta.
     bfloat16_keys = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in bfloat16_keys}}
     content = {"unix_seconds": time.time(), **meta, "step": step, "bfloat16": bfloat16_keys}
     meta_bytes = json.dumps(content, indent=1).encode()
     needed_bytes = sum(array.nbytes for array in arrays.values()) + len(meta_bytes)
@@ -79,18 +78,17 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(meta_bytes)
-        # Sharded tables may not fit into memory, so they get their own file, which is memory-mapped
-        # for reading.
-        tables = {key: array for key, array in storable.items() if isinstance(array, ShardedTable)}
-        files: dict[str, Any] = {
-            ARRAYS: {key: array for key, array in storable.items() if key not in tables}
-        }
-        if tables:
-            files[TABLES] = {
-                f"rank/{rank}/{key}": shard
-                for key, table in tables.items()
-                for rank, shard in enumerate(table.shards)
-            }
+        files: dict[str, Arrays] = {ARRAYS: {}}
+        for key, array in arrays.items():
+            if key in bfloat16_keys:
+                files[ARRAYS][key] = array.view(np.uint16)
+            elif isinstance(array, ShardedTable):
+                # Tables may not fit into memory, so they get their own file, which is memory-mapped
+                # for reading.
+                tables = files.setdefault(TABLES, {})
+                tables |= {f"rank/{rank}/{key}": shard for rank, shard in enumerate(array.shards)}
+            else:
+                files[ARRAYS][key] = array
         for name, file_arrays in files.items():
             _write_arrays(temporary / name, file_arrays)
             # safetensors creates files that only their owner can read.
@@ -300,18 +298,19 @@ class Writer:
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
         """Waits for the previous write, then starts this one. The arrays must not change later."""
         self.outcome()
-        self._begin(self._work, step, arrays, meta)
+        self._begin(step, arrays, meta)
 
     def copy(self) -> None:
         """Starts sending another host the checkpoints that it lacks; call before any submit."""
         self._begin()
 
-    def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
-        """In the background, calls `work`, then sends another host the checkpoints it lacks."""
+    def _begin(self, *checkpoint: Any) -> None:
+        """In the background, writes the checkpoint, if one is given, then sends another host what it lacks."""
 
         def run():
             try:
-                work(*args)
+                if checkpoint:
+                    self._work(*checkpoint)
                 self._copy()
             except BaseException as error:
                 self._handle_error(error)
