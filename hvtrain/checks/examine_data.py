@@ -122,7 +122,11 @@ class SplitFacts:
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
         inputs, targets = elements[:2]
-        self._add_values(inputs, targets)
+        for name, array in inputs_of({"inputs": inputs, "targets": targets}).items():
+            kind = input_kind(array.dtype, array.shape[1:])
+            size = " x ".join(map(str, kind["shape"]))
+            values = Values(f"{kind['type']}, {size}".removesuffix(", "))
+            self.values.setdefault(name, values).add(array)
         has_labels = isinstance(targets, np.ndarray) and targets.dtype.kind in "iu"
         if num_classes and has_labels:
             self._count_classes(targets, num_classes)
@@ -139,14 +143,6 @@ class SplitFacts:
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((array_digest(nest.flatten(example)), target_digest))
-
-    def _add_values(self, inputs, targets) -> None:
-        for part, structure in (("inputs", inputs), ("targets", targets)):
-            for name, array in inputs_of(structure).items():
-                kind = input_kind(array.dtype, array.shape[1:])
-                size = " x ".join(map(str, kind["shape"]))
-                values = Values(", ".join(filter(None, [kind["type"], size])))
-                self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
 
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)

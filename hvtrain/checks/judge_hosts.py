@@ -236,9 +236,8 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    rooms = {host: facts["shared_memory"] for host, facts in cluster.items()}
-
-    def problems(host, room):
+    def problems(host, facts):
+        room = facts["shared_memory"]
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free < needed:
@@ -250,9 +249,9 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
                 f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
             )
 
-    least = min(room["free"] for room in rooms.values())
+    least = min(facts["shared_memory"]["free"] for facts in cluster.values())
     return judge(
-        "shared memory", rooms, problems, f"at least {human_bytes(least)} free in /dev/shm"
+        "shared memory", cluster, problems, f"at least {human_bytes(least)} free in /dev/shm"
     )
 
 

@@ -209,9 +209,11 @@ def _entries(texts: dict[str, str]) -> dict[str, str]:
         if len(texts) > MAX_ENTRIES:
             key = f"{os.path.dirname(name)}/"  # noqa: PTH120 (a top-level file's folder is empty, not ".")
         by_key[key] = by_key.get(key, "") + text
-    # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
-    encoded = {key: text.encode(errors="surrogateescape") for key, text in by_key.items()}
-    return {key: hashlib.sha256(data).hexdigest()[:12] for key, data in encoded.items()}
+    return {
+        # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
+        key: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+        for key, text in by_key.items()
+    }
 
 
 def _check_time(deadline: float) -> None:
@@ -296,7 +298,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
     def connect(name):
         while name in missing:
             try:
-                with socket.create_connection(tuple(others[name]), CONNECT_SECONDS) as call:
+                with socket.create_connection(others[name], CONNECT_SECONDS) as call:
                     asked = time.time()
                     call.sendall(f"{token} {request['me']}\n".encode())
                     # Another program may answer with any bytes.

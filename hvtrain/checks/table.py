@@ -1,6 +1,5 @@
 """The table that doctor and verify print: a row for a check, or for each host on which it fails."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -81,8 +80,7 @@ class CheckTable:
         if self.is_quiet:
             return
         # One write with the newline in it: launchers put the rank before each piece of output.
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        print(f"{line}\n", end="", flush=True)
 
 
 def passed(check: str, finding: str) -> Row:

@@ -63,6 +63,7 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for name, entry in zip(speeds, entries):
+        entry["examples_per_second"] = median(speeds[name].values()) if speeds[name] else None
         # A ratio of `single` to itself would say nothing.
         speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
         entry["against_single"] = speed_ratio and asdict(speed_ratio)
@@ -112,7 +113,10 @@ def _on_whole_runs(
 def _entry(
     contestant: Contestant, contest: Contest, points: Curve, reached: Reached | None
 ) -> dict[str, Any]:
-    """Returns a strategy's entry in compare.json. Fields that only a whole run fills are None or empty without one."""
+    """Returns a strategy's entry in compare.json, but for its speed.
+
+    Fields that only a whole run fills are None or empty without one.
+    """
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
@@ -121,11 +125,11 @@ def _entry(
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
-    entry = {
+    return {
         "name": name,
         "words": list(contestant.overrides),
         "differences": [*contestant.differences, *record.get("differences", ())],
-        "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
+        "rounds": [_round_entry(number, run) for number, run in rounds.items()],
         # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
@@ -139,10 +143,6 @@ def _entry(
         "target_epoch": target_epoch,
         "target_seconds": target_seconds,
     }
-    speeds = speeds_by_round(entry)
-    entry["examples_per_second"] = median(speeds.values()) if speeds else None
-
-    return entry
 
 
 def _round_entry(number: int, run: Training) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def run_settings(arguments: list[str]) -> str:
         group, _, choice = argument.partition("=")
         for path in choice_files(group, arguments):
             if path.stem == choice:
-                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
-                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
+                text = textwrap.indent(path.read_text("utf-8").rstrip(), "  ")
+                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)", text]
     lines += ["", "GROUPS (the choice after * is the default)"]
     for group in ALL_GROUPS:
         lines += _group_help(group, arguments)
@@ -92,10 +92,8 @@ def setting_lines(schema: type, prefix: str = "") -> list[str]:
         # JSON writes None and booleans as YAML does: null, true, false.
         if not isinstance(default, str):
             default = json.dumps(default)
-        choices = ", ".join(item.metadata["choices"])
-        limits = ""
-        if choices:
-            limits = f" ({choices})"
+        choices = item.metadata["choices"]
+        limits = f" ({', '.join(choices)})" if choices else ""
         assignment = f"{name}={default}"
         lines.append(f"  {assignment:<36} {item.metadata['doc']}{limits}")
     return lines
