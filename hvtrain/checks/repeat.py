@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from hvtrain import runner
 from hvtrain.checkpoint import model_state, store
@@ -29,7 +29,6 @@ from hvtrain.training.callbacks.epochs import Recording
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import WRITERS, call_steps, make_callbacks
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import facts_of
 from hvtrain.training.run import ResumePoint, RunState
 
@@ -92,9 +91,10 @@ def repeat(
             strategy.stop()
             return chosen
         if comm.topology.is_chief:
-            steps = f"steps {chosen.begin:,} to {chosen.saves[-1]:,}"
             print(
-                f"repeating {steps} of {chosen.folder} on {comm.topology.size} rank(s)", flush=True
+                f"repeating steps {chosen.begin:,} to {chosen.saves[-1]:,} of {chosen.folder} "
+                f"on {comm.topology.size} rank(s)",
+                flush=True,
             )
         with TemporaryDirectory(prefix="hvtrain-replay-") as own:
             comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
@@ -157,8 +157,7 @@ def _train(
 
     interruption = Interruption(context)
     writer = Writer(run.folder, config.checkpoint)
-    # No tracker is chosen, so none is called.
-    callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
+    callbacks = make_callbacks(context, start, interruption, writer, tracking=None, search=None)
     callbacks = [
         DigestTaking(callback, context, repetition)
         if isinstance(callback, Checkpointing)
