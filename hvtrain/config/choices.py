@@ -35,7 +35,7 @@ def own_folders(arguments: Sequence[str]) -> list[Path]:
     >>> own_folders(["-cd", "mine", "model=mlp", "--config-dir=ours"])
     [PosixPath('mine'), PosixPath('ours')]
     """
-    # Does not use compose.parsed(): the arguments may be another program's,
+    # Not parsed as in compose(): the arguments may be another program's,
     # whose -c means something else.
     folders = []
     for option, value in pairwise([*arguments, ""]):
@@ -109,9 +109,7 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
             line for line in lines_of_file if line.startswith("#") and "@package" not in line
         ]
         about = "".join(comments[:1]).strip("# ")
-        mark = " "
-        if path.stem == default:
-            mark = "*"
+        mark = "*" if path.stem == default else " "
         lines.append(f"   {mark} {path.stem:<20} {about}")
     return lines
 
