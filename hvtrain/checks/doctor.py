@@ -192,7 +192,7 @@ def _local_data(dataset: Mapping[str, Any]) -> str | None:
             # As in manifest.user_path: a user in a container may have no home.
             with suppress(RuntimeError):
                 path = path.expanduser()
-            is_pattern = bool({*value} & {*"*?["})
+            is_pattern = any(sign in value for sign in "*?[")
             if name != "file" or path.exists() or (path.suffix and not is_pattern):
                 return str(path)
     return None

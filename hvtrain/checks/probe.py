@@ -186,8 +186,9 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
     sizes = {}
     # By default os.walk silently skips folders that it cannot read.
     for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
-        for file in (Path(folder, name) for name in names):
+        for name in names:
             _check_time(deadline)
+            file = Path(folder, name)
             sizes[str(file.relative_to(path))] = file.stat().st_size
     return sizes
 
@@ -296,7 +297,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
                 heard.add(name)
 
     def connect(name):
-        while name in missing:
+        while True:
             try:
                 with socket.create_connection(others[name], CONNECT_SECONDS) as call:
                     asked = time.time()

@@ -306,10 +306,17 @@ def _draw_curves(
     # A strategy has one color in all panels.
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
-        # Widths differ so that curves that coincide stay visible.
-        style = {"linewidth": max(0.5, 2.6 - 0.3 * row), "markersize": 3, "alpha": 0.9}
         if points:
-            axes.plot(*zip(*points), "o-", label=entry["name"], color=color, **style)
+            axes.plot(
+                *zip(*points),
+                "o-",
+                label=entry["name"],
+                color=color,
+                # Widths differ so that curves that coincide stay visible.
+                linewidth=max(0.5, 2.6 - 0.3 * row),
+                markersize=3,
+                alpha=0.9,
+            )
 
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
