@@ -111,11 +111,9 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         if missing:
             finding = f"has no {', '.join(missing)}"
         if finding:
-            fix = (
-                "scripts/run recreates it"
-                if host == first
-                else copy_to(environment(facts), first, host)
-            )
+            fix = "scripts/run recreates it"
+            if host != first:
+                fix = copy_to(environment(facts), first, host, "--delete")
             yield finding, fix
 
     shown = [f"{name} {version}" for name, version in here.items() if version]
@@ -132,8 +130,9 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
         if code["folder"] is None:
             yield "has no hvtrain that its Python finds", f"on {host}: scripts/run"
         elif difference:
-            folder = here["folder"] or code["folder"]
-            yield f"{difference} on {host} and on {first}", copy_to(folder, first, host)
+            folder = f"{here['folder'] or code['folder']}/"
+            fix = copy_to(folder, first, host, "--delete")
+            yield f"{difference} on {host} and on {first}", fix
 
     finding = f"{len(here['files'])} files of {here['folder']}, the same"
     return judge("code", cluster, problems, finding)
@@ -152,7 +151,7 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
             yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
         elif parts[host] != parts[first]:
             finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
-            yield finding, copy_to(environment(facts), first, host)
+            yield finding, copy_to(environment(facts), first, host, "--delete")
 
     return judge("horovod", cluster, problems, f"built with {parts[first]}")
 
@@ -167,9 +166,12 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not nothing_here:
-            # Never a command that deletes data: the first host may be the one that lacks
-            # it, as with an unmounted disk.
-            fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
+            path = here["path"]
+            if "." not in here["entries"]:  # A folder; see probe.fingerprint.
+                path += "/"
+            # Without --delete: the first host may be the one that lacks data, as with an
+            # unmounted disk.
+            fix = copy_to(path, first, host)
 
         error = _no_data(data)
         difference = unlike(here["entries"], data["entries"])
@@ -351,21 +353,19 @@ def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
     return f"{len(names)} differ: {names[0]}, ..."
 
 
-def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
+def copy_to(path: str, first: str, host: str, *options: str) -> str:
     """Returns the command that copies a folder or a file from the first host to another.
 
-    delete: also remove from the other host's folder what the first host does not have.
+    Args:
+        path: With a slash at its end, rsync copies the folder's contents.
+        first: The host to copy from.
+        host: The host to copy to.
+        options: More options of rsync. --delete removes what the first host does not have.
     """
-    options = ["-a"]
-    if not is_file:
-        # With the trailing slash, rsync copies the folder's contents.
-        path += "/"
-        if delete:
-            options.append("--delete")
-    command = shlex.join(["rsync", *options, path, f"{host}:{path}"])
+    command = shlex.join(["rsync", "-a", *options, path, f"{host}:{path}"])
     return f"on {first}: {command}"
 
 
 def environment(facts: Facts) -> str:
-    """Returns the folder of the Python environment that starts ranks."""
-    return str(Path(facts["python"]["wanted"]).parents[1])
+    """Returns the folder of the Python environment that starts ranks, with a slash at its end."""
+    return f"{Path(facts['python']['wanted']).parents[1]}/"
