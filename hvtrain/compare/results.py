@@ -127,7 +127,7 @@ def _entry(
 
     return {
         "name": name,
-        "words": list(contestant.overrides),
+        "words": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
         "rounds": [_round_entry(number, run) for number, run in rounds.items()],
         # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
@@ -271,8 +271,10 @@ def html(comparison: Record) -> str:
 
 
 def write_png(comparison: Record, path: Path) -> None:
-    """Draws all panels into one picture; there must be at least one."""
-    write_panels(list(panels(comparison)), path, 2, _PANEL_SIZE)
+    """Draws all panels into one picture; none if nothing was measured."""
+    drawn = list(panels(comparison))
+    if drawn:
+        write_panels(drawn, path, 2, _PANEL_SIZE)
 
 
 def panels(comparison: Record) -> Iterator[Panel]:
