@@ -38,9 +38,9 @@ def snapshot(
         key: parts[key] if hasattr(variable, "rank_part") else variable.numpy()
         for key, variable in variables.items()
     }
-    arrays.update({key: np.array(array) for key, array in callback_arrays.items()})
+    arrays |= {key: np.array(array) for key, array in callback_arrays.items()}
     for rank, state in enumerate(rank_states):
-        arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
+        arrays |= {f"rank/{rank}/{name}": array for name, array in state.items()}
     return arrays
 
 

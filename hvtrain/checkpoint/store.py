@@ -178,7 +178,7 @@ def _read(path: Path) -> Checkpoint:
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
     if TABLES in listed:
-        arrays.update(_map_tables(path / TABLES))
+        arrays |= _map_tables(path / TABLES)
     if path.name != folder_name(meta["step"]):
         raise ValueError(f"it is of step {meta['step']}")
     return Checkpoint(meta["step"], meta, arrays)

@@ -5,9 +5,9 @@ Collects facts from all hosts, checks them, tries ports and measures links; prin
 
 import argparse
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,10 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     rows = []
     for host, trouble in troubles.items():
         finding, _, fix = trouble.removeprefix(f"host {host} ").partition("; ")
-        rows.append(fail("ssh", host, finding, fix))
-        rows.append(skip("all other", "nothing more is known of this host", host))
+        rows += [
+            fail("ssh", host, finding, fix),
+            skip("all other", "nothing more is known of this host", host),
+        ]
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 
@@ -188,10 +190,8 @@ def _local_data(dataset: Mapping[str, Any]) -> str | None:
         # In a user's own data set, `path` may not be a string, and `file`
         # may name a table in a library.
         if isinstance(value, str) and not is_remote(value):
-            path = Path(value)
-            # As in manifest.user_path: a user in a container may have no home.
-            with suppress(RuntimeError):
-                path = path.expanduser()
+            # Unlike Path's, this leaves ~ for a user without a home, as in a container.
+            path = Path(os.path.expanduser(value))  # noqa: PTH111
             is_pattern = any(sign in value for sign in "*?[")
             if name != "file" or path.exists() or (path.suffix and not is_pattern):
                 return str(path)

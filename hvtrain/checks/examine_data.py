@@ -73,7 +73,7 @@ class Values:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
             # A long sum in float32 would lose digits of the mean.
-            self.total += float(finite.sum(dtype=np.float64))
+            self.total += finite.sum(dtype=np.float64)
 
 
 @dataclass
@@ -116,8 +116,8 @@ class SplitFacts:
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
-        digests = enumerate(digest for digest, _ in self.digests)
-        return [(number, first[digest]) for number, digest in digests if digest in first]
+        own = enumerate(self.digests)
+        return [(number, first[digest]) for number, (digest, _) in own if digest in first]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
@@ -146,10 +146,10 @@ class SplitFacts:
 
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)
-        self.num_outside += targets.size - int(counts.sum())
+        self.num_outside += targets.size - counts.sum()
         # A mask may have pixels that the loss ignores.
         if targets.ndim > 1 and num_classes <= IGNORED:
-            self.num_outside -= int((targets == IGNORED).sum())
+            self.num_outside -= (targets == IGNORED).sum()
         if self.class_counts is not None:
             counts += self.class_counts
         self.class_counts = counts
