@@ -305,19 +305,34 @@ class Writer:
         self._begin()
 
     def _begin(self, *checkpoint: Any) -> None:
-        """In the background, writes the checkpoint, if one is given, then sends another host what it lacks."""
-
-        def run():
-            try:
-                if checkpoint:
-                    self._work(*checkpoint)
-                self._copy()
-            except BaseException as error:
-                self._handle_error(error)
-
         # A daemon thread, since __exit__ must not wait forever for the disk.
-        self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=checkpoint, name="checkpoints", daemon=True
+        )
         self._thread.start()
+
+    def _run(self, *checkpoint: Any) -> None:
+        """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread).
+
+        Stores the error if it stops training; otherwise logs a warning.
+        """
+        try:
+            if checkpoint:
+                self._work(*checkpoint)
+            self._copy()
+        except UserError as error:
+            if self._config.on_error == "stop":
+                self._error = CheckpointError(
+                    f"{error}, then start again with the same run.dir to continue"
+                )
+            else:
+                self._unsaved = str(error)
+                log.warning(
+                    "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                    error,
+                )
+        except BaseException as error:  # A bug; outcome() raises it in the training thread.
+            self._error = error
 
     def outcome(self) -> UserError | None:
         """Waits for the current write; returns the error that stops training, or None.
@@ -360,21 +375,6 @@ class Writer:
         self._unsaved = ""
         self.whole_step = step
         self.whole_at = time.time()
-
-    def _handle_error(self, error: BaseException) -> None:
-        """Stores the error if it stops training; otherwise logs a warning."""
-        if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
-            self._error = error
-        elif self._config.on_error == "stop":
-            self._error = CheckpointError(
-                f"{error}, then start again with the same run.dir to continue"
-            )
-        else:
-            self._unsaved = str(error)
-            log.warning(
-                "%s; training continues (checkpoint.on_error=warn), the next save tries again",
-                error,
-            )
 
     def _is_best(self, value: float) -> bool:
         try:

@@ -160,12 +160,11 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["dataset"]
     if here is None:
         return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
-    nothing_here = _no_data(here)
 
     def problems(host, facts):
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
-        if host != first and not nothing_here:
+        if host != first and not here["error"]:
             path = here["path"]
             if "." not in here["entries"]:  # A folder; see probe.fingerprint.
                 path += "/"
@@ -173,11 +172,10 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
             # unmounted disk.
             fix = copy_to(path, first, host)
 
-        error = _no_data(data)
         difference = unlike(here["entries"], data["entries"])
-        if error:
-            yield error, fix
-        elif difference and not (nothing_here or here["too_large"]):
+        if data["error"]:
+            yield data["error"], fix
+        elif difference and not (here["error"] or here["too_large"]):
             on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
             yield f"{difference} {on_host}", fix
 
@@ -191,15 +189,6 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
             read[host] = facts
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return judge("data set", read, problems, finding, unread)
-
-
-def _no_data(data: Facts) -> str:
-    """Returns the reason why a host lacks the data set; empty if the host has some of it."""
-    if data["error"]:
-        return data["error"]
-    if not data["num_files"]:
-        return f"{data['path']} is empty"
-    return ""
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:

@@ -145,7 +145,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         entries: A checksum of each file, or of each folder if there are more than MAX_ENTRIES
             files. It covers relative names, sizes, and the first and last 64 KiB of at most
             MAX_FILES_READ files, evenly spaced.
-        error: A path that is missing or cannot be read, and why; None otherwise.
+        error: A path that is missing, is empty or cannot be read, and why; None otherwise.
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
@@ -172,6 +172,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         "num_files": len(names),
         "num_bytes": sum(sizes.values()),
         "entries": _entries(texts),
+        "error": None if names else f"{path} is empty",
     }
 
 
