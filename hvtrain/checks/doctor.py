@@ -103,7 +103,7 @@ def examine(
     names = list(slots)
     ssh = Ssh(options.port, options.identity_file)
 
-    cluster, troubles = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    cluster, troubles = ask("facts", dict.fromkeys(names, request), ssh, FACTS_SECONDS)
     facts: Facts = {"hosts": cluster, "ports": {}, "links": None}
     table.add(_judge_ssh(names, troubles))
     if not cluster:
@@ -166,7 +166,6 @@ def _try_ports(
     token = secrets.token_hex(8)
     requests = {
         host: {
-            "work": "ports",
             "me": host,
             "port": endpoint.port,
             "token": token,
@@ -180,7 +179,7 @@ def _try_ports(
         for host, endpoint in endpoints.items()
     }
     # The extra seconds are for ssh and for starting Python.
-    return ask(requests, ssh, PORTS_SECONDS + 10)
+    return ask("exchange", requests, ssh, PORTS_SECONDS + 10)
 
 
 def _local_data(dataset: Mapping[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
     # Without -H, only this host.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
-    answers, troubles = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
+    answers, troubles = ask("facts", dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
     # A host that does not answer takes one line; the others are still shown.
     lines: dict[str, str] = {}

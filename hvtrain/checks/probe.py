@@ -1,8 +1,8 @@
 """Collects one host's facts, and tests connections between hosts.
 
-ask_hosts sends this file and host_facts.py to every host and runs them there even if hvtrain is not
-installed: in the environment's Python, or in any python3 if that is missing. So both need only the
-standard library of Python 3.9.
+ask_hosts sends this file and host_facts.py to every host and calls facts() or exchange() there, even
+if hvtrain is not installed: in the environment's Python, or in any python3 if that is missing. So
+both files need only the standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -35,19 +35,8 @@ MAX_FILES_READ = 256
 MAX_ENTRIES = 5_000
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
-
-    The answer is the facts, or the result of exchange.
-    Raises OSError if the port of "ports" is taken.
-    """
-    if request["work"] == "ports":
-        return exchange(request)
-    return _facts(request)
-
-
-def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the facts.
+def facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects this host's facts.
 
     request: The result of facts_request. Ranks start in its folder; run_dir and dataset are relative to it.
     """
