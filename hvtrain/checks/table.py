@@ -38,13 +38,9 @@ class Row:
 
     def text(self, width: int) -> str:
         """Returns the row as printed, the check's name padded to `width` characters and the fix on a line below."""
-        finding = self.finding
-        if self.host:
-            finding = f"{self.host}: {finding}"
-        line = f"{self.status}  {self.check:<{width}} {finding}"
-        if self.fix is None:
-            return line
-        return f"{line}\n{'':<{width + 7}}fix: {self.fix}"
+        host = f"{self.host}: " if self.host else ""
+        fix = f"\n{'':<{width + 7}}fix: {self.fix}" if self.fix else ""
+        return f"{self.status}  {self.check:<{width}} {host}{self.finding}{fix}"
 
 
 @dataclass

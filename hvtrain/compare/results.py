@@ -157,8 +157,11 @@ def _round_entry(number: int, run: Training) -> dict[str, Any]:
 
 def speeds_by_round(entry: Record) -> dict[int, float]:
     """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
-    speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
-    return {number: speed for number, speed in speeds.items() if speed}
+    return {
+        run["round"]: run["examples_per_second"]
+        for run in entry["rounds"]
+        if run["examples_per_second"]
+    }
 
 
 def curve(training: Training) -> Curve:
