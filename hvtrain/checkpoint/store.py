@@ -155,7 +155,7 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
-    listed: dict[str, str] = {}
+    listed = {}
     for line in _require_regular(path / SUMS).read_text(encoding="utf-8").splitlines():
         # The format of the command sha256sum: digest, two spaces, name.
         digest, _, name = line.partition("  ")

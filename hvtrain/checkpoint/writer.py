@@ -209,7 +209,7 @@ def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """
     every_epochs = config.keep_every_epochs or math.inf
     every_hours = config.keep_every_hours or math.inf
-    spans: list[tuple[str, tuple[float, float]]] = []
+    spans = {}
     for path in paths:
         meta = unchecked_meta(path)
         # A damaged checkpoint has no readable meta, and is not kept for good.
@@ -219,8 +219,9 @@ def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
             epochs_begun = meta["epoch"] + (meta["step_in_epoch"] > 0)
             epoch_span = math.ceil(epochs_begun / every_epochs)
             hour_span = meta["unix_seconds"] / 3600 // every_hours
-            spans.append((path.name, (epoch_span, hour_span)))
-    return {name for (name, span), (_, next_span) in pairwise(spans) if span != next_span}
+            spans[path.name] = (epoch_span, hour_span)
+    pairs = pairwise(spans.items())
+    return {name for (name, span), (_, next_span) in pairs if span != next_span}
 
 
 def sweep(folder: Path) -> None:

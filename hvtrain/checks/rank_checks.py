@@ -162,10 +162,9 @@ def _shards(strategy: Strategy) -> str:
     read = [image.item() for image, _ in batches.as_numpy_iterator()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
-        num_different = len(set(everyone))
         raise CheckError(
-            f"the ranks read {len(everyone)} samples, {num_different} different ones, and should read each of the "
-            f"{count} once; please report this bug"
+            f"the ranks read {len(everyone)} samples, {len(set(everyone))} different ones, and should read each of "
+            f"the {count} once; please report this bug"
         )
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
 
