@@ -78,9 +78,7 @@ def main() -> int:
         print(json.dumps({"passed": not failed, "rows": rows, "facts": facts}))
     else:
         checks = {row.check for row in table.rows if row.status != "SKIP"}
-        outcome = "all checks passed"
-        if failed:
-            outcome = f"{len(failed)} of {len(checks)} checks failed"
+        outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed"
         table.end(outcome)
 
     return 1 if failed else 0

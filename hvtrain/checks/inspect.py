@@ -4,7 +4,6 @@ Prints a summary and writes a page with pictures, masks and texts, in one proces
 """
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed
 from hvtrain.errors import ConfigError
@@ -12,9 +11,6 @@ from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.files import page_path, write_atomic
 from hvtrain.system.text import aligned
-
-if TYPE_CHECKING:
-    from hvtrain.checks.examine_data import Findings
 
 PAGE_FILE = "inspect.html"
 DEFAULT_LIMIT = 10_000
@@ -60,7 +56,7 @@ def main() -> int:
     return ConfigError.exit_code if findings.refused else 0
 
 
-def _print(findings: "Findings") -> None:
+def _print(findings) -> None:
     from hvtrain.checks.data_figures import scope, tables_of
     from hvtrain.training.run import summary
 

@@ -65,7 +65,7 @@ def judge_software(cluster: Cluster) -> list[Row]:
     equipped = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
     # The reference is a host that has the environment, if there is one.
     first = next(iter(equipped or cluster))
-    rows = [*_folder(cluster), *_python(cluster, first)]
+    rows = _folder(cluster) + _python(cluster, first)
     for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
         rows += check(equipped, first) if equipped else [skip(name, "no host has the environment")]
     return rows + _dataset(cluster, next(iter(cluster)))
@@ -150,8 +150,10 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
             yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
         elif parts[host] != parts[first]:
-            finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
-            yield finding, copy_to(environment(facts), first, host, "--delete")
+            yield (
+                f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}",
+                copy_to(environment(facts), first, host, "--delete"),
+            )
 
     return judge("horovod", cluster, problems, f"built with {parts[first]}")
 

@@ -87,14 +87,16 @@ def _broadcast() -> str:
     """Checks that a broadcast makes variables equal: of several types, one of them empty, different on each rank."""
     normal = np.random.default_rng(hvd.rank()).normal
 
-    values = [
-        normal(size=(3, 5)).astype("float32"),
-        np.zeros((3, 0), "float32"),
-        normal(size=(3, 2)),
-        np.array(hvd.rank()),
-        np.array([hvd.rank() == 0]),
+    variables = [
+        tf.Variable(value)
+        for value in (
+            normal(size=(3, 5)).astype("float32"),
+            np.zeros((3, 0), "float32"),
+            normal(size=(3, 2)),
+            np.array(hvd.rank()),
+            np.array([hvd.rank() == 0]),
+        )
     ]
-    variables = [tf.Variable(value) for value in values]
     before = hvd.allgather_object(fingerprint(variables))
     hvd.broadcast_variables(variables, 0)
     after = hvd.allgather_object(fingerprint(variables))
@@ -244,16 +246,17 @@ class OwnRun:
     """Builds the data, plan and model of the user's run as the runner does (every rank)."""
 
     def __init__(self, config: RunConfig, strategy: Strategy) -> None:
+        comm = strategy.comm
         seed_everything(config, strategy.topology.rank)
         self.config = config
         self.strategy = strategy
-        self.source = strategy.comm.all_or_raise(lambda: open_source(config))
-        task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
+        self.source = comm.all_or_raise(lambda: open_source(config))
+        task = comm.all_or_raise(lambda: open_task(config, self.source))
         self.plan, self.topology = plan_run(config, self.source, strategy)
-        self.model = strategy.comm.all_or_raise(
+        self.model = comm.all_or_raise(
             lambda: build_model(config, self.source, task, self.plan, strategy)
         )
-        strategy.comm.broadcast_model(self.model)
+        comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:
         """Returns this rank's first batches: BATCHES, or fewer if an epoch has fewer."""

@@ -169,13 +169,15 @@ def curve(training: Training) -> Curve:
 
     Seconds are those of training alone, without start, validation and checkpoints.
     """
-    batch = training.result["global_batch"]
-
     seconds = 0.0
     points = []
     for record in training.epochs:
         seconds += record.seconds
-        point = {"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch}
+        point = {
+            "epoch": record.epoch,
+            "seconds": seconds,
+            "examples": record.step * training.result["global_batch"],
+        }
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
         points.append(point | metrics)
@@ -291,8 +293,10 @@ def panels(comparison: Record) -> Iterator[Panel]:
     # A comparison that failed early has nothing to draw.
     if any(entry["rounds"] for entry in strategies):
         speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
-        draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))
-        yield "examples/s (bar: median, dots: rounds)", draw
+        yield (
+            "examples/s (bar: median, dots: rounds)",
+            partial(draw_rounds, values=speeds, colors=SERIES * len(strategies)),
+        )
     if not points:
         return
 

@@ -104,9 +104,10 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     default = default_choice(group)
     lines = [f"  {group}="]
     for path in choice_files(group, arguments):
-        lines_of_file = path.read_text("utf-8").splitlines()
         comments = [
-            line for line in lines_of_file if line.startswith("#") and "@package" not in line
+            line
+            for line in path.read_text("utf-8").splitlines()
+            if line.startswith("#") and "@package" not in line
         ]
         about = "".join(comments[:1]).strip("# ")
         mark = "*" if path.stem == default else " "
