@@ -35,7 +35,7 @@ look at a run
   runs        report.commands.list_runs    the runs in a folder
   report      report.commands.report_runs  the page of a run, or several runs compared
 look at data
-  inspect     checks.inspect.main          what a data set holds, and what a training would refuse
+  inspect     checks.inspect.main          what a data set holds, and what training would refuse
 use a run
   evaluate    finished.commands.evaluate   metrics of a finished run
   predict     finished.commands.predict    predictions for each example

@@ -52,7 +52,7 @@ def main() -> int:
     )
     write_atomic(path, page)
     _print(findings)
-    print(f"{path} has it with pictures, rows and texts")
+    print(f"{path} shows the same with pictures, rows and texts")
     return ConfigError.exit_code if findings.refused else 0
 
 
@@ -86,7 +86,7 @@ def _parser() -> Parser:
         usage="%(prog)s [OPTION ...] [dataset=CHOICE] [dataset.SETTING=VALUE ...]",
         description="""\
 Reads a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
-examples, examples that are in train and in test too, and what a training would refuse (exit code 2). The page shows
+examples, examples that are in train and in test too, and what training would refuse (exit code 2). The page shows
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
     )

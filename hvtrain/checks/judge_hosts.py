@@ -161,11 +161,11 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
 def _dataset(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["dataset"]
     if here is None:
-        return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
+        return [skip("data set", "no data set with files was given: dataset=NAME dataset.dir=PATH")]
 
     def problems(host, facts):
         data = facts["dataset"]
-        fix = "put it there, or dataset.dir=PATH names another place"
+        fix = "put it there, or give another place with dataset.dir=PATH"
         if host != first and not here["error"]:
             path = here["path"]
             if "." not in here["entries"]:  # A folder; see probe.fingerprint.
@@ -281,11 +281,16 @@ def _disk(cluster: Cluster, host: str) -> Row:
     free = f"{human_bytes(disk['free'])} free for {folder}"
     if not disk["writable"]:
         return fail(
-            "run folder", host, f"{folder} cannot be written", "run.dir=PATH names another folder"
+            "run folder",
+            host,
+            f"{folder} cannot be written",
+            "choose another folder with run.dir=PATH",
         )
     if disk["free"] < DISK_BYTES:
-        finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
-        return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
+        finding = f"{free}; checkpoints need at least {human_bytes(DISK_BYTES)}"
+        return fail(
+            "run folder", host, finding, "free some there, or choose another disk with run.dir=PATH"
+        )
     return passed("run folder", f"{free} on {host}")
 
 
