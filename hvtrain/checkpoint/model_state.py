@@ -49,9 +49,14 @@ def restore(
     model: "keras.Model",
     prefixes: tuple[str, ...] = ("model/", "optimizer/"),
 ) -> None:
-    """Restores the weights, the optimizer, or both of a built model: the keys with these prefixes.
+    """Restores the weights, the optimizer, or both.
 
-    For sharded variables it sets only `whole`; broadcast_model then gives each rank its part.
+    Sets only `whole` of sharded variables; broadcast_model then gives each rank its part.
+
+    Args:
+        checkpoint: the checkpoint to restore from.
+        model: the model, which must be built.
+        prefixes: only variables whose keys begin with one of these are restored.
 
     Raises:
         CheckpointError: the checkpoint is of another model or optimizer. The message names the first
@@ -89,7 +94,7 @@ def sharded_variables(model: "keras.Model") -> dict[str, Any]:
 
 
 def rank_state(model: "keras.Model") -> Arrays:
-    """Returns the state of one rank by name: seeds, the epoch's metrics, and the learning rate's factor."""
+    """Returns the state of one rank by name: seeds, the epoch's metrics, and the learning-rate factor."""
     variables = _rank_variables(model)
     for index, variable in enumerate(model.metrics_variables):
         variables[f"metric/{index:04d}"] = variable
@@ -97,7 +102,7 @@ def rank_state(model: "keras.Model") -> Arrays:
 
 
 def restore_rank(state: Arrays, model: "keras.Model") -> None:
-    """Restores the seeds and the rate's factor that rank_state saved; seeds without saved state are kept.
+    """Restores the seeds and the learning-rate factor that rank_state saved; seeds without saved state are kept.
 
     The metrics are left to EpochMetrics, since Keras resets them when the epoch begins.
 
@@ -161,7 +166,7 @@ def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     """Returns variables that are each rank's own, by key."""
     variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds_of(model))}
     factor = rate_factor(model)
-    if factor is not None:  # It is not a variable of the optimizer.
+    if factor is not None:  # The optimizer's own variables do not include it.
         variables["rate/factor"] = factor
     return variables
 

@@ -23,7 +23,7 @@ from hvtrain.core.checkpoint_notes import folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import read_json, remove
 
-# NumPy arrays by key. A sharded table is a ShardedTable, which is read like an array.
+# NumPy arrays by key. A sharded table is a ShardedTable, which can be read like an array.
 Arrays = dict[str, Any]
 Meta = dict[str, Any]
 
@@ -33,8 +33,8 @@ META = "meta.json"
 # holds the rows of rank 0.
 TABLES = "tables.safetensors"
 SUMS = "SHA256SUMS"
-# The longest header of tables.safetensors that is read. The file itself states the length, and a
-# damaged file may state any.
+# A longer header of tables.safetensors is refused. The file itself states the header's length, and a
+# damaged file may state any number.
 MAX_HEADER_BYTES = 16 << 20
 # The types that a table may have, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}

@@ -169,7 +169,7 @@ def read_best(folder: Path) -> Meta | None:
 
 
 def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
-    """Deletes all but the `keep` newest checkpoints, the best one, and those to be kept for good.
+    """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
 
     The last checkpoint of each span of keep_every_epochs epochs of training, or of keep_every_hours
     clock hours (UTC), is kept for good.
@@ -214,8 +214,8 @@ def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
         meta = unchecked_meta(path)
         # A damaged checkpoint has no readable meta, and is not kept for good.
         with suppress(LookupError, TypeError, ValueError, OverflowError):
-            # Counts an unfinished epoch, since the middle of epoch 10 belongs to the first span of
-            # ten, as its end does.
+            # An unfinished epoch counts: the middle of epoch 10 belongs to the first span of ten, as
+            # its end does.
             epochs_begun = meta["epoch"] + (meta["step_in_epoch"] > 0)
             epoch_span = math.ceil(epochs_begun / every_epochs)
             hour_span = meta["unix_seconds"] / 3600 // every_hours

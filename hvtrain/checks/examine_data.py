@@ -32,11 +32,13 @@ from hvtrain.finished.outputs import ProgressLines
 from hvtrain.training.setup import open_source, open_task_and_layers
 
 BATCH_SIZE = 32
+# Examples that the page shows of each split, spread over the classes.
 NUM_SHOWN = 12
+# Raw rows that it shows of a table.
 NUM_ROWS = 5
+# Training images that it shows with their augmentation, and the random draws of each.
 NUM_VIEWED = 4
 NUM_DRAWS = 3
-
 
 # The inputs and the target of an example, as nested arrays without a batch axis.
 Row = tuple[Any, Any]
@@ -107,12 +109,12 @@ class SplitFacts:
         return len(self.digests)
 
     def example(self, number: int) -> str:
-        """Names an example by its number in the split, or by that among the readable ones if some were skipped."""
+        """Names an example by its number in the split; if some were skipped, by its number among the readable ones."""
         name = f"example {number * self.step}"
         return name if self.is_whole else f"readable {name}"
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Returns pairs of an example's number and that of the first example in `other` with the same inputs."""
+        """Finds examples whose inputs `other` has too; returns their number here, and that of the first one there."""
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
@@ -155,7 +157,7 @@ class SplitFacts:
         self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
-        """Returns one line for each fault for which training would be refused."""
+        """Returns one line for each fault because of which training would be refused."""
         lines = [
             f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them"
             for name, values in self.values.items()
@@ -215,7 +217,7 @@ class Findings:
             a stream yields, only one draw.
         raw_rows: the first training rows of a table, by column.
         warnings: oddities, one line each.
-        refused: faults for which training would be refused, one line each.
+        refused: faults because of which training would be refused, one line each.
     """
 
     source: Source
@@ -246,7 +248,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     """Reads up to `limit` examples of each split, and returns what was found.
 
     Args:
-        config: the settings, of which data, dataset, augment and seed matter, and task if has_task or augment is set.
+        config: the settings; data, dataset, augment and seed matter, and task if has_task or augment is set.
         limit: how many examples of each split to read at most.
         has_task: check that the data fit the task.
 

@@ -153,7 +153,7 @@ def _different_models() -> str:
 
 
 def _shards(strategy: Strategy) -> str:
-    """Checks that the ranks together read each image once per epoch; the only pixel of an image is its number."""
+    """Checks that the ranks together read each image once per epoch. Each image is one pixel, with its number."""
     # One more image than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Repeats a stretch of a run's training on the ranks that were started, and takes digests of its variables.
+"""Repeats a stretch of a run's training on the ranks that were started, and records digests of its variables.
 
 Writes nothing into the run's folder: it resumes the run as runner.py does, with callbacks that take
 digests in place of those that write.
@@ -83,7 +83,7 @@ def repeat(
         runner.join_ranks(silent, strategy)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
-        # Hides warnings from the user's callbacks about an epoch that ends early.
+        # The user's callbacks may warn about an epoch that ends early.
         logging.getLogger("py.warnings").setLevel(logging.ERROR)
         comm = strategy.comm
         chosen = comm.on_chief(lambda: choose(comm.topology.size))
@@ -116,7 +116,7 @@ def repeat(
         train=replace(config.train, max_time=None, balance=False),
         checkpoint=replace(config.checkpoint, every_minutes=None),
         profile=replace(config.profile, timeline=False),
-        # Changed data do not stop a repetition; they are named as a cause.
+        # Changed data do not stop a repetition; they are reported as a cause of differences.
         guard=replace(config.guard, data=False, layers=False),
     )
     return runner.on_all_ranks(silent, attempt)
