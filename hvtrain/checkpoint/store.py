@@ -75,7 +75,7 @@ class Checkpoint:
                 name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
                 for name, numbers in self.meta.get("callbacks", {}).items()
             }
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the checkpoint's callback state is not made of numbers ({error}); choose another run.dir"
             ) from error
@@ -97,7 +97,7 @@ class Checkpoint:
         """
         try:
             return {name: float(value) for name, value in self.meta.get("unlogged", {}).items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the checkpoint's results of a validation are not numbers ({error}); choose another run.dir"
             ) from error

@@ -159,7 +159,7 @@ def read_best(folder: Path) -> Meta | None:
         raise StorageError(
             f"{path} cannot be read: {error.strerror}; fix that, and start again"
         ) from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         log.warning("%s is damaged (%s); the next checkpoint becomes the best", path, error)
         with suppress(OSError):
             remove(path)

@@ -261,9 +261,10 @@ def test_a_defect_in_the_background_is_raised(tmp_path):
 
 
 NOTES = ["", "{", "[]", '{"step": "1"}', '{"step": 10, "metric": 1, "value": 1}', "[" * 99999]
+HUGE = f'{{"step": 10, "metric": "val_loss", "value": {10**400}}}'  # Too large for a float.
 
 
-@pytest.mark.parametrize("text", [*NOTES, '{"step": 10, "metric": "val_loss", "value": NaN}'])
+@pytest.mark.parametrize("text", [*NOTES, HUGE, '{"step": 10, "metric": "val_loss", "value": NaN}'])
 def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, caplog):
     written(tmp_path, 10)
     (tmp_path / "best.json").write_text(text)
