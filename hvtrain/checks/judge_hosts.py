@@ -68,7 +68,7 @@ def judge_software(cluster: Cluster) -> list[Row]:
     rows = _folder(cluster) + _python(cluster, first)
     for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
         rows += check(equipped, first) if equipped else [skip(name, "no host has the environment")]
-    return rows + _dataset(cluster, next(iter(cluster)))
+    return rows + _dataset(cluster)
 
 
 def _folder(cluster: Cluster) -> list[Row]:
@@ -158,7 +158,8 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
     return judge("horovod", cluster, problems, f"built with {parts[first]}")
 
 
-def _dataset(cluster: Cluster, first: str) -> list[Row]:
+def _dataset(cluster: Cluster) -> list[Row]:
+    first = next(iter(cluster))
     here = cluster[first]["dataset"]
     if here is None:
         return [skip("data set", "no data set with files was given: dataset=NAME dataset.dir=PATH")]

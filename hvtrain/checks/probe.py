@@ -109,10 +109,13 @@ def _gpus() -> dict[str, Any]:
     if program is None:
         return gpus
 
-    line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         output = check_output(
-            line, stdin=DEVNULL, stderr=STDOUT, text=True, timeout=NVIDIA_SMI_SECONDS
+            [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            stdin=DEVNULL,
+            stderr=STDOUT,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
         )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
@@ -122,7 +125,7 @@ def _gpus() -> dict[str, Any]:
         name, comma, driver = row.rpartition(",")
         if comma:
             gpus["names"].append(name.strip())
-            gpus["driver"] = gpus["driver"] or driver.strip()
+            gpus["driver"] = driver.strip()  # All GPUs of a host have the same one.
     return gpus
 
 
