@@ -30,9 +30,9 @@ refuse_old_form()
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the settings that `python -m hvtrain` would have with these overrides.
+    """Returns the settings that `python -m hvtrain` would use with these overrides.
 
-    Raises ConfigError.
+    Raises ConfigError if it would refuse them.
     """
     from hvtrain.config.compose import composed
 
@@ -42,7 +42,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 def train(config: RunConfig) -> RunRecord:
     """Trains, evaluates and writes the run folder, in this process or, under a launcher, on every rank.
 
-    Returns the content of result.json. Raises UserError for what the user can fix.
+    Returns the content of result.json. Raises UserError for anything that the user can fix.
     """
     from hvtrain.runner import train as run
 
@@ -50,10 +50,15 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def load(run: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> FinishedRun:
-    """Opens a finished run in this process: its model with the weights of the best checkpoint, its data and its task.
+    """Opens a finished run in this process: its model with the best checkpoint's weights, its data and its task.
 
-    overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name
-    code that is neither hvtrain's nor Keras's, which is executed. Raises UserError.
+    Args:
+        run: the run folder.
+        overrides: changes to the run's settings; "checkpoint=last" takes the last checkpoint.
+        trust: execute code that the run's settings name, even if it is neither hvtrain's nor Keras's.
+
+    Raises:
+        UserError: the run cannot be opened.
     """
     from hvtrain.finished.finished_run import open_alone
 
@@ -67,13 +72,20 @@ def run_ranks(
     hosts: str | None = None,
     **kwargs: Any,
 ) -> list[Value]:
-    """Calls the function on ranks that the launcher starts, and returns each rank's result, in the order of ranks.
+    """Calls a function on ranks that the launcher starts, and returns their results in rank order.
 
     The function may be defined in a notebook. Each rank is a new process, in which the function starts
-    Horovod itself, as a script would, or calls `train`. What rank 0 prints is shown; each rank's
-    output stays in launch/. The ranks end when this process is interrupted or ends. hosts: as
-    hvtrain launch takes them, "s1:2,s2:2"; default: this host. Raises RankError with the first
-    failure, ConfigError if the function cannot be sent.
+    Horovod itself, as a script would, or calls `train`. Rank 0's output is shown, and every rank's
+    output is kept in launch/. The ranks end when this process is interrupted or ends.
+
+    Args:
+        num_ranks: the number of ranks.
+        function: the function; it is called with *args and **kwargs.
+        hosts: hosts and slots as for `hvtrain launch -H`, such as "s1:2,s2:2"; None: this host.
+
+    Raises:
+        ConfigError: the function cannot be sent to the ranks.
+        RankError: a rank failed; the message is that of the first failure.
     """
     from hvtrain.launch import notebook
 

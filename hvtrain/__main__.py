@@ -14,7 +14,7 @@ from hvtrain.system import console
 from hvtrain.system.command import Parser, enter
 
 DESCRIPTION = """\
-Without a command: trains a Keras model, on one process or, under a launcher, on as many as it starts.
+Without a command: trains a Keras model in one process, or in as many as a launcher starts.
 
 settings that are changed most often, with their defaults (all others are listed below):
   dataset=digits                  the data; its own settings: python -m hvtrain dataset=table --help
@@ -22,7 +22,7 @@ settings that are changed most often, with their defaults (all others are listed
   train.epochs=12                 passes over the training data
   train.batch_size=32             examples per step and rank
   optimizer=adam                  its own settings: optimizer.NAME=VALUE
-  optimizer.learning_rate=0.001   of one rank; multiplied by their number (train.learning_rate_scale)
+  optimizer.learning_rate=0.001   for one rank; train.learning_rate_scale scales it to all ranks
   schedule=constant               the learning rate over the steps
   augment=[]                      layers that change training images
   callbacks=[]                    more Keras callbacks, such as early_stopping

@@ -35,7 +35,7 @@ look at a run
   runs        report.commands.list_runs    the runs in a folder
   report      report.commands.report_runs  the page of a run, or several runs compared
 look at data
-  inspect     checks.inspect.main          what a data set holds, and what a training would refuse
+  inspect     checks.inspect.main          what a data set holds, and what training would refuse
 use a run
   evaluate    finished.commands.evaluate   metrics of a finished run
   predict     finished.commands.predict    predictions for each example
@@ -89,9 +89,11 @@ def run_command(name: str) -> int:
     """
     command = COMMANDS.get(name)
     if command is None:
-        raise ConfigError(
-            f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE"
-        )
+        matches = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f", which are {', '.join(COMMANDS)}"
+        if matches:
+            advice = f" (did you mean {matches[0]}?)"
+        raise ConfigError(f"{name} is not a command{advice}; settings have the form SETTING=VALUE")
     del sys.argv[1]
     return command.load()()
 
@@ -128,8 +130,3 @@ def refuse_old_form() -> None:
     if package == "hvtrain" and name in COMMANDS:
         print(f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
-
-
-def _advice(name: str) -> str:
-    matches = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f" (did you mean {matches[0]}?)" if matches else f", which are {', '.join(COMMANDS)}"

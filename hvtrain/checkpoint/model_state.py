@@ -22,10 +22,7 @@ SAME = f"{MEMORY}same/"
 
 
 def snapshot(
-    model: "keras.Model",
-    rank_states: list[Arrays],
-    callback_arrays: Arrays | None = None,
-    parts: Arrays | None = None,
+    model: "keras.Model", rank_states: list[Arrays], callback_arrays: Arrays, parts: Arrays
 ) -> Arrays:
     """Copies the arrays of a checkpoint, so that further training does not change them.
 
@@ -33,43 +30,48 @@ def snapshot(
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
-        parts: the whole values of the sharded_variables, by key.
+        parts: the whole values of the sharded_variables, by key; empty if there are none.
     """
     variables = _variables(model)
     # Whole tables take the places of their parts, so the order does not depend on sharding.
     arrays = {
-        key: (parts or {})[key] if hasattr(variable, "rank_part") else variable.numpy()
+        key: parts[key] if hasattr(variable, "rank_part") else variable.numpy()
         for key, variable in variables.items()
     }
-    arrays.update({key: np.array(array) for key, array in (callback_arrays or {}).items()})
+    arrays |= {key: np.array(array) for key, array in callback_arrays.items()}
     for rank, state in enumerate(rank_states):
-        arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
+        arrays |= {f"rank/{rank}/{name}": array for name, array in state.items()}
     return arrays
 
 
 def restore(
-    checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")
+    checkpoint: Checkpoint,
+    model: "keras.Model",
+    prefixes: tuple[str, ...] = ("model/", "optimizer/"),
 ) -> None:
-    """Restores the weights, the optimizer, or both (`parts`) of a built model.
+    """Restores the weights, the optimizer, or both.
 
-    For sharded variables it sets only `whole`; broadcast_model then gives each rank its part.
+    Sets only `whole` of sharded variables; broadcast_model then gives each rank its part.
+
+    Args:
+        checkpoint: the checkpoint to restore from.
+        model: the model, which must be built.
+        prefixes: only variables whose keys begin with one of these are restored.
 
     Raises:
         CheckpointError: the checkpoint is of another model or optimizer. The message names the first
             difference, and nothing is set.
     """
-    prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
-    # This process may know only the shape of its part, so of sharded
-    # variables only the keys are compared.
-    variables = {
-        key: checkpoint.arrays.get(key, variable) if key in sharded else variable
-        for key, variable in _variables(model).items()
-    }
-    own = sorted(item for item in variables.items() if item[0].startswith(prefixes))
+    own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
     # Everything is compared before anything is set.
     for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
+        key = own_item[0]
+        # This process may know only the shape of its own part, so of sharded
+        # variables only the keys are compared.
+        if key in sharded and key == saved_item[0]:
+            continue
         _compare(
             f"checkpoint {folder_name(checkpoint.step)} is of another model or optimizer: it",
             saved_item,
@@ -77,7 +79,7 @@ def restore(
         )
     for (key, variable), (_, array) in zip(own, saved):
         if key in sharded:
-            sharded[key].whole = array
+            variable.whole = array
         else:
             variable.assign(array)
 
@@ -92,7 +94,7 @@ def sharded_variables(model: "keras.Model") -> dict[str, Any]:
 
 
 def rank_state(model: "keras.Model") -> Arrays:
-    """Returns the state of one rank by name: seeds, the epoch's metrics, and the learning rate's factor."""
+    """Returns the state of one rank by name: seeds, the epoch's metrics, and the learning-rate factor."""
     variables = _rank_variables(model)
     for index, variable in enumerate(model.metrics_variables):
         variables[f"metric/{index:04d}"] = variable
@@ -100,7 +102,7 @@ def rank_state(model: "keras.Model") -> Arrays:
 
 
 def restore_rank(state: Arrays, model: "keras.Model") -> None:
-    """Restores the seeds and the rate's factor that rank_state saved; seeds without saved state are kept.
+    """Restores the seeds and the learning-rate factor that rank_state saved; seeds without saved state are kept.
 
     The metrics are left to EpochMetrics, since Keras resets them when the epoch begins.
 
@@ -124,10 +126,9 @@ def rank_memory(model: "keras.Model", is_chief: bool) -> Arrays:
     It may be as large as the weights; most optimizers have none. Arrays that are equal on
     all ranks are returned only by the chief.
     """
-    variables = _memory_variables(model)
     return {
         name: variable.numpy()
-        for name, variable in variables.items()
+        for name, variable in _memory_variables(model).items()
         if is_chief or not name.startswith(SAME)
     }
 
@@ -165,7 +166,7 @@ def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     """Returns variables that are each rank's own, by key."""
     variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds_of(model))}
     factor = rate_factor(model)
-    if factor is not None:  # It is not a variable of the optimizer.
+    if factor is not None:  # The optimizer's own variables do not include it.
         variables["rate/factor"] = factor
     return variables
 

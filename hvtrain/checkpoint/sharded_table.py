@@ -27,9 +27,9 @@ class ShardedTable:
     """
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
-        self.shards = list(shards)
+        self.shards = shards
         self.dtype = shards[0].dtype
-        num_rows = sum(len(shard) for shard in shards)
+        num_rows = sum(map(len, shards))
         self.shape = (num_rows, *shards[0].shape[1:])
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize

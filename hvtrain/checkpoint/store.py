@@ -19,11 +19,11 @@ import numpy as np
 from safetensors.numpy import load
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
+from hvtrain.core.checkpoint_notes import folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import read_json, remove
 
-# NumPy arrays by key. A sharded table is a ShardedTable, which is read like an array.
+# NumPy arrays by key. A sharded table is a ShardedTable, which can be read like an array.
 Arrays = dict[str, Any]
 Meta = dict[str, Any]
 
@@ -33,8 +33,8 @@ META = "meta.json"
 # holds the rows of rank 0.
 TABLES = "tables.safetensors"
 SUMS = "SHA256SUMS"
-# The longest header of tables.safetensors that is read. The file itself states the length, and a
-# damaged file may state any.
+# A longer header of tables.safetensors is refused. The file itself states the header's length, and a
+# damaged file may state any number.
 MAX_HEADER_BYTES = 16 << 20
 # The types that a table may have, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
@@ -75,7 +75,7 @@ class Checkpoint:
                 name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
                 for name, numbers in self.meta.get("callbacks", {}).items()
             }
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the checkpoint's callback state is not made of numbers ({error}); choose another run.dir"
             ) from error
@@ -96,10 +96,8 @@ class Checkpoint:
             CheckpointError: the results are not numbers.
         """
         try:
-            return {
-                str(name): float(value) for name, value in self.meta.get("unlogged", {}).items()
-            }
-        except (AttributeError, TypeError, ValueError) as error:
+            return {name: float(value) for name, value in self.meta.get("unlogged", {}).items()}
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the checkpoint's results of a validation are not numbers ({error}); choose another run.dir"
             ) from error
@@ -157,7 +155,7 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
-    listed: dict[str, str] = {}
+    listed = {}
     for line in _require_regular(path / SUMS).read_text(encoding="utf-8").splitlines():
         # The format of the command sha256sum: digest, two spaces, name.
         digest, _, name = line.partition("  ")
@@ -170,9 +168,9 @@ def _read(path: Path) -> Checkpoint:
         # Tables may not fit into memory, so they are hashed here and memory-mapped later.
         digests[TABLES] = digest_of(_require_regular(path / TABLES))
     for name, digest in digests.items():
-        if digest != listed.get(name):
-            expected = f"{listed[name][:12]}..." if listed.get(name) else "nothing"
-            raise ValueError(f"{name} has SHA-256 {digest[:12]}..., and {SUMS} lists {expected}")
+        expected = listed.get(name, "nothing")
+        if digest != expected:
+            raise ValueError(f"{name} has SHA-256 {digest[:12]}, and {SUMS} lists {expected[:12]}")
 
     meta = json.loads(files[META])
     arrays: Arrays = load(files[ARRAYS])
@@ -180,7 +178,7 @@ def _read(path: Path) -> Checkpoint:
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
     if TABLES in listed:
-        arrays.update(_map_tables(path / TABLES))
+        arrays |= _map_tables(path / TABLES)
     if path.name != folder_name(meta["step"]):
         raise ValueError(f"it is of step {meta['step']}")
     return Checkpoint(meta["step"], meta, arrays)
@@ -227,8 +225,6 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
     content = np.memmap(path, np.uint8, "r", 8 + header_bytes)
     shards: dict[str, dict[int, np.ndarray]] = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         _, rank, key = name.split("/", 2)
         byte_range = slice(*entry["data_offsets"])
         values = content[byte_range].view(_TYPES[entry["dtype"]])
@@ -237,11 +233,6 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
         key: ShardedTable([by_rank[rank] for rank in range(len(by_rank))])
         for key, by_rank in shards.items()
     }
-
-
-def run_id(path: Path) -> str | None:
-    """Returns the run identifier in a checkpoint, unchecked; None if it cannot be read."""
-    return checked_run_id(unchecked_meta(path).get("run_id"))
 
 
 def set_aside(path: Path, reason: str, taken_step: int) -> str:

@@ -69,7 +69,6 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     """
     # safetensors for NumPy lacks bfloat16: such arrays are stored as their bits and listed in meta.
     bfloat16_keys = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in bfloat16_keys}}
     content = {"unix_seconds": time.time(), **meta, "step": step, "bfloat16": bfloat16_keys}
     meta_bytes = json.dumps(content, indent=1).encode()
     needed_bytes = sum(array.nbytes for array in arrays.values()) + len(meta_bytes)
@@ -79,18 +78,17 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(meta_bytes)
-        # Sharded tables may not fit into memory, so they get their own file, which is memory-mapped
-        # for reading.
-        tables = {key: array for key, array in storable.items() if isinstance(array, ShardedTable)}
-        files: dict[str, Any] = {
-            ARRAYS: {key: array for key, array in storable.items() if key not in tables}
-        }
-        if tables:
-            files[TABLES] = {
-                f"rank/{rank}/{key}": shard
-                for key, table in tables.items()
-                for rank, shard in enumerate(table.shards)
-            }
+        files: dict[str, Arrays] = {ARRAYS: {}}
+        for key, array in arrays.items():
+            if key in bfloat16_keys:
+                files[ARRAYS][key] = array.view(np.uint16)
+            elif isinstance(array, ShardedTable):
+                # Tables may not fit into memory, so they get their own file, which is memory-mapped
+                # for reading.
+                tables = files.setdefault(TABLES, {})
+                tables |= {f"rank/{rank}/{key}": shard for rank, shard in enumerate(array.shards)}
+            else:
+                files[ARRAYS][key] = array
         for name, file_arrays in files.items():
             _write_arrays(temporary / name, file_arrays)
             # safetensors creates files that only their owner can read.
@@ -161,7 +159,7 @@ def read_best(folder: Path) -> Meta | None:
         raise StorageError(
             f"{path} cannot be read: {error.strerror}; fix that, and start again"
         ) from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         log.warning("%s is damaged (%s); the next checkpoint becomes the best", path, error)
         with suppress(OSError):
             remove(path)
@@ -171,7 +169,7 @@ def read_best(folder: Path) -> Meta | None:
 
 
 def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
-    """Deletes all but the `keep` newest checkpoints, the best one, and those to be kept for good.
+    """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
 
     The last checkpoint of each span of keep_every_epochs epochs of training, or of keep_every_hours
     clock hours (UTC), is kept for good.
@@ -211,18 +209,19 @@ def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """
     every_epochs = config.keep_every_epochs or math.inf
     every_hours = config.keep_every_hours or math.inf
-    spans: list[tuple[str, tuple[float, float]]] = []
+    spans = {}
     for path in paths:
         meta = unchecked_meta(path)
         # A damaged checkpoint has no readable meta, and is not kept for good.
         with suppress(LookupError, TypeError, ValueError, OverflowError):
-            # Counts an unfinished epoch, since the middle of epoch 10 belongs to the first span of
-            # ten, as its end does.
+            # An unfinished epoch counts: the middle of epoch 10 belongs to the first span of ten, as
+            # its end does.
             epochs_begun = meta["epoch"] + (meta["step_in_epoch"] > 0)
             epoch_span = math.ceil(epochs_begun / every_epochs)
             hour_span = meta["unix_seconds"] / 3600 // every_hours
-            spans.append((path.name, (epoch_span, hour_span)))
-    return {name for (name, span), (_, next_span) in pairwise(spans) if span != next_span}
+            spans[path.name] = (epoch_span, hour_span)
+    pairs = pairwise(spans.items())
+    return {name for (name, span), (_, next_span) in pairs if span != next_span}
 
 
 def sweep(folder: Path) -> None:
@@ -300,25 +299,41 @@ class Writer:
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
         """Waits for the previous write, then starts this one. The arrays must not change later."""
         self.outcome()
-        self._begin(self._work, step, arrays, meta)
+        self._begin(step, arrays, meta)
 
     def copy(self) -> None:
         """Starts sending another host the checkpoints that it lacks; call before any submit."""
         self._begin()
 
-    def _begin(self, work: Callable[..., None] = lambda: None, *args: Any) -> None:
-        """In the background, calls `work`, then sends another host the checkpoints it lacks."""
-
-        def run():
-            try:
-                work(*args)
-                self._copy()
-            except BaseException as error:
-                self._handle_error(error)
-
+    def _begin(self, *checkpoint: Any) -> None:
         # A daemon thread, since __exit__ must not wait forever for the disk.
-        self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=checkpoint, name="checkpoints", daemon=True
+        )
         self._thread.start()
+
+    def _run(self, *checkpoint: Any) -> None:
+        """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread).
+
+        Stores the error if it stops training; otherwise logs a warning.
+        """
+        try:
+            if checkpoint:
+                self._work(*checkpoint)
+            self._copy()
+        except UserError as error:
+            if self._config.on_error == "stop":
+                self._error = CheckpointError(
+                    f"{error}, then start again with the same run.dir to continue"
+                )
+            else:
+                self._unsaved = str(error)
+                log.warning(
+                    "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                    error,
+                )
+        except BaseException as error:  # A bug; outcome() raises it in the training thread.
+            self._error = error
 
     def outcome(self) -> UserError | None:
         """Waits for the current write; returns the error that stops training, or None.
@@ -361,21 +376,6 @@ class Writer:
         self._unsaved = ""
         self.whole_step = step
         self.whole_at = time.time()
-
-    def _handle_error(self, error: BaseException) -> None:
-        """Stores the error if it stops training; otherwise logs a warning."""
-        if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
-            self._error = error
-        elif self._config.on_error == "stop":
-            self._error = CheckpointError(
-                f"{error}, then start again with the same run.dir to continue"
-            )
-        else:
-            self._unsaved = str(error)
-            log.warning(
-                "%s; training continues (checkpoint.on_error=warn), the next save tries again",
-                error,
-            )
 
     def _is_best(self, value: float) -> bool:
         try:

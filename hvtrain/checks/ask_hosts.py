@@ -38,7 +38,7 @@ _SCRIPT = (
 
 
 def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> Facts:
-    """Returns a request for a host's facts, including whether it has this process's Python and folder.
+    """Returns a request for probe.facts(), including whether it has this process's Python and folder.
 
     Args:
         names: All hosts; each host resolves all of these names.
@@ -46,7 +46,6 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
         dataset: A data set's file or folder, relative to this process's folder.
     """
     return {
-        "work": "facts",
         "folder": str(Path.cwd()),
         # Ranks inherit PYTHONPATH from the launcher, whatever a login shell on the host sets.
         "python_path": [
@@ -60,9 +59,15 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
 
 
 def ask(
-    requests: Mapping[str, Facts], ssh: Ssh, seconds: float
+    function: str, requests: Mapping[str, Facts], ssh: Ssh, seconds: float
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Sends all hosts their requests at once, and collects the answers within about `seconds`.
+    """Calls a function of the probe on all hosts at once, and collects the results within about `seconds`.
+
+    Args:
+        function: "facts" or "exchange".
+        requests: The function's argument on each host.
+        ssh: How the hosts are reached.
+        seconds: The time limit.
 
     Returns:
         The answers by host; and, for each host that gave none, the reason and what to do, in one line.
@@ -72,7 +77,10 @@ def ask(
     troubles = {}
     # All at once, since hosts also try each other's ports.
     with ThreadPoolExecutor(max(1, len(requests))) as pool:
-        calls = {host: pool.submit(_ask, host, requests[host], ssh, seconds) for host in requests}
+        calls = {
+            host: pool.submit(_ask, host, function, host_request, ssh, seconds)
+            for host, host_request in requests.items()
+        }
     for host, call in calls.items():
         try:
             answers[host] = call.result()
@@ -81,9 +89,9 @@ def ask(
     return answers, troubles
 
 
-def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
+def _ask(host: str, function: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
     """Returns the host's answer. Raises RankError if there is none."""
-    text = request(_PROBE, "answer", host_request)
+    text = request(_PROBE, function, host_request)
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3

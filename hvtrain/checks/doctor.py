@@ -5,9 +5,9 @@ Collects facts from all hosts, checks them, tries ports and measures links; prin
 
 import argparse
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,7 @@ def main() -> int:
         print(json.dumps({"passed": not failed, "rows": rows, "facts": facts}))
     else:
         checks = {row.check for row in table.rows if row.status != "SKIP"}
-        outcome = "all checks passed"
-        if failed:
-            outcome = f"{len(failed)} of {len(checks)} checks failed"
+        outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed"
         table.end(outcome)
 
     return 1 if failed else 0
@@ -103,7 +101,7 @@ def examine(
     names = list(slots)
     ssh = Ssh(options.port, options.identity_file)
 
-    cluster, troubles = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    cluster, troubles = ask("facts", dict.fromkeys(names, request), ssh, FACTS_SECONDS)
     facts: Facts = {"hosts": cluster, "ports": {}, "links": None}
     table.add(_judge_ssh(names, troubles))
     if not cluster:
@@ -151,8 +149,10 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     rows = []
     for host, trouble in troubles.items():
         finding, _, fix = trouble.removeprefix(f"host {host} ").partition("; ")
-        rows.append(fail("ssh", host, finding, fix))
-        rows.append(skip("all other", "nothing more is known of this host", host))
+        rows += [
+            fail("ssh", host, finding, fix),
+            skip("all other", "nothing more is known of this host", host),
+        ]
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 
@@ -164,7 +164,6 @@ def _try_ports(
     token = secrets.token_hex(8)
     requests = {
         host: {
-            "work": "ports",
             "me": host,
             "port": endpoint.port,
             "token": token,
@@ -178,7 +177,7 @@ def _try_ports(
         for host, endpoint in endpoints.items()
     }
     # The extra seconds are for ssh and for starting Python.
-    return ask(requests, ssh, PORTS_SECONDS + 10)
+    return ask("exchange", requests, ssh, PORTS_SECONDS + 10)
 
 
 def _local_data(dataset: Mapping[str, Any]) -> str | None:
@@ -188,11 +187,9 @@ def _local_data(dataset: Mapping[str, Any]) -> str | None:
         # In a user's own data set, `path` may not be a string, and `file`
         # may name a table in a library.
         if isinstance(value, str) and not is_remote(value):
-            path = Path(value)
-            # As in manifest.user_path: a user in a container may have no home.
-            with suppress(RuntimeError):
-                path = path.expanduser()
-            is_pattern = bool({*value} & {*"*?["})
+            # Unlike Path's, this leaves ~ for a user without a home, as in a container.
+            path = Path(os.path.expanduser(value))  # noqa: PTH111
+            is_pattern = any(sign in value for sign in "*?[")
             if name != "file" or path.exists() or (path.suffix and not is_pattern):
                 return str(path)
     return None

@@ -32,11 +32,13 @@ from hvtrain.finished.outputs import ProgressLines
 from hvtrain.training.setup import open_source, open_task_and_layers
 
 BATCH_SIZE = 32
+# Examples that the page shows of each split, spread over the classes.
 NUM_SHOWN = 12
+# Raw rows that it shows of a table.
 NUM_ROWS = 5
+# Training images that it shows with their augmentation, and the random draws of each.
 NUM_VIEWED = 4
 NUM_DRAWS = 3
-
 
 # The inputs and the target of an example, as nested arrays without a batch axis.
 Row = tuple[Any, Any]
@@ -73,7 +75,7 @@ class Values:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
             # A long sum in float32 would lose digits of the mean.
-            self.total += float(finite.sum(dtype=np.float64))
+            self.total += finite.sum(dtype=np.float64)
 
 
 @dataclass
@@ -107,22 +109,26 @@ class SplitFacts:
         return len(self.digests)
 
     def example(self, number: int) -> str:
-        """Names an example by its number in the split, or by that among the readable ones if some were skipped."""
+        """Names an example by its number in the split; if some were skipped, by its number among the readable ones."""
         name = f"example {number * self.step}"
         return name if self.is_whole else f"readable {name}"
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Returns pairs of an example's number and that of the first example in `other` with the same inputs."""
+        """Finds examples whose inputs `other` has too; returns their number here, and that of the first one there."""
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
-        digests = enumerate(digest for digest, _ in self.digests)
-        return [(number, first[digest]) for number, digest in digests if digest in first]
+        own = enumerate(self.digests)
+        return [(number, first[digest]) for number, (digest, _) in own if digest in first]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
         inputs, targets = elements[:2]
-        self._add_values(inputs, targets)
+        for name, array in inputs_of({"inputs": inputs, "targets": targets}).items():
+            kind = input_kind(array.dtype, array.shape[1:])
+            size = " x ".join(map(str, kind["shape"]))
+            values = Values(f"{kind['type']}, {size}".removesuffix(", "))
+            self.values.setdefault(name, values).add(array)
         has_labels = isinstance(targets, np.ndarray) and targets.dtype.kind in "iu"
         if num_classes and has_labels:
             self._count_classes(targets, num_classes)
@@ -140,26 +146,18 @@ class SplitFacts:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((array_digest(nest.flatten(example)), target_digest))
 
-    def _add_values(self, inputs, targets) -> None:
-        for part, structure in (("inputs", inputs), ("targets", targets)):
-            for name, array in inputs_of(structure).items():
-                kind = input_kind(array.dtype, array.shape[1:])
-                size = " x ".join(map(str, kind["shape"]))
-                values = Values(", ".join(filter(None, [kind["type"], size])))
-                self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
-
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)
-        self.num_outside += targets.size - int(counts.sum())
+        self.num_outside += targets.size - counts.sum()
         # A mask may have pixels that the loss ignores.
         if targets.ndim > 1 and num_classes <= IGNORED:
-            self.num_outside -= int((targets == IGNORED).sum())
+            self.num_outside -= (targets == IGNORED).sum()
         if self.class_counts is not None:
             counts += self.class_counts
         self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
-        """Returns one line for each fault for which training would be refused."""
+        """Returns one line for each fault because of which training would be refused."""
         lines = [
             f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them"
             for name, values in self.values.items()
@@ -219,7 +217,7 @@ class Findings:
             a stream yields, only one draw.
         raw_rows: the first training rows of a table, by column.
         warnings: oddities, one line each.
-        refused: faults for which training would be refused, one line each.
+        refused: faults because of which training would be refused, one line each.
     """
 
     source: Source
@@ -250,7 +248,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     """Reads up to `limit` examples of each split, and returns what was found.
 
     Args:
-        config: the settings, of which data, dataset, augment and seed matter, and task if has_task or augment is set.
+        config: the settings; data, dataset, augment and seed matter, and task if has_task or augment is set.
         limit: how many examples of each split to read at most.
         has_task: check that the data fit the task.
 

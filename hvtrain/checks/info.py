@@ -12,7 +12,7 @@ from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import Parser
 from hvtrain.system.host_facts import checkout
-from hvtrain.system.text import human_bytes
+from hvtrain.system.text import aligned, human_bytes
 
 # Time limit for the answers of all hosts, which are asked at the same time.
 SECONDS = 30.0
@@ -36,14 +36,12 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
     # Without -H, only this host.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
-    answers, troubles = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
+    answers, troubles = ask("facts", dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
     # A host that does not answer takes one line; the others are still shown.
     lines: dict[str, str] = {}
     for host in names:
-        described = {"ssh": troubles.get(host, "")}
-        if host in answers:
-            described = _describe(answers[host])
+        described = _describe(answers[host]) if host in answers else {"ssh": troubles[host]}
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
@@ -54,8 +52,7 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
         for name in sorted(os.environ)
         if _SHOWN.fullmatch(name) and (name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ))
     }
-    width = max(map(len, lines))
-    print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
+    print("```text", *aligned(list(lines.items()), "<<"), "```", sep="\n")
     return 0
 
 

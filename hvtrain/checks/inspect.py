@@ -4,7 +4,6 @@ Prints a summary and writes a page with pictures, masks and texts, in one proces
 """
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed
 from hvtrain.errors import ConfigError
@@ -12,9 +11,6 @@ from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.files import page_path, write_atomic
 from hvtrain.system.text import aligned
-
-if TYPE_CHECKING:
-    from hvtrain.checks.examine_data import Findings
 
 PAGE_FILE = "inspect.html"
 DEFAULT_LIMIT = 10_000
@@ -56,11 +52,11 @@ def main() -> int:
     )
     write_atomic(path, page)
     _print(findings)
-    print(f"{path} has it with pictures, rows and texts")
+    print(f"{path} shows the same with pictures, rows and texts")
     return ConfigError.exit_code if findings.refused else 0
 
 
-def _print(findings: "Findings") -> None:
+def _print(findings) -> None:
     from hvtrain.checks.data_figures import scope, tables_of
     from hvtrain.training.run import summary
 
@@ -90,7 +86,7 @@ def _parser() -> Parser:
         usage="%(prog)s [OPTION ...] [dataset=CHOICE] [dataset.SETTING=VALUE ...]",
         description="""\
 Reads a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
-examples, examples that are in train and in test too, and what a training would refuse (exit code 2). The page shows
+examples, examples that are in train and in test too, and what training would refuse (exit code 2). The page shows
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
     )

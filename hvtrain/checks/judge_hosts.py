@@ -65,10 +65,10 @@ def judge_software(cluster: Cluster) -> list[Row]:
     equipped = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
     # The reference is a host that has the environment, if there is one.
     first = next(iter(equipped or cluster))
-    rows = [*_folder(cluster), *_python(cluster, first)]
+    rows = _folder(cluster) + _python(cluster, first)
     for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
         rows += check(equipped, first) if equipped else [skip(name, "no host has the environment")]
-    return rows + _dataset(cluster, next(iter(cluster)))
+    return rows + _dataset(cluster)
 
 
 def _folder(cluster: Cluster) -> list[Row]:
@@ -111,11 +111,9 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         if missing:
             finding = f"has no {', '.join(missing)}"
         if finding:
-            fix = (
-                "scripts/run recreates it"
-                if host == first
-                else copy_to(environment(facts), first, host)
-            )
+            fix = "scripts/run recreates it"
+            if host != first:
+                fix = copy_to(environment(facts), first, host, "--delete")
             yield finding, fix
 
     shown = [f"{name} {version}" for name, version in here.items() if version]
@@ -132,8 +130,9 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
         if code["folder"] is None:
             yield "has no hvtrain that its Python finds", f"on {host}: scripts/run"
         elif difference:
-            folder = here["folder"] or code["folder"]
-            yield f"{difference} on {host} and on {first}", copy_to(folder, first, host)
+            folder = f"{here['folder'] or code['folder']}/"
+            fix = copy_to(folder, first, host, "--delete")
+            yield f"{difference} on {host} and on {first}", fix
 
     finding = f"{len(here['files'])} files of {here['folder']}, the same"
     return judge("code", cluster, problems, finding)
@@ -151,31 +150,35 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
             yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
         elif parts[host] != parts[first]:
-            finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
-            yield finding, copy_to(environment(facts), first, host)
+            yield (
+                f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}",
+                copy_to(environment(facts), first, host, "--delete"),
+            )
 
     return judge("horovod", cluster, problems, f"built with {parts[first]}")
 
 
-def _dataset(cluster: Cluster, first: str) -> list[Row]:
+def _dataset(cluster: Cluster) -> list[Row]:
+    first = next(iter(cluster))
     here = cluster[first]["dataset"]
     if here is None:
-        return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
-    nothing_here = _no_data(here)
+        return [skip("data set", "no data set with files was given: dataset=NAME dataset.dir=PATH")]
 
     def problems(host, facts):
         data = facts["dataset"]
-        fix = "put it there, or dataset.dir=PATH names another place"
-        if host != first and not nothing_here:
-            # Never a command that deletes data: the first host may be the one that lacks
-            # it, as with an unmounted disk.
-            fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
+        fix = "put it there, or give another place with dataset.dir=PATH"
+        if host != first and not here["error"]:
+            path = here["path"]
+            if "." not in here["entries"]:  # A folder; see probe.fingerprint.
+                path += "/"
+            # Without --delete: the first host may be the one that lacks data, as with an
+            # unmounted disk.
+            fix = copy_to(path, first, host)
 
-        error = _no_data(data)
         difference = unlike(here["entries"], data["entries"])
-        if error:
-            yield error, fix
-        elif difference and not (nothing_here or here["too_large"]):
+        if data["error"]:
+            yield data["error"], fix
+        elif difference and not (here["error"] or here["too_large"]):
             on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
             yield f"{difference} {on_host}", fix
 
@@ -189,15 +192,6 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
             read[host] = facts
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return judge("data set", read, problems, finding, unread)
-
-
-def _no_data(data: Facts) -> str:
-    """Returns the reason why a host lacks the data set; empty if the host has some of it."""
-    if data["error"]:
-        return data["error"]
-    if not data["num_files"]:
-        return f"{data['path']} is empty"
-    return ""
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
@@ -236,9 +230,8 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    rooms = {host: facts["shared_memory"] for host, facts in cluster.items()}
-
-    def problems(host, room):
+    def problems(host, facts):
+        room = facts["shared_memory"]
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free < needed:
@@ -250,9 +243,9 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
                 f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
             )
 
-    least = min(room["free"] for room in rooms.values())
+    least = min(facts["shared_memory"]["free"] for facts in cluster.values())
     return judge(
-        "shared memory", rooms, problems, f"at least {human_bytes(least)} free in /dev/shm"
+        "shared memory", cluster, problems, f"at least {human_bytes(least)} free in /dev/shm"
     )
 
 
@@ -289,11 +282,16 @@ def _disk(cluster: Cluster, host: str) -> Row:
     free = f"{human_bytes(disk['free'])} free for {folder}"
     if not disk["writable"]:
         return fail(
-            "run folder", host, f"{folder} cannot be written", "run.dir=PATH names another folder"
+            "run folder",
+            host,
+            f"{folder} cannot be written",
+            "choose another folder with run.dir=PATH",
         )
     if disk["free"] < DISK_BYTES:
-        finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
-        return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
+        finding = f"{free}; checkpoints need at least {human_bytes(DISK_BYTES)}"
+        return fail(
+            "run folder", host, finding, "free some there, or choose another disk with run.dir=PATH"
+        )
     return passed("run folder", f"{free} on {host}")
 
 
@@ -352,21 +350,19 @@ def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
     return f"{len(names)} differ: {names[0]}, ..."
 
 
-def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
+def copy_to(path: str, first: str, host: str, *options: str) -> str:
     """Returns the command that copies a folder or a file from the first host to another.
 
-    delete: also remove from the other host's folder what the first host does not have.
+    Args:
+        path: With a slash at its end, rsync copies the folder's contents.
+        first: The host to copy from.
+        host: The host to copy to.
+        options: More options of rsync. --delete removes what the first host does not have.
     """
-    options = ["-a"]
-    if not is_file:
-        # With the trailing slash, rsync copies the folder's contents.
-        path += "/"
-        if delete:
-            options.append("--delete")
-    command = shlex.join(["rsync", *options, path, f"{host}:{path}"])
+    command = shlex.join(["rsync", "-a", *options, path, f"{host}:{path}"])
     return f"on {first}: {command}"
 
 
 def environment(facts: Facts) -> str:
-    """Returns the folder of the Python environment that starts ranks."""
-    return str(Path(facts["python"]["wanted"]).parents[1])
+    """Returns the folder of the Python environment that starts ranks, with a slash at its end."""
+    return f"{Path(facts['python']['wanted']).parents[1]}/"

@@ -1,8 +1,8 @@
 """Collects one host's facts, and tests connections between hosts.
 
-ask_hosts sends this file and host_facts.py to every host and runs them there even if hvtrain is not
-installed: in the environment's Python, or in any python3 if that is missing. So both need only the
-standard library of Python 3.9.
+ask_hosts sends this file and host_facts.py to every host and calls facts() or exchange() there, even
+if hvtrain is not installed: in the environment's Python, or in any python3 if that is missing. So
+both files need only the standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -35,19 +35,8 @@ MAX_FILES_READ = 256
 MAX_ENTRIES = 5_000
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
-
-    The answer is the facts, or the result of exchange.
-    Raises OSError if the port of "ports" is taken.
-    """
-    if request["work"] == "ports":
-        return exchange(request)
-    return _facts(request)
-
-
-def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the facts.
+def facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects this host's facts.
 
     request: The result of facts_request. Ranks start in its folder; run_dir and dataset are relative to it.
     """
@@ -120,10 +109,13 @@ def _gpus() -> dict[str, Any]:
     if program is None:
         return gpus
 
-    line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         output = check_output(
-            line, stdin=DEVNULL, stderr=STDOUT, text=True, timeout=NVIDIA_SMI_SECONDS
+            [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            stdin=DEVNULL,
+            stderr=STDOUT,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
         )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
@@ -133,7 +125,7 @@ def _gpus() -> dict[str, Any]:
         name, comma, driver = row.rpartition(",")
         if comma:
             gpus["names"].append(name.strip())
-            gpus["driver"] = gpus["driver"] or driver.strip()
+            gpus["driver"] = driver.strip()  # All GPUs of a host have the same one.
     return gpus
 
 
@@ -145,7 +137,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         entries: A checksum of each file, or of each folder if there are more than MAX_ENTRIES
             files. It covers relative names, sizes, and the first and last 64 KiB of at most
             MAX_FILES_READ files, evenly spaced.
-        error: A path that is missing or cannot be read, and why; None otherwise.
+        error: A path that is missing, is empty or cannot be read, and why; None otherwise.
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
@@ -172,6 +164,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         "num_files": len(names),
         "num_bytes": sum(sizes.values()),
         "entries": _entries(texts),
+        "error": None if names else f"{path} is empty",
     }
 
 
@@ -186,8 +179,9 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
     sizes = {}
     # By default os.walk silently skips folders that it cannot read.
     for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
-        for file in (Path(folder, name) for name in names):
+        for name in names:
             _check_time(deadline)
+            file = Path(folder, name)
             sizes[str(file.relative_to(path))] = file.stat().st_size
     return sizes
 
@@ -209,9 +203,11 @@ def _entries(texts: dict[str, str]) -> dict[str, str]:
         if len(texts) > MAX_ENTRIES:
             key = f"{os.path.dirname(name)}/"  # noqa: PTH120 (a top-level file's folder is empty, not ".")
         by_key[key] = by_key.get(key, "") + text
-    # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
-    encoded = {key: text.encode(errors="surrogateescape") for key, text in by_key.items()}
-    return {key: hashlib.sha256(data).hexdigest()[:12] for key, data in encoded.items()}
+    return {
+        # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
+        key: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+        for key, text in by_key.items()
+    }
 
 
 def _check_time(deadline: float) -> None:
@@ -294,9 +290,9 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
                 heard.add(name)
 
     def connect(name):
-        while name in missing:
+        while True:
             try:
-                with socket.create_connection(tuple(others[name]), CONNECT_SECONDS) as call:
+                with socket.create_connection(others[name], CONNECT_SECONDS) as call:
                     asked = time.time()
                     call.sendall(f"{token} {request['me']}\n".encode())
                     # Another program may answer with any bytes.

@@ -1,4 +1,4 @@
-"""Repeats a stretch of a run's training on the ranks that were started, and takes digests of its variables.
+"""Repeats a stretch of a run's training on the ranks that were started, and records digests of its variables.
 
 Writes nothing into the run's folder: it resumes the run as runner.py does, with callbacks that take
 digests in place of those that write.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from hvtrain import runner
 from hvtrain.checkpoint import model_state, store
@@ -29,7 +29,6 @@ from hvtrain.training.callbacks.epochs import Recording
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import WRITERS, call_steps, make_callbacks
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import facts_of
 from hvtrain.training.run import ResumePoint, RunState
 
@@ -84,7 +83,7 @@ def repeat(
         runner.join_ranks(silent, strategy)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
-        # Hides warnings from the user's callbacks about an epoch that ends early.
+        # The user's callbacks may warn about an epoch that ends early.
         logging.getLogger("py.warnings").setLevel(logging.ERROR)
         comm = strategy.comm
         chosen = comm.on_chief(lambda: choose(comm.topology.size))
@@ -92,9 +91,10 @@ def repeat(
             strategy.stop()
             return chosen
         if comm.topology.is_chief:
-            steps = f"steps {chosen.begin:,} to {chosen.saves[-1]:,}"
             print(
-                f"repeating {steps} of {chosen.folder} on {comm.topology.size} rank(s)", flush=True
+                f"repeating steps {chosen.begin:,} to {chosen.saves[-1]:,} of {chosen.folder} "
+                f"on {comm.topology.size} rank(s)",
+                flush=True,
             )
         with TemporaryDirectory(prefix="hvtrain-replay-") as own:
             comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
@@ -116,7 +116,7 @@ def repeat(
         train=replace(config.train, max_time=None, balance=False),
         checkpoint=replace(config.checkpoint, every_minutes=None),
         profile=replace(config.profile, timeline=False),
-        # Changed data do not stop a repetition; they are named as a cause.
+        # Changed data do not stop a repetition; they are reported as a cause of differences.
         guard=replace(config.guard, data=False, layers=False),
     )
     return runner.on_all_ranks(silent, attempt)
@@ -157,8 +157,7 @@ def _train(
 
     interruption = Interruption(context)
     writer = Writer(run.folder, config.checkpoint)
-    # No tracker is chosen, so none is called.
-    callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
+    callbacks = make_callbacks(context, start, interruption, writer, tracking=None, search=None)
     callbacks = [
         DigestTaking(callback, context, repetition)
         if isinstance(callback, Checkpointing)
@@ -213,7 +212,7 @@ class DigestTaking(Checkpointing):
         step = self.step
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
         if self.is_chief:
-            arrays = model_state.snapshot(self.model, [], None, parts)
+            arrays = model_state.snapshot(self.model, [], {}, parts)
             self.repetition.digests[step] = digests_of(arrays)
             if step == self.repetition.measured:
                 before = self.repetition.checkpoint(step).arrays

@@ -1,6 +1,5 @@
 """The table that doctor and verify print: a row for a check, or for each host on which it fails."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,13 +38,9 @@ class Row:
 
     def text(self, width: int) -> str:
         """Returns the row as printed, the check's name padded to `width` characters and the fix on a line below."""
-        finding = self.finding
-        if self.host:
-            finding = f"{self.host}: {finding}"
-        line = f"{self.status}  {self.check:<{width}} {finding}"
-        if self.fix is None:
-            return line
-        return f"{line}\n{'':<{width + 7}}fix: {self.fix}"
+        host = f"{self.host}: " if self.host else ""
+        fix = f"\n{'':<{width + 7}}fix: {self.fix}" if self.fix else ""
+        return f"{self.status}  {self.check:<{width}} {host}{self.finding}{fix}"
 
 
 @dataclass
@@ -81,8 +76,7 @@ class CheckTable:
         if self.is_quiet:
             return
         # One write with the newline in it: launchers put the rank before each piece of output.
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        print(f"{line}\n", end="", flush=True)
 
 
 def passed(check: str, finding: str) -> Row:

@@ -85,13 +85,13 @@ def main() -> int:
 
 def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
-    strategies = comparison["strategies"]
     # The JSON contains the settings, which the page does not, and people share both files.
-    public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
+    public = [
+        {**entry, "words": without_secrets(entry["words"])} for entry in comparison["strategies"]
+    ]
     write_json(folder / "compare.json", {**comparison, "strategies": public})
     write_atomic(folder / "compare.html", html(comparison))
-    if any(entry["rounds"] or entry["curve"] for entry in strategies):
-        write_png(comparison, folder / "compare.png")
+    write_png(comparison, folder / "compare.png")
 
 
 def parse_target(text: str) -> tuple[str, float]:

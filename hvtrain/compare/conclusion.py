@@ -167,28 +167,25 @@ def on_examples(examples: Mapping[str, int]) -> list[str]:
 def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
-    They include the time of a rank's own work in a step, from horovod's rounds; None if it was not measured.
+    They include the time of a rank's own work in a step, from the first horovod whose rounds were
+    measured; None if there is none.
     """
-    entries = (
-        entry for entry in comparison["strategies"] if entry["name"].partition("@")[0] == PLANNED
-    )
-    entry = next(entries, {"rounds": ()})
-    splits = [run["split"] for run in entry["rounds"] if run["split"]]
-    if not splits:
-        return None
-    # Without communication, which the plan computes from the links and the number of ranks.
-    seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
-
-    return [
-        "-np",
-        str(num_ranks),
-        # The measured ranks count as one host, to which identical hosts are added.
-        "--ranks-per-host",
-        str(comparison["num_ranks"]),
-        "--step-seconds",
-        f"{seconds:.4g}",
-        *entry["words"],
-    ]
+    for entry in comparison["strategies"]:
+        splits = [run["split"] for run in entry["rounds"] if run["split"]]
+        if splits and entry["name"].partition("@")[0] == PLANNED:
+            # Without communication, which the plan computes from the links and the number of ranks.
+            seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
+            return [
+                "-np",
+                str(num_ranks),
+                # The measured ranks count as one host, to which identical hosts are added.
+                "--ranks-per-host",
+                str(comparison["num_ranks"]),
+                "--step-seconds",
+                f"{seconds:.4g}",
+                *entry["words"],
+            ]
+    return None
 
 
 def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:

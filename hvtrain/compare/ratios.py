@@ -54,7 +54,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     count = len(ratios)
     # Drop equally many values at both ends, as long as the coverage suffices.
     cut = 0
-    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
+    while _coverage(count, cut + 1) >= COVERAGE:
         cut += 1
 
     return Ratio(median(ratios), ratios[cut], ratios[count - 1 - cut], _coverage(count, cut))

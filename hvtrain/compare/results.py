@@ -63,6 +63,7 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for name, entry in zip(speeds, entries):
+        entry["examples_per_second"] = median(speeds[name].values()) if speeds[name] else None
         # A ratio of `single` to itself would say nothing.
         speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
         entry["against_single"] = speed_ratio and asdict(speed_ratio)
@@ -112,7 +113,10 @@ def _on_whole_runs(
 def _entry(
     contestant: Contestant, contest: Contest, points: Curve, reached: Reached | None
 ) -> dict[str, Any]:
-    """Returns a strategy's entry in compare.json. Fields that only a whole run fills are None or empty without one."""
+    """Returns a strategy's entry in compare.json, but for its speed.
+
+    Fields that only a whole run fills are None or empty without one.
+    """
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
@@ -121,11 +125,11 @@ def _entry(
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
-    entry = {
+    return {
         "name": name,
-        "words": list(contestant.overrides),
+        "words": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
-        "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
+        "rounds": [_round_entry(number, run) for number, run in rounds.items()],
         # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
@@ -139,10 +143,6 @@ def _entry(
         "target_epoch": target_epoch,
         "target_seconds": target_seconds,
     }
-    speeds = speeds_by_round(entry)
-    entry["examples_per_second"] = median(speeds.values()) if speeds else None
-
-    return entry
 
 
 def _round_entry(number: int, run: Training) -> dict[str, Any]:
@@ -157,8 +157,11 @@ def _round_entry(number: int, run: Training) -> dict[str, Any]:
 
 def speeds_by_round(entry: Record) -> dict[int, float]:
     """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
-    speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
-    return {number: speed for number, speed in speeds.items() if speed}
+    return {
+        run["round"]: run["examples_per_second"]
+        for run in entry["rounds"]
+        if run["examples_per_second"]
+    }
 
 
 def curve(training: Training) -> Curve:
@@ -166,13 +169,15 @@ def curve(training: Training) -> Curve:
 
     Seconds are those of training alone, without start, validation and checkpoints.
     """
-    batch = training.result["global_batch"]
-
     seconds = 0.0
     points = []
     for record in training.epochs:
         seconds += record.seconds
-        point = {"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch}
+        point = {
+            "epoch": record.epoch,
+            "seconds": seconds,
+            "examples": record.step * training.result["global_batch"],
+        }
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
         points.append(point | metrics)
@@ -271,8 +276,10 @@ def html(comparison: Record) -> str:
 
 
 def write_png(comparison: Record, path: Path) -> None:
-    """Draws all panels into one picture; there must be at least one."""
-    write_panels(list(panels(comparison)), path, 2, _PANEL_SIZE)
+    """Draws all panels into one picture; none if nothing was measured."""
+    drawn = list(panels(comparison))
+    if drawn:
+        write_panels(drawn, path, 2, _PANEL_SIZE)
 
 
 def panels(comparison: Record) -> Iterator[Panel]:
@@ -286,8 +293,10 @@ def panels(comparison: Record) -> Iterator[Panel]:
     # A comparison that failed early has nothing to draw.
     if any(entry["rounds"] for entry in strategies):
         speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
-        draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))
-        yield "examples/s (bar: median, dots: rounds)", draw
+        yield (
+            "examples/s (bar: median, dots: rounds)",
+            partial(draw_rounds, values=speeds, colors=SERIES * len(strategies)),
+        )
     if not points:
         return
 
@@ -306,10 +315,17 @@ def _draw_curves(
     # A strategy has one color in all panels.
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
-        # Widths differ so that curves that coincide stay visible.
-        style = {"linewidth": max(0.5, 2.6 - 0.3 * row), "markersize": 3, "alpha": 0.9}
         if points:
-            axes.plot(*zip(*points), "o-", label=entry["name"], color=color, **style)
+            axes.plot(
+                *zip(*points),
+                "o-",
+                label=entry["name"],
+                color=color,
+                # Widths differ so that curves that coincide stay visible.
+                linewidth=max(0.5, 2.6 - 0.3 * row),
+                markersize=3,
+                alpha=0.9,
+            )
 
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")

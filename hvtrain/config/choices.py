@@ -35,7 +35,7 @@ def own_folders(arguments: Sequence[str]) -> list[Path]:
     >>> own_folders(["-cd", "mine", "model=mlp", "--config-dir=ours"])
     [PosixPath('mine'), PosixPath('ours')]
     """
-    # Does not use compose.parsed(): the arguments may be another program's,
+    # Not parsed as in compose(): the arguments may be another program's,
     # whose -c means something else.
     folders = []
     for option, value in pairwise([*arguments, ""]):
@@ -60,8 +60,8 @@ def run_settings(arguments: list[str]) -> str:
         group, _, choice = argument.partition("=")
         for path in choice_files(group, arguments):
             if path.stem == choice:
-                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
-                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
+                text = textwrap.indent(path.read_text("utf-8").rstrip(), "  ")
+                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)", text]
     lines += ["", "GROUPS (the choice after * is the default)"]
     for group in ALL_GROUPS:
         lines += _group_help(group, arguments)
@@ -92,10 +92,8 @@ def setting_lines(schema: type, prefix: str = "") -> list[str]:
         # JSON writes None and booleans as YAML does: null, true, false.
         if not isinstance(default, str):
             default = json.dumps(default)
-        choices = ", ".join(item.metadata["choices"])
-        limits = ""
-        if choices:
-            limits = f" ({choices})"
+        choices = item.metadata["choices"]
+        limits = f" ({', '.join(choices)})" if choices else ""
         assignment = f"{name}={default}"
         lines.append(f"  {assignment:<36} {item.metadata['doc']}{limits}")
     return lines
@@ -106,14 +104,13 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     default = default_choice(group)
     lines = [f"  {group}="]
     for path in choice_files(group, arguments):
-        lines_of_file = path.read_text("utf-8").splitlines()
         comments = [
-            line for line in lines_of_file if line.startswith("#") and "@package" not in line
+            line
+            for line in path.read_text("utf-8").splitlines()
+            if line.startswith("#") and "@package" not in line
         ]
         about = "".join(comments[:1]).strip("# ")
-        mark = " "
-        if path.stem == default:
-            mark = "*"
+        mark = "*" if path.stem == default else " "
         lines.append(f"   {mark} {path.stem:<20} {about}")
     return lines
 

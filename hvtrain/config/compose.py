@@ -1,6 +1,5 @@
 """Composes a run from the command line with Hydra."""
 
-import argparse
 import dataclasses
 import json
 import re
@@ -29,7 +28,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
         The composed run as a plain nested dictionary.
 
     Raises:
-        ConfigError: Hydra refuses an override, or one is not a setting.
+        ConfigError: Hydra refuses an override, one is not a setting, or an option has a bad value.
         SystemExit: The overrides include --cfg job, which only prints the composed run.
     """
     import hydra
@@ -40,7 +39,11 @@ def compose(overrides: list[str] | None = None) -> Settings:
     # Hydra must not see notify=: its errors and --cfg would show the secrets in it, and its grammar
     # refuses many addresses.
     line, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
-    options, settings = parsed(line)
+    # The two options of Hydra that a run accepts.
+    parser = Parser("python -m hvtrain", add_help=False)
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    options, settings = parser.parse_known_args(line)
     check_form(settings, compose)
     check_experiment(line)
     run_folder = folder_of_a_run(line)
@@ -120,17 +123,6 @@ def override_value(value: Any) -> str:
     if re.fullmatch(r"(?i)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
     return QuotedString(value, Quote.single).with_quotes()
-
-
-def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the two Hydra options that a run accepts, and returns them with all other arguments.
-
-    Raises ConfigError for a bad value of an option.
-    """
-    parser = Parser("python -m hvtrain", add_help=False)
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config-dir", "-cd")
-    return parser.parse_known_args(arguments)
 
 
 def folder_of_a_run(arguments: list[str]) -> Path | None:

@@ -181,19 +181,17 @@ def planned_batch_sizes(
     Raises:
         CheckpointError: Both train.batch_size and the number of ranks have changed.
     """
-    if meta is None:
-        return batch_sizes_by_rank(train.batch_size, hosts)
-    is_resized = meta["num_ranks"] != len(hosts)
-    if train.resize == "scale" and is_resized and not meta["step_in_epoch"]:
-        return batch_sizes_by_rank(train.batch_size, hosts)
-    before = meta["batch_size"]
-    if train.batch_size == before:
-        return meta["batch_sizes"]
-    if is_resized:
-        raise CheckpointError(
-            f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
-            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
-        )
+    if meta is not None:
+        before = meta["batch_size"]
+        is_resized = meta["num_ranks"] != len(hosts)
+        is_replanned = train.resize == "scale" and is_resized and not meta["step_in_epoch"]
+        if train.batch_size == before and not is_replanned:
+            return meta["batch_sizes"]
+        if is_resized and not is_replanned:
+            raise CheckpointError(
+                f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+                f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
+            )
     return batch_sizes_by_rank(train.batch_size, hosts)
 
 

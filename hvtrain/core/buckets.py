@@ -24,19 +24,18 @@ def in_buckets(
     >>> in_buckets([10, 30, 10, 10, 5], 25, alone_bytes=20)
     [[0, 2, 3], [1], [4]]
     """
-    buckets: list[list[int]] = []
-    # Index and bytes of the current shared bucket. It starts full, so that
-    # the first small tensor opens one.
-    shared = -1
+    buckets = []
+    # The current shared bucket and its bytes. It starts full, so that the first small tensor opens one.
+    shared: list[int] = []
     filled = bucket_bytes
     for position, size in enumerate(sizes):
         if size >= alone_bytes:
             buckets.append([position])
             continue
         if filled >= bucket_bytes:
-            shared = len(buckets)
+            shared = []
             filled = 0
-            buckets.append([])
-        buckets[shared].append(position)
+            buckets.append(shared)
+        shared.append(position)
         filled += size
     return buckets

@@ -239,7 +239,9 @@ class _Search:
         elif paths:
             path = paths[-1]
             # If its meta is unreadable, an older checkpoint in the folder names the run.
-            run_id = next(filter(None, map(store.run_id, reversed(paths))), None)
+            metas = map(store.unchecked_meta, reversed(paths))
+            run_ids = (checked_run_id(meta.get("run_id")) for meta in metas)
+            run_id = next(filter(None, run_ids), None)
         else:
             return None
         return Candidate(topology.rank, topology.host, step, run_id, path, seen_step)

@@ -233,7 +233,7 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
     """
     checkpoint = store.read(path)
     if config.train.ema is None:
-        model_state.restore(checkpoint, model, ("model",))
+        model_state.restore(checkpoint, model, ("model/",))
     else:  # The averages are optimizer variables. Overwriting those is harmless, since no step follows.
         model_state.restore(checkpoint, model)
         model.optimizer.finalize_variable_values(model.trainable_variables)

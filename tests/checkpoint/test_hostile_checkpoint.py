@@ -181,7 +181,13 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
 def test_callbacks_get_numbers_only():
     meta = {"callbacks": {"stop": {"wait": 3, "best": 0.5, "model": 1, "__class__": 2}}}
     assert store.Checkpoint(0, meta, {}).callbacks() == {"stop": {"wait": 3.0, "best": 0.5}}
-    for wrong in ([1], {"stop": 3}, {"stop": {"wait": "x"}}, {"stop": {"wait": [1]}}):
+    for wrong in (
+        [1],
+        {"stop": 3},
+        {"stop": {"wait": "x"}},
+        {"stop": {"wait": [1]}},
+        {"stop": {"wait": 10**400}},
+    ):
         with pytest.raises(CheckpointError, match="callback state is not made of numbers"):
             store.Checkpoint(0, {"callbacks": wrong}, {}).callbacks()
 

@@ -49,7 +49,7 @@ def trained():
 def written(folder, *steps, net=None):
     net = net or trained()
     for step in steps:
-        arrays = model_state.snapshot(net, [model_state.rank_state(net)])
+        arrays = model_state.snapshot(net, [model_state.rank_state(net)], {}, {})
         writer.write(folder, step, arrays, {**META, "epoch": step // 10})
     return net
 
@@ -178,7 +178,7 @@ def test_a_snapshot_does_not_follow_the_training():
     """TensorFlow's own arrays may share their memory."""
     net = model()
     arrays = model_state.snapshot(
-        net, [model_state.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))}
+        net, [model_state.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))}, {}
     )
     before = {key: array.copy() for key, array in arrays.items()}
     mine += 1
@@ -261,9 +261,10 @@ def test_a_defect_in_the_background_is_raised(tmp_path):
 
 
 NOTES = ["", "{", "[]", '{"step": "1"}', '{"step": 10, "metric": 1, "value": 1}', "[" * 99999]
+HUGE = f'{{"step": 10, "metric": "val_loss", "value": {10**400}}}'  # Too large for a float.
 
 
-@pytest.mark.parametrize("text", [*NOTES, '{"step": 10, "metric": "val_loss", "value": NaN}'])
+@pytest.mark.parametrize("text", [*NOTES, HUGE, '{"step": 10, "metric": "val_loss", "value": NaN}'])
 def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, caplog):
     written(tmp_path, 10)
     (tmp_path / "best.json").write_text(text)

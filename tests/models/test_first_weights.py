@@ -29,7 +29,7 @@ def network(seed=1, classes=3, width=4, head="logits", deep=False, name="net"):
 def checkpoint(model, folder, step=3):
     model.compile(keras.optimizers.SGD())
     model.optimizer.build(model.trainable_variables)
-    writer.write(folder / "checkpoints", step, model_state.snapshot(model, []), {})
+    writer.write(folder / "checkpoints", step, model_state.snapshot(model, [], {}, {}), {})
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,7 @@ class _Saving(RunCallback):
     def checkpoint(
         self,
         rank_states: list[store.Arrays],
-        parts: store.Arrays | None = None,
+        parts: store.Arrays,
         **meta: Any,
     ) -> store.Checkpoint:
         """Returns a copy of the current state.
@@ -382,6 +382,6 @@ class MemoryCommit(_Saving):
             return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
-        self.run.state.checkpoint = self.checkpoint(rank_states)
+        self.run.state.checkpoint = self.checkpoint(rank_states, {})
         if not self.position.is_last:
             self.strategy.membership.check()

@@ -48,7 +48,7 @@ def make_callbacks(
     start: Start,
     interruption: Interruption,
     writer: Writer,
-    tracking: Tracking,
+    tracking: Tracking | None,
     search: LayerSearch | None,
     metrics: Metrics | None = None,
 ) -> list[Callback]:
@@ -65,7 +65,7 @@ def make_callbacks(
         start: Where the run begins or resumes.
         interruption: Stops the run at a signal or a time limit.
         writer: Writes the checkpoints.
-        tracking: Feeds the trackers.
+        tracking: Feeds the trackers; None if config.tracker is empty.
         search: Checks each step, with guard.layers=true; else None.
         metrics: Serves numbers for monitoring; None: none are served.
 
