@@ -159,9 +159,10 @@ def make_steps(
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
+    spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     # The loop in the graph needs a result before the first step; its values are never read.
     blank = tf.nest.map_structure(
-        lambda output: tf.zeros([extent or 0 for extent in output.shape], output.dtype), outputs
+        lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec
     )
 
     def step(iterator, previous):
@@ -184,7 +185,7 @@ def make_steps(
             lambda done, _: done < number,
             lambda done, previous: (done + 1, step(iterator, previous)),
             (tf.constant(0), blank),
-            (tf.TensorShape([]), tf.nest.map_structure(lambda output: output.shape, outputs)),
+            (tf.TensorShape([]), spec),
             parallel_iterations=1,
         )
         marks.ended(result)
@@ -198,7 +199,6 @@ def make_steps(
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
     # after everything in the previous one is done, and so waits for the GPU; a call returns while
     # the GPU is still updating weights.
-    spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 

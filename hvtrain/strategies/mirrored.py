@@ -63,17 +63,14 @@ class MirroredStrategy(ReplicaStrategy):
         return super().scope()
 
     def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        return plain_variables(functools.partial(self._create_averaged, next_creator), **options)
-
-    def _create_averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates a variable. Updates of moving statistics are averaged over the replicas."""
-        # Moving statistics are recognized by these two options: they are not trained, and Keras
-        # requests no aggregation for them.
+        # Averages updates of moving statistics over the replicas. They are recognized by these two
+        # options: they are not trained, and Keras requests no aggregation for them. For plain
+        # variables, which have no copies, aggregation means nothing.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
             options["aggregation"] = tf.VariableAggregation.MEAN
-        return next_creator(**options)
+        return plain_variables(next_creator, **options)
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
@@ -109,17 +106,16 @@ class MirroredStrategy(ReplicaStrategy):
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         train_step = step_of(model)
 
-        def part_of(batch, replica):
-            return tf.nest.map_structure(
-                lambda array: tf.split(array, self.num_replicas)[replica], batch
-            )
-
         @tf.autograph.experimental.do_not_convert
         def step(batch):
+            def part_of(context):
+                replica = context.replica_id_in_sync_group
+                return tf.nest.map_structure(
+                    lambda array: tf.split(array, self.num_replicas)[replica], batch
+                )
+
             # A distributed dataset would give each replica its own batch; here they split one.
-            parts = self.replicas.experimental_distribute_values_from_function(
-                lambda context: part_of(batch, context.replica_id_in_sync_group)
-            )
+            parts = self.replicas.experimental_distribute_values_from_function(part_of)
             logs = self.replicas.run(train_step, (parts,))
             # All replicas update the same metrics, so the last one's logs cover all replicas.
             return tf.nest.map_structure(

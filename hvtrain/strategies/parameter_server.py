@@ -39,6 +39,10 @@ class ParameterServerStrategy(Strategy):
     takes_lengths = False  # Not tested.
     takes_short_batches = False
     can_restart = False
+    differences = (
+        "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
+        "gradients can be stale: computed before the steps of other workers",
+    )
     cluster: Cluster  # Set by start.
     # Number of examples in each part of a step's batch; a synchronous step has a part for
     # each worker. Set by check_plan.
@@ -54,13 +58,6 @@ class ParameterServerStrategy(Strategy):
         check_whole("strategy.num_ps", num_ps, 1)
         self.num_ps = num_ps
         self.share_gpus = share_gpus
-
-    @property
-    def differences(self) -> list[str]:  # type: ignore[override]
-        return [
-            "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
-            "gradients can be stale: computed before the steps of other workers",
-        ]
 
     @property
     def num_computing(self) -> int:
@@ -128,13 +125,14 @@ class ParameterServerStrategy(Strategy):
         self.step = start_step
         self._is_due = call_steps.is_boundary
         self._is_settled = True
-        self._latest: Any = None
         self._read, specs = reader(iter(batches), self.marks, self.part_sizes)
         self._ended = tf.function(lambda: self.marks.ended([]), autograph=False)
         scalar = tf.TensorSpec([], tf.int64)
         function = tf.function(self.on_worker, autograph=False)
         # Parts of one size share a trace.
         self._functions = [function.get_concrete_function(spec, scalar, scalar) for spec in specs]
+        # Before the first result, the logs have zeros.
+        self._latest: Any = [0.0] * len(self._names)
         return self.do_steps
 
     def do_steps(self, number: int) -> dict[str, Any]:
@@ -158,8 +156,7 @@ class ParameterServerStrategy(Strategy):
 
         # The metrics so far, and other values from the last result.
         metrics = self.model.get_metrics_result()
-        last = {} if self._latest is None else dict(zip(self._names, self._latest))
-        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
+        return {name: metrics.get(name, value) for name, value in zip(self._names, self._latest)}
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
@@ -181,20 +178,23 @@ class ParameterServerStrategy(Strategy):
         for variable, value in computed.statistics:
             variable.assign(value)
 
-    def begin(self, worker: int, parts: list[Any], index: int, number: int) -> None:
-        """Gives a part of the batch, parts[index], to a free worker; `number` seeds its dropout."""
+    def begin(self, worker: int, parts: list[Any]) -> None:
+        """Gives a free worker its own part of the batch or, if there is only one, that part."""
+        index = worker % len(parts)
+        # Differs between steps and between parts, so that each draws its own dropout.
+        number = self.step * len(parts) + index
         scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
         self.workers.call(worker, self.step, self._functions[index], parts[index], *scalars)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker as soon as one is free."""
         if not self.workers.free:
-            self.record(self.workers.finished())
-        self.begin(self.workers.free[0], parts, 0, self.step)
+            self.record_finished()
+        self.begin(self.workers.free[0], parts)
 
-    def record(self, results: list[tuple[int, int, Any]]) -> None:
-        """Counts finished calls, and keeps the last one's result for the logs."""
-        for worker, _, result in results:
+    def record_finished(self) -> None:
+        """Waits until a call has finished. Counts finished calls, and keeps the last result for the logs."""
+        for worker, _, result in self.workers.finished():
             self._latest = result
             self.steps_by_worker[worker] += 1
 
@@ -211,8 +211,8 @@ class ParameterServerStrategy(Strategy):
 
     def wait(self) -> None:
         """Waits until no worker will change the servers' model."""
-        while len(self.workers.free) < self.workers.number:
-            self.record(self.workers.finished())
+        while self.workers.calls:
+            self.record_finished()
 
     def is_lost_rank(self, error: BaseException) -> bool:
         return isinstance(error, LOST_PROCESS_ERRORS)
@@ -346,14 +346,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def do_step(self, parts: list[Any]) -> None:
         """Takes one step. Every free worker begins its part at once, and a late one when it is free."""
         arrived: set[int] = set()
-
-        def begin(worker):
-            # The number differs between steps and between workers, so
-            # that each draws its own dropout.
-            self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
-
         for worker in self.workers.free:
-            begin(worker)
+            self.begin(worker, parts)
 
         with self.watchdog.phase(EXCHANGE):
             while len(arrived) < self.num_needed:
@@ -365,7 +359,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                     else:
                         # A late worker, whose row belongs to an earlier step.
                         self.num_dropped += 1
-                        begin(worker)
+                        self.begin(worker, parts)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
             # So that operations without a device of their own run on a
             # server, not on the coordinator.

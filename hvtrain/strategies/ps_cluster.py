@@ -8,7 +8,6 @@ through TensorFlow's servers, and the watchdog ends them.
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -184,11 +183,9 @@ def serve(cluster: Cluster) -> None:
     failed or is lost, it raises the error that all processes report.
     """
     watchdog = cluster.watch(0.0, None)
-    signalled = threading.Event()
 
     def note(number, *_):
         console.note_signal()
-        signalled.set()
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
@@ -207,7 +204,7 @@ def serve(cluster: Cluster) -> None:
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
         # The coordinator says why it failed. Waits, so that the launcher sees it end first.
-        signalled.wait(console.SECONDS_FOR_ANOTHER_RANK)
+        console.signal_arrived.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:
         raise error_of(reason, watchdog)
@@ -241,17 +238,15 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
         inter_op_parallelism_threads=max(MIN_INTER_OP_THREADS, num_cores),
         intra_op_parallelism_threads=max(1, num_cores // max(1, num_here - 1)),
     )
-    config.device_count["GPU"] = 0 if gpu is None else 1
-    if gpu is not None:
+    if gpu is None:
+        config.device_count["GPU"] = 0
+    else:
         config.gpu_options.visible_device_list = str(gpu)
         config.gpu_options.allow_growth = True
 
     job, index = name.split()
     try:
-        server = tf.distribute.Server(
-            spec, job, int(index), protocol="grpc", config=config, start=True
-        )
-        _servers.append(server)
+        _servers.append(tf.distribute.Server(spec, job, int(index), config=config))
     except tf.errors.OpError as error:
         raise RankError(
             f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may have taken in the "

@@ -95,7 +95,7 @@ class ReplicaReducer(Reducer):
             # Incremented only once the results have arrived, so that it counts reductions that ran.
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
-            if self.marks and ready is not None:
+            if self.marks:
                 sums[-1:] = self.marks.reduced(done, ready, sums[-1:])
         for index, total in zip(present, sums):
             reduced[index] = total
@@ -159,7 +159,6 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
 class ReplicaStrategy(Strategy):
     """Mixin that trains replicas of tf.distribute, one or several in this process. It has no `start`."""
 
-    name: str
     # TensorFlow's strategy. Set by start.
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
@@ -189,7 +188,7 @@ class ReplicaStrategy(Strategy):
 
         # Keras would sum the summed gradients again, in the optimizer itself or in those that a
         # MultiOptimizer combines.
-        for part in (inner, *(getattr(inner, "optimizers", None) or ())):
+        for part in (inner, *getattr(inner, "optimizers", ())):
             part._all_reduce_sum_gradients = list
         return distributed
 

@@ -50,11 +50,10 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
     start += [(seed, _moved(seed, number)) for seed in seeds_of(model)]
 
-    steps: list[tuple[list[Any], list[Any]]] = []
+    steps: list[Any] = []
 
     def take(gradients, variables=None):
-        variables = model.trainable_variables if variables is None else variables
-        steps.append((list(gradients), list(variables)))
+        steps.append((list(gradients), list(variables or model.trainable_variables)))
 
     # The scope catches what the step assigns, and `take` gets the
     # gradients in place of the optimizer.
@@ -135,16 +134,16 @@ class Workers:
     """
 
     def __init__(self, ranks: list[int]) -> None:
-        self.number = len(ranks)
         self._ranks = ranks
-        self._pool = ThreadPoolExecutor(self.number, "hvtrain worker")
-        self._calls: dict[Future[Any], tuple[int, int]] = {}
+        self._pool = ThreadPoolExecutor(len(ranks), "hvtrain worker")
+        # Worker and step of each call in progress.
+        self.calls: dict[Future[Any], tuple[int, int]] = {}
 
     @property
     def free(self) -> list[int]:
         """Workers with no call in progress."""
-        busy = {worker for worker, _ in self._calls.values()}
-        return [worker for worker in range(self.number) if worker not in busy]
+        busy = {worker for worker, _ in self.calls.values()}
+        return [worker for worker in range(len(self._ranks)) if worker not in busy]
 
     def call(
         self, worker: int, step: int, function: Callable[..., tf.Tensor], *arguments: Any
@@ -157,27 +156,26 @@ class Workers:
             return output.numpy()  # Waits for the worker, and raises the error if its step failed.
 
         # In a thread for each worker, since a call of a remote function blocks its thread.
-        self._calls[self._pool.submit(run)] = worker, step
+        self.calls[self._pool.submit(run)] = worker, step
 
-    def finished(self) -> list[tuple[int, int, Any]]:
-        """Waits until a call has finished; returns worker, step and result of every finished call.
+    def finished(self) -> Iterator[tuple[int, int, Any]]:
+        """Waits until a call has finished; yields worker, step and result of every finished call.
 
         Raises TrainingError if a worker's gradient is not finite.
         """
-        done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
-        return [self._result(call) for call in done]
-
-    def _result(self, call: Future[Any]) -> tuple[int, int, Any]:
-        worker, step = self._calls.pop(call)
-        try:
-            return worker, step, call.result()
-        except tf.errors.InvalidArgumentError as error:
-            if NOT_FINITE not in str(error):
-                raise
-            raise TrainingError(
-                f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
-                f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
-            ) from error
+        done, _ = wait(self.calls, return_when=FIRST_COMPLETED)
+        for call in done:
+            worker, step = self.calls.pop(call)
+            try:
+                result = call.result()
+            except tf.errors.InvalidArgumentError as error:
+                if NOT_FINITE not in str(error):
+                    raise
+                raise TrainingError(
+                    f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
+                    f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
+                ) from error
+            yield worker, step, result
 
 
 class ServerState:
@@ -212,7 +210,7 @@ class ServerState:
                 for variable in self.variables
             ]
         # The values that the servers hold, as far as this process knows.
-        self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
+        self._known = [variable.numpy() for variable in self.variables]
         # Traced once for each count: small variables only, or all.
         self._read = tf.function(
             lambda count: [tf.identity(variable) for variable in self.remote[:count]],
@@ -257,9 +255,7 @@ class ServerState:
             # Keras would read the counter and write it back, and lose
             # increments by other workers in between.
             counter = optimizer._iterations
-            stack.enter_context(
-                replaced(counter, "assign_add", lambda by: counter.value.assign_add(by))
-            )
+            stack.enter_context(replaced(counter, "assign_add", counter.value.assign_add))
             yield
 
 
