@@ -22,6 +22,9 @@ from hvtrain.errors import (
 )
 from hvtrain.system import console
 
+# A process that has not ended by then is killed. At exit Horovod may wait for ranks that wait for
+# this one, and TensorFlow for its threads; the launcher would wait for such a process forever, even
+# after a success.
 SECONDS_TO_EXIT = 2.0
 SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
 RUN_SETTINGS = (
@@ -214,12 +217,12 @@ def enter(work: Callable[[], int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        end_within(SECONDS_TO_EXIT, code)
+        console.call_later(SECONDS_TO_EXIT, os._exit, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
     # Registered last, so called first when Python exits. The timer starts only then, since the
     # caller's process may continue.
-    atexit.register(end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+    atexit.register(console.call_later, SECONDS_TO_EXIT_AFTER_SUCCESS, os._exit, 0)
     # Python drops its signal handlers at exit, and a signal would then turn
     # success into a failing exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
@@ -247,15 +250,6 @@ def _end_without_python(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def end_within(seconds: float, code: int) -> None:
-    """Ends the process after that time, unless it has already ended.
-
-    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
-    launcher would wait for such a process forever, even after a success.
-    """
-    console.call_later(seconds, os._exit, code)
 
 
 def _report(error: BaseException, rank: int) -> int:

@@ -165,7 +165,7 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
 
 def read_file(path: Path) -> str:
     """Reads the text of a regular file, as read_bytes does."""
-    return read_bytes(path).decode("utf-8")
+    return read_bytes(path).decode()
 
 
 def read_json(path: Path, kind: type[Json]) -> Json:

@@ -219,21 +219,22 @@ def checkout(folder: Path) -> dict[str, Any] | None:
         are listed, but without their content.
     """
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    if not commit:
         return None
-    changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
+    changed = _git(folder, "status", "--porcelain", "--", ".").splitlines()
     diff = ""
     if changed:
-        diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") or ""
+        diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n... and {len(diff) - MAX_DIFF:,} more characters"
     if len(changed) > MAX_FILES:
         changed = [*changed[:MAX_FILES], f"... and {len(changed) - MAX_FILES:,} more"]
-    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {"commit": commit.strip(), "branch": branch.strip(), "changed": changed, "diff": diff}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str:
+    """Returns what git prints; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             # Without locks, since the user may be running git in this checkout at the same time.
@@ -246,4 +247,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
             check=True,
         )
         return done.stdout.decode(errors="replace")
-    return None
+    return ""

@@ -90,14 +90,14 @@ class Segmentation(ClassTask):
         names = output_names(source, reviewed.outputs.shape[-1])
 
         # Numbers of pixels that count: [examples, true classes, predicted classes].
-        matrices = []
-        for mask, prediction, is_counted in zip(targets, predicted, targets != self.ignored_label):
-            matrices.append(
-                tf.math.confusion_matrix(
-                    mask[is_counted], prediction[is_counted], len(names), dtype=tf.int64
+        confusion = np.stack(
+            [
+                tf.math.confusion_matrix(mask[counts], prediction[counts], len(names))
+                for mask, prediction, counts in zip(
+                    targets, predicted, targets != self.ignored_label
                 )
-            )
-        confusion = np.stack(matrices)
+            ]
+        )
         # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
         union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection

@@ -395,5 +395,4 @@ def _check_type(setting: str, value: Any, *types: type) -> None:
             _check_type(f"{setting}.{output}", item, *types)
     elif not isinstance(value, types):
         description = "null" if value is None else f"a {type(value).__name__}"
-        library = types[0].__module__.split(".")[0]
-        raise ConfigError(f"{setting} is {description}; it must be a {library} {types[0].__name__}")
+        raise ConfigError(f"{setting} is {description}; it must be a keras {types[0].__name__}")
