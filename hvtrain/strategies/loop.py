@@ -29,8 +29,6 @@ MAX_CALL_STEPS = 200
 # Earlier steps trace the graph and fill the data pipeline.
 FIRST_TIMED_STEP = 5
 TIMED_STEPS = 10
-# Distinguishes a missing attribute from one that is None.
-_MISSING = object()
 
 
 class CallSteps:
@@ -95,11 +93,10 @@ def evaluate_shard(
     """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
     # The watchdog would otherwise mistake a long validation for a hang.
     beat = LambdaCallback(on_test_batch_begin=lambda batch, logs: watchdog.progress.beat())
-    callbacks = [beat, *callbacks]
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
         # Keras warns when data of unknown length end, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
-        return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
+        return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
 
 
 def batched(spec: Any) -> Any:
@@ -241,12 +238,12 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces an attribute of the object temporarily, bypassing Keras's __setattr__."""
     attributes = vars(target)
-    before = attributes.get(name, _MISSING)
+    before = dict(attributes)
     attributes[name] = value
     try:
         yield
     finally:
-        if before is _MISSING:
-            del attributes[name]
+        if name in before:
+            attributes[name] = before[name]
         else:
-            attributes[name] = before
+            del attributes[name]

@@ -92,14 +92,15 @@ class ParameterServerStrategy(Strategy):
         from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        syncs = any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
         combines = f"the optimizer {type(optimizer).__name__}, which combines several,"
         self.exclude(
             {
                 "train.accumulate": optimizer.gradient_accumulation_steps,
                 "train.precision=mixed_float16": optimizer is not model.optimizer,
                 "train.jit_compile": model.jit_compile,
-                "train.sync_batch_norm": syncs,
+                "train.sync_batch_norm": any(
+                    isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers()
+                ),
                 combines: hasattr(optimizer, "optimizers"),
             }
         )
@@ -115,7 +116,6 @@ class ParameterServerStrategy(Strategy):
         start_step: int,
         call_steps: CallSteps,
     ) -> Steps:
-        assert self.cluster.replicas
         self.steps_by_worker = [0] * self.num_computing
         # The servers hold the state of the metrics too, so it must exist before they take over.
         build_metrics(model, batches.element_spec)

@@ -166,14 +166,13 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
     processes = exchange((socket.gethostname(), names, gpu_uuids(num_visible)), "hvtrain.places")
     hosts = [host for host, _, _ in processes]
 
-    workers = worker_ranks(roles)
+    first_worker = roles.num_ps + 1
     views = []
-    for rank in workers:
+    for rank in worker_ranks(roles):
         host, names, ids = processes[rank]
-        workers_before = sum(hosts[other] == host for other in workers if other < rank)
+        workers_before = hosts[first_worker:rank].count(host)
         views.append(View(host, workers_before, names, ids))
-    gpu_of = dict(zip(workers, choose_gpus(views, share_gpus)))
-    return hosts, [gpu_of.get(rank) for rank in range(len(hosts))]
+    return hosts, [None] * first_worker + choose_gpus(views, share_gpus)
 
 
 def serve(cluster: Cluster) -> None:

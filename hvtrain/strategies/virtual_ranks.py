@@ -145,10 +145,7 @@ def _totals(parts: list[list[Any]], number: int) -> list[Any]:
 
     OrderedReducer replaces the sums by the means of all parts; the sums only show whether all are finite.
     """
-    totals = []
-    for values in zip(*(part[:number] for part in parts)):
-        total = None
-        if values[0] is not None:
-            total = tf.add_n([tf.convert_to_tensor(value) for value in values])
-        totals.append(total)
-    return totals
+    return [
+        None if values[0] is None else tf.add_n([tf.convert_to_tensor(value) for value in values])
+        for values in zip(*(part[:number] for part in parts))
+    ]

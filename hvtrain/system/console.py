@@ -249,12 +249,10 @@ class Verdict:
 
 def read_verdict(line: str) -> Verdict | None:
     """Returns the verdict in a line; None for any other line."""
-    if not line.startswith(VERDICT_PREFIX):
-        return None
-    try:
-        return Verdict(**json.loads(line.removeprefix(VERDICT_PREFIX)))
-    except (TypeError, ValueError):
-        return None
+    if line.startswith(VERDICT_PREFIX):
+        with suppress(TypeError, ValueError):
+            return Verdict(**json.loads(line.removeprefix(VERDICT_PREFIX)))
+    return None
 
 
 def end_before_training(number: int, *_: object) -> None:
@@ -320,10 +318,9 @@ def say_error(
     # The verdict's own field has the rank, so the message need not repeat it. Cut,
     # since mpirun splits longer lines.
     cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
-    prefix = "hvtrain: "
+    line = f"hvtrain: {message}\n"
     if rank and not message.startswith(f"rank {rank} "):
-        prefix += f"rank {rank}: "
-    line = f"{prefix}{message}\n"
+        line = f"hvtrain: rank {rank}: {message}\n"
     verdict = Verdict(culprit, cause).line()
     # The launcher shows the line of the rank at fault.
     if verdict and is_repeated and culprit not in (rank, None):

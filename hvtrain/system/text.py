@@ -26,10 +26,13 @@ def human_bytes(num_bytes: float) -> str:
     ('4 B', '5 KiB', '64 MiB', '2560 GiB')
     """
     # GiB only from 10 GiB on, since without decimals 5,500 MiB is more precise than 5 GiB.
-    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
-    return next(
-        f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least
-    )
+    if num_bytes >= 10 * 2**30:
+        return f"{num_bytes / 2**30:.0f} GiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    if num_bytes >= 2**10:
+        return f"{num_bytes / 2**10:.0f} KiB"
+    return f"{num_bytes:.0f} B"
 
 
 def counted(number: int, noun: str) -> str:
