@@ -113,6 +113,12 @@ def blank_batch(batch_spec: Any, num_examples: int) -> Any:
     return tf.nest.map_structure(blank, batch_spec)
 
 
+def split_batch(batch: Any, sizes: int | Sequence[int]) -> list[Any]:
+    """Splits a batch into parts of these sizes or, given a number, into so many equal parts."""
+    arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*arrays)]
+
+
 def forward_of(model: keras.Model) -> Callable[[Any], Any]:
     """Returns a function from a batch of inputs to the model's outputs. Batches of all sizes share a graph."""
     return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)

@@ -14,6 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import refuse_several_processes
+from hvtrain.strategies.loop import split_batch
 from hvtrain.strategies.replica_step import (
     ReplicaStrategy,
     initializing_devices,
@@ -109,10 +110,7 @@ class MirroredStrategy(ReplicaStrategy):
         @tf.autograph.experimental.do_not_convert
         def step(batch):
             def part_of(context):
-                replica = context.replica_id_in_sync_group
-                return tf.nest.map_structure(
-                    lambda array: tf.split(array, self.num_replicas)[replica], batch
-                )
+                return split_batch(batch, self.num_replicas)[context.replica_id_in_sync_group]
 
             # A distributed dataset would give each replica its own batch; here they split one.
             parts = self.replicas.experimental_distribute_values_from_function(part_of)
@@ -142,13 +140,13 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
         RankError: TensorFlow has initialized its devices already.
     """
     gpus = physical_gpus()
-    if gpus and (num_replicas or 0) > len(gpus):
+    num_devices = num_replicas or max(1, len(gpus))
+    if gpus and num_devices > len(gpus):
         raise ConfigError(
             f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); "
             "lower it, make more visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) "
             "to train on the CPU"
         )
-    num_devices = num_replicas or max(1, len(gpus))
     with initializing_devices(MirroredStrategy.name):
         if gpus:
             tf.config.set_visible_devices(gpus[:num_devices], "GPU")

@@ -16,7 +16,7 @@ from hvtrain.keras.ordered_reduction import OrderedReducer
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.loop import replaced
+from hvtrain.strategies.loop import replaced, split_batch
 
 # Distance between the seeds of two parts: 2**32 over the golden ratio, as in
 # Knuth's multiplicative hashing.
@@ -117,12 +117,11 @@ class VirtualRanksStrategy(HorovodStrategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch):
-            parts = zip(*(tf.split(tensor, self.num_replicas) for tensor in tf.nest.flatten(batch)))
             kept = [*statistics, *seeds]
             values_before = [tf.identity(variable) for variable in kept]
             reducer.parts = []
-            for number, tensors in enumerate(parts, first_part + 1):
-                part = tf.nest.pack_sequence_as(batch, tensors)
+            parts = split_batch(batch, self.num_replicas)
+            for number, part in enumerate(parts, first_part + 1):
                 result, gradients = step_of_part(number, part)
                 changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])

@@ -18,7 +18,7 @@ from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.loop import replaced
+from hvtrain.strategies.loop import replaced, split_batch
 
 
 class Computed(NamedTuple):
@@ -118,9 +118,7 @@ def reader(
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
-        batch = marks.arrived(data, began)
-        arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
-        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
+        return split_batch(marks.arrived(data, began), sizes)
 
     traced = take.get_concrete_function(batches)
     return lambda: traced(batches), traced.structured_outputs

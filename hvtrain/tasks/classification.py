@@ -160,10 +160,8 @@ class Multilabel(Task):
         names = output_names(source, outputs.shape[-1], "label_names", "label.")
         decoded = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
-        return {
-            **dict(zip(names, decoded.T)),
-            **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
-        }
+        columns = dict(zip(names, decoded.T))
+        return columns | {f"p.{name}": column for name, column in zip(names, probabilities.T)}
 
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
