@@ -16,8 +16,8 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
-from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve, worker_ranks
-from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, packed, reader
+from hvtrain.strategies.ps_cluster import join_cluster, serve, worker_ranks
+from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, reader
 from hvtrain.system.text import counted
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -43,15 +43,7 @@ class ParameterServerStrategy(Strategy):
         "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
         "gradients can be stale: computed before the steps of other workers",
     )
-    cluster: Cluster  # Set by start.
-    # Number of examples in each part of a step's batch; a synchronous step has a part for
-    # each worker. Set by check_plan.
-    part_sizes: list[int]
-    # Batch size / part size. A part's sum times this, averaged over parts, is the
-    # batch's sum. Set while tracing.
-    batch_over_part: float
-    # Set by make_steps.
-    steps_by_worker: list[int]
+    steps_by_worker: list[int]  # Set by make_steps.
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
@@ -107,6 +99,8 @@ class ParameterServerStrategy(Strategy):
 
     def check_plan(self, plan: StepPlan) -> None:
         super().check_plan(plan)
+        # Number of examples in each part of a step's batch; a synchronous step has a part for each
+        # worker.
         self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
@@ -160,13 +154,19 @@ class ParameterServerStrategy(Strategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes and stores the results of a batch, on the worker that calls it; returns the logs, packed."""
+        """Computes and stores the results of a batch, on the worker that calls it.
+
+        Returns the values of the logs, sorted by name, as one float32 vector.
+        """
+        # A part's sum times this, averaged over the parts, is the batch's sum.
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
             self.store(computed, worker)
         self._names = sorted(computed.result)
-        return packed(computed.result)
+        # In one tensor, because each value would need its own fetch from the worker.
+        means = [tf.reduce_mean(computed.result[name]) for name in self._names]
+        return tf.stack([tf.cast(mean, tf.float32) for mean in means] or [0.0])
 
     def store(self, computed: Computed, worker: tf.Tensor) -> None:
         """Applies the results to the servers' variables."""
@@ -266,15 +266,6 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             differences.append(f"dropped {self.num_dropped:,} stale gradients")
         return differences
 
-    @property
-    def num_needed(self) -> int:
-        """Number of gradients that a step waits for."""
-        return self._replicas_to_aggregate or self.num_replicas
-
-    @property
-    def mode(self) -> str:  # type: ignore[override]
-        return f"synchronous ({self.num_needed} of {self.num_replicas} gradients a step)"
-
     def check_workers(self, number: int) -> None:
         needed = self._replicas_to_aggregate
         if needed is not None and (type(needed) is not int or not 1 <= needed <= number):
@@ -283,6 +274,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 f"{counted(number, 'worker')} of this run, nor null"
             )
         self.num_replicas = number
+        # Number of gradients that a step waits for.
+        self.num_needed = needed or number
+        self.mode = f"synchronous ({self.num_needed} of {number} gradients a step)"
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0
@@ -331,8 +325,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
             # A late worker may be writing its row. That must not count, even if it
             # is not finite (0 x NaN is NaN).
-            zero = tf.zeros([], values.dtype)
-            return tf.reduce_sum(tf.where(factors > 0, values * factors, zero), axis=0)
+            return tf.reduce_sum(tf.where(factors > 0, values * factors, 0), axis=0)
 
     def _mean(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
         total = self._sum(variable, weights)

@@ -88,15 +88,8 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
     """Returns a random generator's state for this step: the model's state plus `number`."""
-    step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
+    step = tf.pad(number[None], [[0, seed.shape[0] - 1]])
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
-
-
-def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Packs the values that a step returns into one float32 vector, sorted by name."""
-    # In one tensor, because each would need its own fetch from the worker.
-    numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
-    return tf.stack(numbers or [0.0])
 
 
 def reader(
@@ -235,6 +228,13 @@ class ServerState:
     def traced(self) -> Iterator[None]:
         """Makes the model and its optimizer use the servers' variables, for tracing functions."""
         optimizer = self.model.optimizer
+        update_step = optimizer.update_step
+
+        def update_on_server(gradient, variable, learning_rate):
+            # The slots of a variable are on the same server.
+            with tf.device(variable.device):
+                return update_step(gradient, variable, learning_rate)
+
         with ExitStack() as stack:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
@@ -246,22 +246,10 @@ class ServerState:
                 for index, variable in enumerate(optimizer._trainable_variables)
             }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
-            stack.enter_context(
-                replaced(optimizer, "update_step", on_its_server(optimizer.update_step))
-            )
+            stack.enter_context(replaced(optimizer, "update_step", update_on_server))
 
             # Keras would read the counter and write it back, and lose
             # increments by other workers in between.
             counter = optimizer._iterations
             stack.enter_context(replaced(counter, "assign_add", counter.value.assign_add))
             yield
-
-
-def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an update_step that runs on the server that holds the variable and its slots."""
-
-    def update(gradient, variable, learning_rate):
-        with tf.device(variable.device):
-            return update_step(gradient, variable, learning_rate)
-
-    return update

@@ -47,10 +47,10 @@ def writing(
     except OSError as error:
         with suppress(OSError):
             remove(temporary)
-        raise kind(_why_not_written(name or str(path), path.parent, error, needed_bytes)) from error
+        raise kind(_why_not_written(name or path, path.parent, error, needed_bytes)) from error
 
 
-def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int) -> str:
+def _why_not_written(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
     disk = None
     with suppress(OSError):  # A lost mount does not even report its free space.
         while not folder.exists():
@@ -98,7 +98,7 @@ def append_text(path: Path, text: str) -> None:
             # Part of a line may have been written, which the next text would continue.
             with suppress(OSError):
                 os.truncate(path, size)
-        raise StorageError(_why_not_written(str(path), path.parent, error, len(data))) from error
+        raise StorageError(_why_not_written(path, path.parent, error, len(data))) from error
 
 
 def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
@@ -156,10 +156,11 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if last_bytes is not None:
-            file.seek(max(0, os.fstat(handle).st_size - last_bytes))
+            file.seek(max(0, status.st_size - last_bytes))
         return file.read()
 
 

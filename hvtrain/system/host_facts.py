@@ -177,13 +177,13 @@ def all_interfaces() -> list[dict[str, str]]:
         # address, and returns the bytes used.
         buffer = array.array("B", bytes(_MAX_BYTES))
         ifconf = struct.pack("iL", _MAX_BYTES, buffer.buffer_info()[0])
-        num_bytes = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, ifconf))[0]
+        num_bytes = struct.unpack("iL", fcntl.ioctl(control, _SIOCGIFCONF, ifconf))[0]
         interfaces = []
         for start in range(0, num_bytes, _IFREQ_BYTES):
             request = buffer[start : start + _IFREQ_BYTES].tobytes()
             # The request holds both name and address, so the answer is the mask of this address,
             # not of another one of the interface.
-            mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
+            mask = socket.inet_ntoa(fcntl.ioctl(control, _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
             interfaces.append(

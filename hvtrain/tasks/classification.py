@@ -172,11 +172,11 @@ class Multilabel(Task):
         rows = []
         for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
             num_true = int(true.sum())
-            num_correct = int((true & predicted).sum())
+            num_correct = (true & predicted).sum()
             accuracy = np.mean(true == predicted)
 
             # Precision is 0 for a label that is never predicted; recall, for one that never occurs.
-            precision = num_correct / max(int(predicted.sum()), 1)
+            precision = num_correct / max(predicted.sum(), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
 

@@ -123,7 +123,7 @@ class Task(ABC):
                 f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
                 for spec in tf.nest.flatten(target)
             )
-            advice = {"float32 numbers": "task=regression"}.get(types, "another task")
+            advice = "task=regression" if types == "float32 numbers" else "another task"
             names = source.facts().get("class_names")
             if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
@@ -262,8 +262,7 @@ class Task(ABC):
                 _check_type(setting, metric, Metric)
             return of_logits(metric, setting) if self.gives_logits else metric
 
-        for name, metric in self.metrics.items():
-            self.metrics[name] = completed(metric, f"task.metrics.{name}")
+        self.metrics = completed(self.metrics, "task.metrics")
 
     def compile(
         self,
@@ -341,8 +340,9 @@ class Task(ABC):
         """Raises ConfigError for a metric that cannot take these examples, or whose state is not a sum."""
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
-                parts = (targets, outputs)
-                if not all(isinstance(part, Mapping) and name in part for part in parts):
+                if not all(
+                    isinstance(part, Mapping) and name in part for part in (targets, outputs)
+                ):
                     raise ConfigError(
                         f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
                     )
