@@ -96,12 +96,11 @@ class MirroredStrategy(ReplicaStrategy):
         self._model = model
 
     def check_plan(self, plan: StepPlan) -> None:
-        num_replicas = self.num_replicas
-        if not plan.is_full or plan.global_batch % num_replicas:
+        if not plan.is_full or plan.global_batch % self.num_replicas:
             raise ConfigError(
-                f"strategy={self.name} splits the batch of each step into {num_replicas} equal "
+                f"strategy={self.name} splits the batch of each step into {self.num_replicas} equal "
                 f"parts, but steps of this run have {plan.global_batch} examples or fewer; choose "
-                f"data.uneven=trim and a batch size that {num_replicas} divides"
+                f"data.uneven=trim and a batch size that {self.num_replicas} divides"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:

@@ -257,8 +257,9 @@ def _report(error: BaseException, rank: int) -> int:
     if isinstance(error, KeyboardInterrupt):
         # Rank 0 reports first, since its output is what users see.
         wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if rank else 0.0
-        text = "interrupted; nothing new was saved"
-        console.say_error(text, rank, wait_seconds, is_repeated=True)
+        console.say_error(
+            "interrupted; nothing new was saved", rank, wait_seconds, is_repeated=True
+        )
         return INTERRUPTED
     if not isinstance(error, UserError):
         if (

@@ -45,9 +45,6 @@ class Sender:
         sys.stdout.write(drawing.line())
         sys.stdout.flush()
 
-    def stop(self) -> None:
-        self.show(Drawing())
-
 
 def cut(line: str) -> tuple[str, Drawing | None]:
     """Splits a rank's line into the text to show and the drawing in it, if any.

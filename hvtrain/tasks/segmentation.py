@@ -141,11 +141,10 @@ def _overlays(
     pictures = []
     for row in [*worst, *others][:NUM_PICTURES]:
         image = as_bytes(reviewed.inputs[row])
-        true_overlay = overlay(image, reviewed.targets[row], ignored_label)
-        predicted_overlay = overlay(image, predicted[row], ignored_label)
-
+        masks = (reviewed.targets[row], predicted[row])
+        overlays = [overlay(image, mask, ignored_label) for mask in masks]
         caption = f"example {row}: mean IoU {mean_iou[row]:.2f}"
-        pictures.append((png(image, true_overlay, predicted_overlay), caption))
+        pictures.append((png(image, *overlays), caption))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
     legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
