@@ -1,7 +1,7 @@
-"""The parts of the training loop (Strategy.fit): Keras's train step, with several steps in one call of the graph.
+"""The parts of the training loop, Strategy.fit, which runs several train steps in one call of the graph.
 
-Keras's own fit can also run several steps per call, but always the same number, so its calls run past the
-ends of epochs, checkpoints and other intervals. And each of its calls has an overhead greater than the time
+Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so a call
+may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls exceeds the time
 of a small step.
 """
 
@@ -22,8 +22,8 @@ from hvtrain.watchdog.progress import VALIDATION
 # Runs a number of steps and returns the logs of the last one.
 Steps = Callable[[int], dict[str, Any]]
 
-# Long enough that the 1.4 ms of Python in each call do not matter, and short enough that callbacks,
-# signals and progress are not held up.
+# Long enough that the 1.4 ms of Python in each call do not matter, and short enough not to delay
+# callbacks, signals and progress.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
 # Earlier steps trace the graph and fill the data pipeline.
@@ -40,8 +40,8 @@ class CallSteps:
         intervals: step intervals, such as that of checkpoints, whose multiples a call must not cross.
         broadcast: a function that returns the chief's value on all ranks.
         accumulate: steps per weight update. The ranks learn of a request to stop during an update, and
-            obey it at the end of the call. Then no rank may hold accumulated gradients, which differ
-            between ranks, so a call that includes an update must also end with one.
+            obey it at the end of the call. At that point no rank may hold accumulated gradients, since
+            these differ between ranks, so a call that includes an update must also end with one.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class CallSteps:
             end - step,
             *(interval - step % interval for interval in self._intervals),
         )
+        # Cut back to the last weight update, if the call includes one; see `accumulate`.
         past_change = (step + number) % self._accumulate
         return number - past_change if past_change < number else number
 
     def is_boundary(self, step: int) -> bool:
-        """Returns True if callbacks may look at the model after this step, which ends a call."""
+        """Returns True if callbacks may look at the model after this step, the last one of a call."""
         is_due = any(step % interval == 0 for interval in self._intervals)
         return self._is_fixed or is_due or step == self._end
 
@@ -94,7 +95,7 @@ def evaluate_shard(
     # The watchdog would otherwise mistake a long validation for a hang.
     beat = LambdaCallback(on_test_batch_begin=lambda batch, logs: watchdog.progress.beat())
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
-        # Keras warns when data of unknown length end, as with data.on_error=skip.
+        # Keras warns when a dataset of unknown length ends, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
         return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
 
@@ -163,7 +164,7 @@ def make_steps(
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
-    # The loop in the graph needs a result before the first step; its values are never read.
+    # The loop in the graph needs an initial result, whose values are never read.
     blank = tf.nest.map_structure(
         lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec
     )

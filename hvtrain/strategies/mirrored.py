@@ -64,9 +64,9 @@ class MirroredStrategy(ReplicaStrategy):
         return super().scope()
 
     def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        # Averages updates of moving statistics over the replicas. They are recognized by these two
-        # options: they are not trained, and Keras requests no aggregation for them. For plain
-        # variables, which have no copies, aggregation means nothing.
+        # Updates of moving statistics are averaged over the replicas. These two options identify
+        # them: they are not trained, and Keras requests no aggregation for them. A plain variable
+        # may have the same options, but it has no copies, so its aggregation has no effect.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:

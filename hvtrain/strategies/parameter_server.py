@@ -62,8 +62,8 @@ class ParameterServerStrategy(Strategy):
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
-        # Set because TensorFlow lists the workers' GPUs here too, though this
-        # process waits for none of them.
+        # Set by hand, because TensorFlow lists the workers' GPUs here too, though this process waits
+        # for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -132,9 +132,9 @@ class ParameterServerStrategy(Strategy):
     def do_steps(self, number: int) -> dict[str, Any]:
         """Takes a number of steps, and returns the last one's logs.
 
-        After a step at which callbacks may look at the model, the model is that of the servers, and no
-        worker will change it. After other steps, workers continue while callbacks run, and the weights
-        here stay as they were.
+        If callbacks may look at the model after the last step, it is first brought up to date with the
+        servers, and no worker changes it while they run. Otherwise the workers continue meanwhile, and
+        this process's copy of the weights stays as it was.
         """
         if self._is_settled:
             # Callbacks may have changed the model, such as its learning rate.
@@ -219,7 +219,7 @@ class ParameterServerStrategy(Strategy):
 
     def stop(self) -> None:
         self.watchdog.stop()
-        hvd.shutdown()  # Has an effect only after a failure before the processes have left Horovod.
+        hvd.shutdown()  # Needed only if the run failed before the processes left Horovod.
 
     def description(self) -> str:
         return (
@@ -235,8 +235,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
     proportionally larger weight in the mean.
 
-    Beside each variable, each worker has a row of its own for its results. So a step uses the same
-    workers for all variables, adds in the order of the workers, and includes no late gradient.
+    Next to each variable, on its server, each worker has a row of its own for its results. So a step
+    uses the same workers for all variables, adds in the order of the workers, and includes no late
+    gradient.
 
     Args:
         replicas_to_aggregate: number of gradients that a step waits for; None: one from each worker. With

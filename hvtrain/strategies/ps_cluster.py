@@ -30,8 +30,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Stands for watchdog.abort_seconds=0: a run may stay without progress,
-# but a lost process still ends it.
+# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -194,8 +193,8 @@ def serve(cluster: Cluster) -> None:
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):
-        # In this phase a process never counts as the one that others
-        # wait for. This one only serves.
+        # A process in this phase never counts as the one that others wait for, and this one only
+        # serves.
         reason = watchdog.wait()
 
     if reason is None:

@@ -1,4 +1,7 @@
-"""A strategy with the same results, to the bit, on any number of ranks: a step has a fixed number of parts."""
+"""A strategy whose results are the same, to the bit, on any number of ranks.
+
+Each step is divided into a fixed number of parts, whichever ranks compute them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +111,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         def step_of_part(number, part):
             """Returns the result of the model's step on this part, and its gradients."""
             gradients: list[Any] = []
+            # The part's random numbers depend on its number and on the step alone.
             draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
             for seed in seeds:
                 offset = tf.stack([tf.constant(number * SEED_STRIDE, tf.int64), draws])
@@ -123,6 +127,7 @@ class VirtualRanksStrategy(HorovodStrategy):
             parts = split_batch(batch, self.num_replicas)
             for number, part in enumerate(parts, first_part + 1):
                 result, gradients = step_of_part(number, part)
+                # All parts begin with the same statistics, to which the mean change is added below.
                 changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])
                 for variable, before in zip(kept, values_before):

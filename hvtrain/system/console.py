@@ -21,13 +21,15 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
-# Set for every rank by horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi starts; MPICH and
-# Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task of a step.
+# Set for each rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
+# starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task of
+# a step, so the size is that of the step.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Holds the command line of a process that was started by hand. A signal to such a process reaches
 # no other, since no launcher passes it on.
 BY_HAND = "HVTRAIN_BY_HAND"
+# How long a rank waits for another one that should report a failure first.
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
 UNSAVED = "before training began, so nothing was saved"

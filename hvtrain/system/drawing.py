@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 PREFIX = "hvtrain-drawing: "
-# "1" if the launcher shows the drawings of its ranks. Variables named
-# HVTRAIN_ are sent to other hosts.
+# "1" if the launcher shows the drawings of its ranks. Variables whose names begin with HVTRAIN_ are
+# passed on to other hosts.
 _ASKED = "HVTRAIN_DRAWING"
 
 
