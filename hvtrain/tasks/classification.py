@@ -256,10 +256,10 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
         raise ConfigError(
-            "augment mixes the classes of examples, or task.label_smoothing does, and task.loss is "
-            f"{type(loss).__name__}, which may take indices of classes alone; choose "
-            "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes "
-            "(MixUp, CutMix, label_smoothing)"
+            "augment or task.label_smoothing mixes classes, but task.loss is "
+            f"{type(loss).__name__}, which may accept only class indices; choose "
+            "keras.losses.SparseCategoricalCrossentropy without ignore_class, or leave out MixUp, "
+            "CutMix and label_smoothing"
         )
 
     def call(self, y_true, y_pred):
