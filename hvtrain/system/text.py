@@ -61,13 +61,10 @@ def aligned(table: Sequence[Sequence[str]], alignments: str = "") -> list[str]:
     >>> aligned([["a", "speed"], ["long", "7"]])
     ['a     speed', 'long      7']
     """
-    widths = [max(map(len, column)) for column in zip(*table)]
-    alignments = alignments or "<".ljust(len(widths), ">")
-    lines = []
-    for row in table:
-        cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = list(zip(*table))
+    alignments = alignments or "<".ljust(len(columns), ">")
+    formats = [f"{align}{max(map(len, column))}" for align, column in zip(alignments, columns)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in table]
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

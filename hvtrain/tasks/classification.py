@@ -208,8 +208,10 @@ class Binary(Multilabel):
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Returns 0 or 1 for each example, and the probability of 1."""
-        probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
-        return {"class": self.decode(outputs), "probability": probabilities}
+        return {
+            "class": self.decode(outputs),
+            "probability": ops.convert_to_numpy(ops.sigmoid(outputs)),
+        }
 
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
