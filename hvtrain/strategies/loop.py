@@ -1,8 +1,8 @@
-"""The parts of the training loop, Strategy.fit, which runs several train steps in one call of the graph.
+"""The parts of the training loop, Strategy.fit: several train steps run in one call of the graph.
 
-Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so a call
-may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls exceeds the time
-of a small step.
+Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so
+a call may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls
+exceeds the time of a small step.
 """
 
 import warnings
@@ -39,9 +39,10 @@ class CallSteps:
             the time of the first calls, each of a single step.
         intervals: step intervals, such as that of checkpoints, whose multiples a call must not cross.
         broadcast: a function that returns the chief's value on all ranks.
-        accumulate: steps per weight update. The ranks learn of a request to stop during an update, and
-            obey it at the end of the call. At that point no rank may hold accumulated gradients, since
-            these differ between ranks, so a call that includes an update must also end with one.
+        accumulate: steps per weight update. The ranks learn of a request to stop during an update,
+            and obey it at the end of the call. At that point no rank may hold accumulated
+            gradients, since these differ between ranks, so a call that includes an update must
+            also end with one.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CallSteps:
         return number - past_change if past_change < number else number
 
     def is_boundary(self, step: int) -> bool:
-        """Returns True if callbacks may look at the model after this step, the last one of a call."""
+        """Returns True if callbacks may look at the model after this step, the last of a call."""
         is_due = any(step % interval == 0 for interval in self._intervals)
         return self._is_fixed or is_due or step == self._end
 

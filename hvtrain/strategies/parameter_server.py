@@ -62,8 +62,8 @@ class ParameterServerStrategy(Strategy):
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
-        # Set by hand, because TensorFlow lists the workers' GPUs here too, though this process waits
-        # for none of them.
+        # Set by hand, because TensorFlow lists the workers' GPUs here too, though this process
+        # waits for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -132,9 +132,9 @@ class ParameterServerStrategy(Strategy):
     def do_steps(self, number: int) -> dict[str, Any]:
         """Takes a number of steps, and returns the last one's logs.
 
-        If callbacks may look at the model after the last step, it is first brought up to date with the
-        servers, and no worker changes it while they run. Otherwise the workers continue meanwhile, and
-        this process's copy of the weights stays as it was.
+        If callbacks may look at the model after the last step, it is first brought up to date with
+        the servers, and no worker changes it while they run. Otherwise the workers continue
+        meanwhile, and this process's copy of the weights stays as it was.
         """
         if self._is_settled:
             # Callbacks may have changed the model, such as its learning rate.
@@ -193,7 +193,7 @@ class ParameterServerStrategy(Strategy):
         self.begin(self.workers.free[0], parts)
 
     def record_finished(self) -> None:
-        """Waits until a call has finished. Counts finished calls, and keeps the last result for the logs."""
+        """Waits until a call has finished; counts such calls, and keeps a result for the logs."""
         for worker, _, result in self.workers.finished():
             self._latest = result
             self.steps_by_worker[worker] += 1
@@ -235,9 +235,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
     proportionally larger weight in the mean.
 
-    Next to each variable, on its server, each worker has a row of its own for its results. So a step
-    uses the same workers for all variables, adds in the order of the workers, and includes no late
-    gradient.
+    Next to each variable, on its server, each worker has a row of its own for its results. So a
+    step uses the same workers for all variables, adds in the order of the workers, and includes no
+    late gradient.
 
     Args:
         replicas_to_aggregate: number of gradients that a step waits for; None: one from each worker. With

@@ -30,7 +30,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends it.
+# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends
+# it.
 NO_LIMIT_SECONDS = 1e9
 
 

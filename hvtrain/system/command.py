@@ -23,8 +23,8 @@ from hvtrain.errors import (
 from hvtrain.system import console
 
 # A process that takes longer to exit is ended. Horovod may be waiting for ranks that wait for this
-# one, and TensorFlow for its threads; the launcher would wait for such a process forever, even after
-# a success.
+# one, and TensorFlow for its threads; the launcher would wait for such a process forever, even
+# after a success.
 SECONDS_TO_EXIT = 2.0
 SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
 RUN_SETTINGS = (

@@ -22,8 +22,8 @@ from typing import Any
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set for each rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
-# starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task of
-# a step, so the size is that of the step.
+# starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task
+# of a step, so the size is that of the step.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Holds the command line of a process that was started by hand. A signal to such a process reaches
