@@ -78,7 +78,10 @@ class CallSteps:
         return self._is_fixed or is_due or step == self._end
 
     def record(self, seconds: float) -> None:
-        """Records the time of a call; after enough calls the ranks agree on a number of steps (every rank)."""
+        """Records the time of a call (every rank).
+
+        After enough calls the ranks agree on a number of steps.
+        """
         if self._timed is None:
             return
         self._timed.append(seconds)
@@ -122,12 +125,15 @@ def split_batch(batch: Any, sizes: int | Sequence[int]) -> list[Any]:
 
 
 def forward_of(model: keras.Model) -> Callable[[Any], Any]:
-    """Returns a function from a batch of inputs to the model's outputs. Batches of all sizes share a graph."""
+    """Returns a function from a batch of inputs to the model's outputs.
+
+    Batches of all sizes share a graph.
+    """
     return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
 
 
 def evaluate_blank(model: keras.Model, batch_spec: Any, num_batches: int) -> Collection[str]:
-    """Evaluates batches that consist of one example of zeros; returns the names of the metrics. Not collective."""
+    """Evaluates batches of one example of zeros; returns the metrics' names. Not collective."""
     batches = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1)).repeat(num_batches)
     return model.evaluate(batches, verbose=0, return_dict=True)
 

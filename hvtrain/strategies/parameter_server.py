@@ -1,4 +1,7 @@
-"""TensorFlow's parameter servers: asynchronous, or synchronous, with the mean of the workers' gradients in a step."""
+"""TensorFlow's parameter servers, asynchronous or synchronous.
+
+A synchronous step uses the mean of the workers' gradients.
+"""
 
 from typing import Any
 
@@ -23,7 +26,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: parameter servers hold the variables, and workers do not wait for each other.
+    """Asynchronous training: servers hold the variables, and workers do not wait for each other.
 
     Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, and the others are
     workers. The plan is that of a single rank: a step is one batch, on whichever worker is free.
@@ -56,7 +59,7 @@ class ParameterServerStrategy(Strategy):
         return self.cluster.roles.num_workers
 
     def start(self) -> Topology:
-        """Joins the cluster. Returns only on the coordinator; the other processes serve until it ends."""
+        """Joins the cluster. Returns only on the coordinator; the others serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)
@@ -229,7 +232,9 @@ class ParameterServerStrategy(Strategy):
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Synchronous training: each worker takes the batches of one rank of the plan; a step uses their mean gradient.
+    """Synchronous training: a step uses the mean gradient of the workers.
+
+    Each worker takes the batches of one rank of the plan.
 
     With backup workers, a step waits only for the first gradients, and drops late ones (Chen et al.
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
@@ -307,7 +312,11 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, arrived: tf.Tensor) -> None:
-        """Takes one step with the results of the workers whose entry in `arrived` [workers] is 1; others are 0."""
+        """Takes one step with the results of some workers.
+
+        Args:
+            arrived: [workers], 1 for each worker whose results count, otherwise 0.
+        """
         weights = arrived * tf.constant(reduced(self.part_sizes))
         with self.state.traced():
             trained = [variable for variable, _ in self._computed.gradients]
@@ -368,7 +377,10 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
-        """Stands in for the mean denominator: workers have no collective, so it raises ConfigError for several."""
+        """Stands in for the mean of the workers' denominators.
+
+        Workers have no collective, so it raises ConfigError if there are several.
+        """
         if self.num_replicas == 1:
             return number
         raise ConfigError(

@@ -210,7 +210,7 @@ def serve(cluster: Cluster) -> None:
 
 
 def _allow_threads() -> None:
-    """Raises the number of inter-op threads from 1, with which TensorFlow's servers would deadlock."""
+    """Raises the number of inter-op threads if it is 1: TensorFlow's servers would deadlock."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() != "1":
         return
     os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)

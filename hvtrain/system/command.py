@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def add_hosts(self, group: Any = None) -> Any:
-        """Adds -H and --hostfile, of which only one may be given, to the parser or to one of its groups.
+        """Adds -H and --hostfile to the parser or to one of its groups; only one may be given.
 
         The parsed `hosts` is that option with its value, as arguments of hvtrain launch. Returns the
         group of the two options, to which others may be added.
@@ -104,7 +104,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """Separates NAME=VALUE with one of these names from the other arguments; the last value of a name counts.
+    """Separates NAME=VALUE with one of these names from the other arguments.
+
+    If a name occurs several times, its last value counts.
 
     >>> take_values(["trials=9", "model=mlp", "trials=20"], "sweep", "trials")
     ({'trials': '20'}, ['model=mlp'])
@@ -199,7 +201,10 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
 
 
 def enter(work: Callable[[], int]) -> None:
-    """Runs a command, and exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
+    """Runs a command, and exits unless its code is 0.
+
+    Other codes: 2 bad input, 75 start again, 130 interrupted, 1 any other error.
+    """
     # Known from the launcher's variables, since Horovod may not have started yet.
     rank = console.launched_rank()
     try:
@@ -229,7 +234,7 @@ def enter(work: Callable[[], int]) -> None:
 
 
 def _check_arguments() -> None:
-    """Raises ConfigError for an argument that is not UTF-8, which could not be written to the run's records."""
+    """Raises ConfigError for an argument that is not UTF-8, since records could not hold it."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()

@@ -104,7 +104,7 @@ def is_launched() -> bool:
 
 @contextmanager
 def quiet_import(verbose: bool) -> Iterator[None]:
-    """Hides the messages of the first import of TensorFlow and Keras, unless verbose or the block fails.
+    """Hides the messages of the first import of TensorFlow and Keras, unless verbose or it fails.
 
     TensorFlow writes its first messages before it reads its log level, so no environment variable can
     silence them. A third of Keras's import time goes to scikit-learn and Matplotlib, for wrappers and
@@ -169,7 +169,7 @@ def log_to_file(folder: Path, rank: int) -> None:
 
 
 class _ToStdout(logging.StreamHandler):
-    """Writes to the current sys.stdout, which a live display replaces so that text appears above it."""
+    """Writes to the current sys.stdout, which a live display replaces to show text above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -238,7 +238,10 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank at fault (HOST[SLOT] in an elastic job; None: unknown), the cause, and the exit code if known."""
+    """The rank at fault, the cause, and the exit code if known.
+
+    In an elastic job the rank is HOST[SLOT]; None: unknown.
+    """
 
     rank: int | str | None
     cause: str = ""
@@ -258,7 +261,10 @@ def read_verdict(line: str) -> Verdict | None:
 
 
 def end_before_training(number: int, *_: object) -> None:
-    """Handles a signal that arrives before there is anything to save: ends the process, with a message on rank 0."""
+    """Handles a signal that arrives before there is anything to save.
+
+    It ends the process, with a message on rank 0.
+    """
     rank = launched_rank()
     text = f"{signal.Signals(number).name} arrived {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
@@ -271,7 +277,10 @@ def end_before_training(number: int, *_: object) -> None:
 
 
 def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:
-    """Calls the action after that time, in a thread that does not keep the process alive; returns its timer."""
+    """Calls the action after that time, and returns its timer.
+
+    The timer's thread does not keep the process alive.
+    """
     timer = threading.Timer(seconds, action, arguments)
     timer.daemon = True
     timer.start()
@@ -299,7 +308,7 @@ def say_error(
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
-    """Writes one line to stderr and to this rank's log file, and a verdict for the launcher, if there is one.
+    """Writes one line to stderr and to this rank's log file, and a verdict for a launcher.
 
     Args:
         rank: This rank; 0 in a launcher too.

@@ -31,7 +31,9 @@ def writing(
     kind: type[UserError] = StorageError,
     name: str | None = None,
 ) -> Iterator[None]:
-    """Context in which the caller writes `temporary` and renames it to `path`; an OSError leaves nothing behind.
+    """Context in which the caller writes `temporary` and renames it to `path`.
+
+    An OSError leaves nothing behind, and is raised as another error.
 
     Args:
         path: The file or folder that `temporary` becomes.
@@ -133,7 +135,10 @@ def new_folder(default: Path) -> Path:
 
 
 def page_path(text: str | Path) -> Path:
-    """Returns the path of the file that --output names. Raises ConfigError if no file can be written there."""
+    """Returns the path of the file that --output names.
+
+    Raises ConfigError if no file can be written there.
+    """
     path = Path(text)
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; name a file in it")
@@ -184,7 +189,7 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
 
 
 def whole_lines(text: str) -> str:
-    """Returns the text up to its last line break, since its writer may have died while appending a line."""
+    """Returns the text up to its last line break; its writer may have died while adding a line."""
     return text[: text.rfind("\n") + 1]
 
 

@@ -1,5 +1,6 @@
-"""Facts about a host: its software (Python, packages, code, git checkout, Horovod's library) and network interfaces.
+"""Facts about a host: its software and network interfaces.
 
+The software is Python, packages, code, the git checkout and Horovod's library.
 launch, doctor and the ranks compare software between hosts. This module needs only the standard library
 of Python 3.9, since launch/remote_hosts.py runs its source on other hosts.
 """
@@ -65,7 +66,10 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """Returns the processor's model, or its architecture if Linux names no model, as on some ARM processors."""
+    """Returns the processor's model, or its architecture if Linux names no model.
+
+    Linux names none for some ARM processors.
+    """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -91,7 +95,10 @@ def raise_file_limit() -> None:
 
 
 def cuda_versions() -> dict[str, str]:
-    """Returns versions of the CUDA, cuDNN and NCCL wheels, whose names end in the CUDA version (nvidia-nccl-cu12)."""
+    """Returns versions of the CUDA, cuDNN and NCCL wheels, by name.
+
+    The names end in the CUDA version, such as nvidia-nccl-cu12.
+    """
     installed = {
         str(package.metadata["Name"] or "").lower(): package.version
         for package in metadata.distributions()
@@ -156,7 +163,7 @@ def _checksum(path: Path) -> str:
 
 
 def horovod_facts() -> dict[str, Any]:
-    """Returns the path of Horovod's library (None if there is none), and which of _SYMBOLS it was built with."""
+    """Returns the path of Horovod's library, if there is one, and what it was built with."""
     origin = origin_of("horovod")
     libraries = sorted((origin.parent / "tensorflow").glob("mpi_lib*.so")) if origin else []
     # The library file is searched, since importing it would start TensorFlow.
@@ -197,7 +204,10 @@ def all_interfaces() -> list[dict[str, str]]:
 
 
 def address_towards(address: str) -> str:
-    """Returns this host's IPv4 address on the route to another address. Raises OSError without a route."""
+    """Returns this host's IPv4 address on the route to another address.
+
+    Raises OSError if there is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the route.
         return probe.getsockname()[0]

@@ -51,7 +51,7 @@ def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.n
 
 
 def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
-    """Finds the first example with a True in a boolean array [examples, ...], and describes its problem.
+    """Finds the first example with a True in a boolean array [examples, ...]; adds its problem.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')

@@ -53,7 +53,10 @@ class Regression(Task):
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
-        """Returns plots of predictions and residuals for the first number of each example, and the worst examples."""
+        """Returns plots of predictions and residuals, and a table of the worst examples.
+
+        Only the first number of each example counts.
+        """
         targets = _first_numbers(reviewed.targets)
         predictions = _first_numbers(reviewed.outputs)
 
