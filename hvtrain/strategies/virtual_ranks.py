@@ -24,7 +24,8 @@ from hvtrain.strategies.loop import replaced, split_batch
 # Distance between the seeds of two parts: 2**32 over the golden ratio, as in
 # Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
-# The most random draws of a layer in one step; with more, those of two steps would overlap.
+# The most random draws of a layer in one step; with more, those of two steps would overlap. Seeds
+# repeat after 2**32 / MAX_DRAWS steps, about a million.
 MAX_DRAWS = 1 << 12
 
 

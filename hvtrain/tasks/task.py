@@ -201,7 +201,7 @@ class Task(ABC):
         return {"num_outputs": shape[-1], "output_shape": shape}
 
     def _named_metrics(self) -> dict[str, Any]:
-        """Returns metrics by their names in the logs, with a prefix if there are several outputs."""
+        """Returns metrics by their names in the logs, with a prefix for several outputs."""
         named: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
