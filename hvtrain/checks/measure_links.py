@@ -26,7 +26,7 @@ from hvtrain.launch import environment
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.launch.job import Host, Job, launcher_command
 from hvtrain.launch.remote_hosts import Ssh
-from hvtrain.system.command import end_within
+from hvtrain.system.console import call_later
 from hvtrain.system.text import human_bytes
 
 MARK = "hvtrain-links:"
@@ -210,7 +210,7 @@ def rank_main() -> None:
     import hvtrain.keras as hvd
 
     # If the launcher is killed, nothing else ends this rank.
-    end_within(most_seconds(int(os.environ["HOROVOD_SIZE"])), 1)
+    call_later(most_seconds(int(os.environ["HOROVOD_SIZE"])), os._exit, 1)
     hvd.init()
     hvd.pin_gpu()
 

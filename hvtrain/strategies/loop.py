@@ -1,8 +1,8 @@
-"""The parts of the training loop (Strategy.fit): Keras's train step, with several steps in one call of the graph.
+"""The parts of the training loop, Strategy.fit: several train steps run in one call of the graph.
 
-Keras's own fit can also run several steps per call, but always the same number, so its calls run past the
-ends of epochs, checkpoints and other intervals. And each of its calls has an overhead greater than the time
-of a small step.
+Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so
+a call may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls
+exceeds the time of a small step.
 """
 
 import warnings
@@ -22,15 +22,13 @@ from hvtrain.watchdog.progress import VALIDATION
 # Runs a number of steps and returns the logs of the last one.
 Steps = Callable[[int], dict[str, Any]]
 
-# Long enough that the 1.4 ms of Python in each call do not matter, and short enough that callbacks,
-# signals and progress are not held up.
+# Long enough that the 1.4 ms of Python in each call do not matter, and short enough not to delay
+# callbacks, signals and progress.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
 # Earlier steps trace the graph and fill the data pipeline.
 FIRST_TIMED_STEP = 5
 TIMED_STEPS = 10
-# Distinguishes a missing attribute from one that is None.
-_MISSING = object()
 
 
 class CallSteps:
@@ -41,9 +39,10 @@ class CallSteps:
             the time of the first calls, each of a single step.
         intervals: step intervals, such as that of checkpoints, whose multiples a call must not cross.
         broadcast: a function that returns the chief's value on all ranks.
-        accumulate: steps per weight update. The ranks learn of a request to stop during an update, and
-            obey it at the end of the call. Then no rank may hold accumulated gradients, which differ
-            between ranks, so a call that includes an update must also end with one.
+        accumulate: steps per weight update. The ranks learn of a request to stop during an update,
+            and obey it at the end of the call. At that point no rank may hold accumulated
+            gradients, since these differ between ranks, so a call that includes an update must
+            also end with one.
     """
 
     def __init__(
@@ -69,16 +68,20 @@ class CallSteps:
             end - step,
             *(interval - step % interval for interval in self._intervals),
         )
+        # Cut back to the last weight update, if the call includes one; see `accumulate`.
         past_change = (step + number) % self._accumulate
         return number - past_change if past_change < number else number
 
     def is_boundary(self, step: int) -> bool:
-        """Returns True if callbacks may look at the model after this step, which ends a call."""
+        """Returns True if callbacks may look at the model after this step, the last of a call."""
         is_due = any(step % interval == 0 for interval in self._intervals)
         return self._is_fixed or is_due or step == self._end
 
     def record(self, seconds: float) -> None:
-        """Records the time of a call; after enough calls the ranks agree on a number of steps (every rank)."""
+        """Records the time of a call (every rank).
+
+        After enough calls the ranks agree on a number of steps.
+        """
         if self._timed is None:
             return
         self._timed.append(seconds)
@@ -95,11 +98,10 @@ def evaluate_shard(
     """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
     # The watchdog would otherwise mistake a long validation for a hang.
     beat = LambdaCallback(on_test_batch_begin=lambda batch, logs: watchdog.progress.beat())
-    callbacks = [beat, *callbacks]
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
-        # Keras warns when data of unknown length end, as with data.on_error=skip.
+        # Keras warns when a dataset of unknown length ends, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
-        return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
+        return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
 
 
 def batched(spec: Any) -> Any:
@@ -116,13 +118,22 @@ def blank_batch(batch_spec: Any, num_examples: int) -> Any:
     return tf.nest.map_structure(blank, batch_spec)
 
 
+def split_batch(batch: Any, sizes: int | Sequence[int]) -> list[Any]:
+    """Splits a batch into parts of these sizes or, given a number, into so many equal parts."""
+    arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*arrays)]
+
+
 def forward_of(model: keras.Model) -> Callable[[Any], Any]:
-    """Returns a function from a batch of inputs to the model's outputs. Batches of all sizes share a graph."""
+    """Returns a function from a batch of inputs to the model's outputs.
+
+    Batches of all sizes share a graph.
+    """
     return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
 
 
 def evaluate_blank(model: keras.Model, batch_spec: Any, num_batches: int) -> Collection[str]:
-    """Evaluates batches that consist of one example of zeros; returns the names of the metrics. Not collective."""
+    """Evaluates batches of one example of zeros; returns the metrics' names. Not collective."""
     batches = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1)).repeat(num_batches)
     return model.evaluate(batches, verbose=0, return_dict=True)
 
@@ -159,9 +170,10 @@ def make_steps(
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
-    # The loop in the graph needs a result before the first step; its values are never read.
+    spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
+    # The loop in the graph needs an initial result, whose values are never read.
     blank = tf.nest.map_structure(
-        lambda output: tf.zeros([extent or 0 for extent in output.shape], output.dtype), outputs
+        lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec
     )
 
     def step(iterator, previous):
@@ -184,7 +196,7 @@ def make_steps(
             lambda done, _: done < number,
             lambda done, previous: (done + 1, step(iterator, previous)),
             (tf.constant(0), blank),
-            (tf.TensorShape([]), tf.nest.map_structure(lambda output: output.shape, outputs)),
+            (tf.TensorShape([]), spec),
             parallel_iterations=1,
         )
         marks.ended(result)
@@ -198,7 +210,6 @@ def make_steps(
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
     # after everything in the previous one is done, and so waits for the GPU; a call returns while
     # the GPU is still updating weights.
-    spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
@@ -241,12 +252,12 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces an attribute of the object temporarily, bypassing Keras's __setattr__."""
     attributes = vars(target)
-    before = attributes.get(name, _MISSING)
+    before = dict(attributes)
     attributes[name] = value
     try:
         yield
     finally:
-        if before is _MISSING:
-            del attributes[name]
+        if name in before:
+            attributes[name] = before[name]
         else:
-            attributes[name] = before
+            del attributes[name]

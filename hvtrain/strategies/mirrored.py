@@ -14,6 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import refuse_several_processes
+from hvtrain.strategies.loop import split_batch
 from hvtrain.strategies.replica_step import (
     ReplicaStrategy,
     initializing_devices,
@@ -63,17 +64,14 @@ class MirroredStrategy(ReplicaStrategy):
         return super().scope()
 
     def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        return plain_variables(functools.partial(self._create_averaged, next_creator), **options)
-
-    def _create_averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates a variable. Updates of moving statistics are averaged over the replicas."""
-        # Moving statistics are recognized by these two options: they are not trained, and Keras
-        # requests no aggregation for them.
+        # Updates of moving statistics are averaged over the replicas. These two options identify
+        # them: they are not trained, and Keras requests no aggregation for them. A plain variable
+        # may have the same options, but it has no copies, so its aggregation has no effect.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
             options["aggregation"] = tf.VariableAggregation.MEAN
-        return next_creator(**options)
+        return plain_variables(next_creator, **options)
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
@@ -98,28 +96,23 @@ class MirroredStrategy(ReplicaStrategy):
         self._model = model
 
     def check_plan(self, plan: StepPlan) -> None:
-        num_replicas = self.num_replicas
-        if not plan.is_full or plan.global_batch % num_replicas:
+        if not plan.is_full or plan.global_batch % self.num_replicas:
             raise ConfigError(
-                f"strategy={self.name} splits the batch of each step into {num_replicas} equal "
+                f"strategy={self.name} splits the batch of each step into {self.num_replicas} equal "
                 f"parts, but steps of this run have {plan.global_batch} examples or fewer; choose "
-                f"data.uneven=trim and a batch size that {num_replicas} divides"
+                f"data.uneven=trim and a batch size that {self.num_replicas} divides"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         train_step = step_of(model)
 
-        def part_of(batch, replica):
-            return tf.nest.map_structure(
-                lambda array: tf.split(array, self.num_replicas)[replica], batch
-            )
-
         @tf.autograph.experimental.do_not_convert
         def step(batch):
+            def part_of(context):
+                return split_batch(batch, self.num_replicas)[context.replica_id_in_sync_group]
+
             # A distributed dataset would give each replica its own batch; here they split one.
-            parts = self.replicas.experimental_distribute_values_from_function(
-                lambda context: part_of(batch, context.replica_id_in_sync_group)
-            )
+            parts = self.replicas.experimental_distribute_values_from_function(part_of)
             logs = self.replicas.run(train_step, (parts,))
             # All replicas update the same metrics, so the last one's logs cover all replicas.
             return tf.nest.map_structure(
@@ -146,13 +139,13 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
         RankError: TensorFlow has initialized its devices already.
     """
     gpus = physical_gpus()
-    if gpus and (num_replicas or 0) > len(gpus):
+    num_devices = num_replicas or max(1, len(gpus))
+    if gpus and num_devices > len(gpus):
         raise ConfigError(
             f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); "
             "lower it, make more visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) "
             "to train on the CPU"
         )
-    num_devices = num_replicas or max(1, len(gpus))
     with initializing_devices(MirroredStrategy.name):
         if gpus:
             tf.config.set_visible_devices(gpus[:num_devices], "GPU")

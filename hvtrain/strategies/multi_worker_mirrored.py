@@ -89,9 +89,11 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
     """
     refuse_own_cluster(NAME)
     if size > 1:
-        cluster = {"worker": cluster_addresses(rank, NAME)}
         os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+            {
+                "cluster": {"worker": cluster_addresses(rank, NAME)},
+                "task": {"type": "worker", "index": rank},
+            }
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     try:

@@ -1,4 +1,7 @@
-"""TensorFlow's parameter servers: asynchronous, or synchronous, with the mean of the workers' gradients in a step."""
+"""TensorFlow's parameter servers, asynchronous or synchronous.
+
+A synchronous step uses the mean of the workers' gradients.
+"""
 
 from typing import Any
 
@@ -16,14 +19,14 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
-from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve, worker_ranks
-from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, packed, reader
+from hvtrain.strategies.ps_cluster import join_cluster, serve, worker_ranks
+from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, reader
 from hvtrain.system.text import counted
 from hvtrain.watchdog.progress import EXCHANGE
 
 
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: parameter servers hold the variables, and workers do not wait for each other.
+    """Asynchronous training: servers hold the variables, and workers do not wait for each other.
 
     Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, and the others are
     workers. The plan is that of a single rank: a step is one batch, on whichever worker is free.
@@ -39,15 +42,11 @@ class ParameterServerStrategy(Strategy):
     takes_lengths = False  # Not tested.
     takes_short_batches = False
     can_restart = False
-    cluster: Cluster  # Set by start.
-    # Number of examples in each part of a step's batch; a synchronous step has a part for
-    # each worker. Set by check_plan.
-    part_sizes: list[int]
-    # Batch size / part size. A part's sum times this, averaged over parts, is the
-    # batch's sum. Set while tracing.
-    batch_over_part: float
-    # Set by make_steps.
-    steps_by_worker: list[int]
+    differences = (
+        "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
+        "gradients can be stale: computed before the steps of other workers",
+    )
+    steps_by_worker: list[int]  # Set by make_steps.
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
@@ -56,25 +55,18 @@ class ParameterServerStrategy(Strategy):
         self.share_gpus = share_gpus
 
     @property
-    def differences(self) -> list[str]:  # type: ignore[override]
-        return [
-            "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
-            "gradients can be stale: computed before the steps of other workers",
-        ]
-
-    @property
     def num_computing(self) -> int:
         return self.cluster.roles.num_workers
 
     def start(self) -> Topology:
-        """Joins the cluster. Returns only on the coordinator; the other processes serve until it ends."""
+        """Joins the cluster. Returns only on the coordinator; the others serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
-        # Set because TensorFlow lists the workers' GPUs here too, though this
-        # process waits for none of them.
+        # Set by hand, because TensorFlow lists the workers' GPUs here too, though this process
+        # waits for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -95,20 +87,23 @@ class ParameterServerStrategy(Strategy):
         from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        syncs = any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
         combines = f"the optimizer {type(optimizer).__name__}, which combines several,"
         self.exclude(
             {
                 "train.accumulate": optimizer.gradient_accumulation_steps,
                 "train.precision=mixed_float16": optimizer is not model.optimizer,
                 "train.jit_compile": model.jit_compile,
-                "train.sync_batch_norm": syncs,
+                "train.sync_batch_norm": any(
+                    isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers()
+                ),
                 combines: hasattr(optimizer, "optimizers"),
             }
         )
 
     def check_plan(self, plan: StepPlan) -> None:
         super().check_plan(plan)
+        # Number of examples in each part of a step's batch; a synchronous step has a part for each
+        # worker.
         self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
@@ -118,7 +113,6 @@ class ParameterServerStrategy(Strategy):
         start_step: int,
         call_steps: CallSteps,
     ) -> Steps:
-        assert self.cluster.replicas
         self.steps_by_worker = [0] * self.num_computing
         # The servers hold the state of the metrics too, so it must exist before they take over.
         build_metrics(model, batches.element_spec)
@@ -128,21 +122,22 @@ class ParameterServerStrategy(Strategy):
         self.step = start_step
         self._is_due = call_steps.is_boundary
         self._is_settled = True
-        self._latest: Any = None
         self._read, specs = reader(iter(batches), self.marks, self.part_sizes)
         self._ended = tf.function(lambda: self.marks.ended([]), autograph=False)
         scalar = tf.TensorSpec([], tf.int64)
         function = tf.function(self.on_worker, autograph=False)
         # Parts of one size share a trace.
         self._functions = [function.get_concrete_function(spec, scalar, scalar) for spec in specs]
+        # Before the first result, the logs have zeros.
+        self._latest: Any = [0.0] * len(self._names)
         return self.do_steps
 
     def do_steps(self, number: int) -> dict[str, Any]:
         """Takes a number of steps, and returns the last one's logs.
 
-        After a step at which callbacks may look at the model, the model is that of the servers, and no
-        worker will change it. After other steps, workers continue while callbacks run, and the weights
-        here stay as they were.
+        If callbacks may look at the model after the last step, it is first brought up to date with
+        the servers, and no worker changes it while they run. Otherwise the workers continue
+        meanwhile, and this process's copy of the weights stays as it was.
         """
         if self._is_settled:
             # Callbacks may have changed the model, such as its learning rate.
@@ -158,18 +153,23 @@ class ParameterServerStrategy(Strategy):
 
         # The metrics so far, and other values from the last result.
         metrics = self.model.get_metrics_result()
-        last = {} if self._latest is None else dict(zip(self._names, self._latest))
-        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
+        return {name: metrics.get(name, value) for name, value in zip(self._names, self._latest)}
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes and stores the results of a batch, on the worker that calls it; returns the logs, packed."""
+        """Computes and stores the results of a batch, on the worker that calls it.
+
+        Returns the values of the logs, sorted by name, as one float32 vector.
+        """
+        # A part's sum times this, averaged over the parts, is the batch's sum.
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
             self.store(computed, worker)
         self._names = sorted(computed.result)
-        return packed(computed.result)
+        # In one tensor, because each value would need its own fetch from the worker.
+        means = [tf.reduce_mean(computed.result[name]) for name in self._names]
+        return tf.stack([tf.cast(mean, tf.float32) for mean in means] or [0.0])
 
     def store(self, computed: Computed, worker: tf.Tensor) -> None:
         """Applies the results to the servers' variables."""
@@ -181,20 +181,23 @@ class ParameterServerStrategy(Strategy):
         for variable, value in computed.statistics:
             variable.assign(value)
 
-    def begin(self, worker: int, parts: list[Any], index: int, number: int) -> None:
-        """Gives a part of the batch, parts[index], to a free worker; `number` seeds its dropout."""
+    def begin(self, worker: int, parts: list[Any]) -> None:
+        """Gives a free worker its own part of the batch or, if there is only one, that part."""
+        index = worker % len(parts)
+        # Differs between steps and between parts, so that each draws its own dropout.
+        number = self.step * len(parts) + index
         scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
         self.workers.call(worker, self.step, self._functions[index], parts[index], *scalars)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker as soon as one is free."""
         if not self.workers.free:
-            self.record(self.workers.finished())
-        self.begin(self.workers.free[0], parts, 0, self.step)
+            self.record_finished()
+        self.begin(self.workers.free[0], parts)
 
-    def record(self, results: list[tuple[int, int, Any]]) -> None:
-        """Counts finished calls, and keeps the last one's result for the logs."""
-        for worker, _, result in results:
+    def record_finished(self) -> None:
+        """Waits until a call has finished; counts such calls, and keeps a result for the logs."""
+        for worker, _, result in self.workers.finished():
             self._latest = result
             self.steps_by_worker[worker] += 1
 
@@ -211,15 +214,15 @@ class ParameterServerStrategy(Strategy):
 
     def wait(self) -> None:
         """Waits until no worker will change the servers' model."""
-        while len(self.workers.free) < self.workers.number:
-            self.record(self.workers.finished())
+        while self.workers.calls:
+            self.record_finished()
 
     def is_lost_rank(self, error: BaseException) -> bool:
         return isinstance(error, LOST_PROCESS_ERRORS)
 
     def stop(self) -> None:
         self.watchdog.stop()
-        hvd.shutdown()  # Has an effect only after a failure before the processes have left Horovod.
+        hvd.shutdown()  # Needed only if the run failed before the processes left Horovod.
 
     def description(self) -> str:
         return (
@@ -229,14 +232,17 @@ class ParameterServerStrategy(Strategy):
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Synchronous training: each worker takes the batches of one rank of the plan; a step uses their mean gradient.
+    """Synchronous training: a step uses the mean gradient of the workers.
+
+    Each worker takes the batches of one rank of the plan.
 
     With backup workers, a step waits only for the first gradients, and drops late ones (Chen et al.
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
     proportionally larger weight in the mean.
 
-    Beside each variable, each worker has a row of its own for its results. So a step uses the same
-    workers for all variables, adds in the order of the workers, and includes no late gradient.
+    Next to each variable, on its server, each worker has a row of its own for its results. So a
+    step uses the same workers for all variables, adds in the order of the workers, and includes no
+    late gradient.
 
     Args:
         replicas_to_aggregate: number of gradients that a step waits for; None: one from each worker. With
@@ -266,15 +272,6 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             differences.append(f"dropped {self.num_dropped:,} stale gradients")
         return differences
 
-    @property
-    def num_needed(self) -> int:
-        """Number of gradients that a step waits for."""
-        return self._replicas_to_aggregate or self.num_replicas
-
-    @property
-    def mode(self) -> str:  # type: ignore[override]
-        return f"synchronous ({self.num_needed} of {self.num_replicas} gradients a step)"
-
     def check_workers(self, number: int) -> None:
         needed = self._replicas_to_aggregate
         if needed is not None and (type(needed) is not int or not 1 <= needed <= number):
@@ -283,6 +280,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 f"{counted(number, 'worker')} of this run, nor null"
             )
         self.num_replicas = number
+        # Number of gradients that a step waits for.
+        self.num_needed = needed or number
+        self.mode = f"synchronous ({self.num_needed} of {number} gradients a step)"
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0
@@ -312,7 +312,11 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, arrived: tf.Tensor) -> None:
-        """Takes one step with the results of the workers whose entry in `arrived` [workers] is 1; others are 0."""
+        """Takes one step with the results of some workers.
+
+        Args:
+            arrived: [workers], 1 for each worker whose results count, otherwise 0.
+        """
         weights = arrived * tf.constant(reduced(self.part_sizes))
         with self.state.traced():
             trained = [variable for variable, _ in self._computed.gradients]
@@ -331,8 +335,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
             # A late worker may be writing its row. That must not count, even if it
             # is not finite (0 x NaN is NaN).
-            zero = tf.zeros([], values.dtype)
-            return tf.reduce_sum(tf.where(factors > 0, values * factors, zero), axis=0)
+            return tf.reduce_sum(tf.where(factors > 0, values * factors, 0), axis=0)
 
     def _mean(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
         total = self._sum(variable, weights)
@@ -346,14 +349,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def do_step(self, parts: list[Any]) -> None:
         """Takes one step. Every free worker begins its part at once, and a late one when it is free."""
         arrived: set[int] = set()
-
-        def begin(worker):
-            # The number differs between steps and between workers, so
-            # that each draws its own dropout.
-            self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
-
         for worker in self.workers.free:
-            begin(worker)
+            self.begin(worker, parts)
 
         with self.watchdog.phase(EXCHANGE):
             while len(arrived) < self.num_needed:
@@ -365,7 +362,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                     else:
                         # A late worker, whose row belongs to an earlier step.
                         self.num_dropped += 1
-                        begin(worker)
+                        self.begin(worker, parts)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
             # So that operations without a device of their own run on a
             # server, not on the coordinator.
@@ -380,7 +377,10 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
-        """Stands in for the mean denominator: workers have no collective, so it raises ConfigError for several."""
+        """Stands in for the mean of the workers' denominators.
+
+        Workers have no collective, so it raises ConfigError if there are several.
+        """
         if self.num_replicas == 1:
             return number
         raise ConfigError(

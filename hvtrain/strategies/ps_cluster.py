@@ -8,7 +8,6 @@ through TensorFlow's servers, and the watchdog ends them.
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,8 +30,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Stands for watchdog.abort_seconds=0: a run may stay without progress,
-# but a lost process still ends it.
+# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends
+# it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -167,14 +166,13 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
     processes = exchange((socket.gethostname(), names, gpu_uuids(num_visible)), "hvtrain.places")
     hosts = [host for host, _, _ in processes]
 
-    workers = worker_ranks(roles)
+    first_worker = roles.num_ps + 1
     views = []
-    for rank in workers:
+    for rank in worker_ranks(roles):
         host, names, ids = processes[rank]
-        workers_before = sum(hosts[other] == host for other in workers if other < rank)
+        workers_before = hosts[first_worker:rank].count(host)
         views.append(View(host, workers_before, names, ids))
-    gpu_of = dict(zip(workers, choose_gpus(views, share_gpus)))
-    return hosts, [gpu_of.get(rank) for rank in range(len(hosts))]
+    return hosts, [None] * first_worker + choose_gpus(views, share_gpus)
 
 
 def serve(cluster: Cluster) -> None:
@@ -184,11 +182,9 @@ def serve(cluster: Cluster) -> None:
     failed or is lost, it raises the error that all processes report.
     """
     watchdog = cluster.watch(0.0, None)
-    signalled = threading.Event()
 
     def note(number, *_):
         console.note_signal()
-        signalled.set()
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
@@ -198,8 +194,8 @@ def serve(cluster: Cluster) -> None:
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):
-        # In this phase a process never counts as the one that others
-        # wait for. This one only serves.
+        # A process in this phase never counts as the one that others wait for, and this one only
+        # serves.
         reason = watchdog.wait()
 
     if reason is None:
@@ -207,14 +203,14 @@ def serve(cluster: Cluster) -> None:
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
         # The coordinator says why it failed. Waits, so that the launcher sees it end first.
-        signalled.wait(console.SECONDS_FOR_ANOTHER_RANK)
+        console.signal_arrived.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:
         raise error_of(reason, watchdog)
 
 
 def _allow_threads() -> None:
-    """Raises the number of inter-op threads from 1, with which TensorFlow's servers would deadlock."""
+    """Raises the number of inter-op threads if it is 1: TensorFlow's servers would deadlock."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() != "1":
         return
     os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)
@@ -241,17 +237,15 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
         inter_op_parallelism_threads=max(MIN_INTER_OP_THREADS, num_cores),
         intra_op_parallelism_threads=max(1, num_cores // max(1, num_here - 1)),
     )
-    config.device_count["GPU"] = 0 if gpu is None else 1
-    if gpu is not None:
+    if gpu is None:
+        config.device_count["GPU"] = 0
+    else:
         config.gpu_options.visible_device_list = str(gpu)
         config.gpu_options.allow_growth = True
 
     job, index = name.split()
     try:
-        server = tf.distribute.Server(
-            spec, job, int(index), protocol="grpc", config=config, start=True
-        )
-        _servers.append(server)
+        _servers.append(tf.distribute.Server(spec, job, int(index), config=config))
     except tf.errors.OpError as error:
         raise RankError(
             f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may have taken in the "

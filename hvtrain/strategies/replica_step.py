@@ -1,4 +1,4 @@
-"""The training step of a replica under tf.distribute, with the same results as a rank under Horovod.
+"""The train step of a replica under tf.distribute, with the same results as a rank's under Horovod.
 
 Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has
 clipped its own gradients and checked them for an overflow. Here gradients are summed when the
@@ -95,7 +95,7 @@ class ReplicaReducer(Reducer):
             # Incremented only once the results have arrived, so that it counts reductions that ran.
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
-            if self.marks and ready is not None:
+            if self.marks:
                 sums[-1:] = self.marks.reduced(done, ready, sums[-1:])
         for index, total in zip(present, sums):
             reduced[index] = total
@@ -103,7 +103,7 @@ class ReplicaReducer(Reducer):
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """Returns a scalar's mean over all replicas, as float32; outside of replicas, the scalar itself."""
+    """Returns a scalar's mean over all replicas, in float32; outside replicas, the scalar."""
     number = tf.cast(number, tf.float32)
     if not tf.distribute.has_strategy():
         return number
@@ -113,7 +113,7 @@ def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
 def replica_loss(
     loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor]
 ) -> keras.losses.Loss:
-    """Returns a copy of the loss whose gradients, summed over all replicas, are those of the joint batch.
+    """Copies a loss so that its gradients, summed over all replicas, are those of the joint batch.
 
     Keras divides a loss by the number of replicas if it takes the mean, but not with reduction="sum", nor
     if the loss's class returns a single number. The copy divides these too.
@@ -142,9 +142,10 @@ def replica_loss(
 
 
 def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
-    """Creates plain variables where replicas need no copies of their own; for tf.variable_creator_scope.
+    """Creates plain variables where replicas need no copies of their own.
 
-    The replicas of this process then change the same variable in turn. Plain are:
+    It is a creator for tf.variable_creator_scope. All replicas of this process change the same
+    plain variable in turn. Plain are:
     - the state of metrics: tf.distribute would sum its copies when they are read, which over
       several processes is a collective, and hangs if only one of them reads;
     - the seeds of dropout, whose copies would drop the same units on all replicas;
@@ -157,9 +158,11 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
 
 
 class ReplicaStrategy(Strategy):
-    """Mixin that trains replicas of tf.distribute, one or several in this process. It has no `start`."""
+    """Mixin that trains one or several replicas of tf.distribute in this process.
 
-    name: str
+    It has no `start`.
+    """
+
     # TensorFlow's strategy. Set by start.
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
@@ -189,7 +192,7 @@ class ReplicaStrategy(Strategy):
 
         # Keras would sum the summed gradients again, in the optimizer itself or in those that a
         # MultiOptimizer combines.
-        for part in (inner, *(getattr(inner, "optimizers", None) or ())):
+        for part in (inner, *getattr(inner, "optimizers", ())):
             part._all_reduce_sum_gradients = list
         return distributed
 

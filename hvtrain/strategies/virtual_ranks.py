@@ -1,4 +1,7 @@
-"""A strategy with the same results, to the bit, on any number of ranks: a step has a fixed number of parts."""
+"""A strategy whose results are the same, to the bit, on any number of ranks.
+
+Each step is divided into a fixed number of parts, whichever ranks compute them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +19,13 @@ from hvtrain.keras.ordered_reduction import OrderedReducer
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.loop import replaced
+from hvtrain.strategies.loop import replaced, split_batch
 
 # Distance between the seeds of two parts: 2**32 over the golden ratio, as in
 # Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
-# The most random draws of a layer in one step; with more, those of two steps would overlap.
+# The most random draws of a layer in one step; with more, those of two steps would overlap. Seeds
+# repeat after 2**32 / MAX_DRAWS steps, about a million.
 MAX_DRAWS = 1 << 12
 
 
@@ -108,6 +112,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         def step_of_part(number, part):
             """Returns the result of the model's step on this part, and its gradients."""
             gradients: list[Any] = []
+            # The part's random numbers depend on its number and on the step alone.
             draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
             for seed in seeds:
                 offset = tf.stack([tf.constant(number * SEED_STRIDE, tf.int64), draws])
@@ -117,13 +122,13 @@ class VirtualRanksStrategy(HorovodStrategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch):
-            parts = zip(*(tf.split(tensor, self.num_replicas) for tensor in tf.nest.flatten(batch)))
             kept = [*statistics, *seeds]
             values_before = [tf.identity(variable) for variable in kept]
             reducer.parts = []
-            for number, tensors in enumerate(parts, first_part + 1):
-                part = tf.nest.pack_sequence_as(batch, tensors)
+            parts = split_batch(batch, self.num_replicas)
+            for number, part in enumerate(parts, first_part + 1):
                 result, gradients = step_of_part(number, part)
+                # All parts begin with the same statistics, to which the mean change is added below.
                 changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])
                 for variable, before in zip(kept, values_before):
@@ -145,10 +150,7 @@ def _totals(parts: list[list[Any]], number: int) -> list[Any]:
 
     OrderedReducer replaces the sums by the means of all parts; the sums only show whether all are finite.
     """
-    totals = []
-    for values in zip(*(part[:number] for part in parts)):
-        total = None
-        if values[0] is not None:
-            total = tf.add_n([tf.convert_to_tensor(value) for value in values])
-        totals.append(total)
-    return totals
+    return [
+        None if values[0] is None else tf.add_n([tf.convert_to_tensor(value) for value in values])
+        for values in zip(*(part[:number] for part in parts))
+    ]

@@ -18,7 +18,7 @@ from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.loop import replaced
+from hvtrain.strategies.loop import replaced, split_batch
 
 
 class Computed(NamedTuple):
@@ -50,11 +50,10 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
     start += [(seed, _moved(seed, number)) for seed in seeds_of(model)]
 
-    steps: list[tuple[list[Any], list[Any]]] = []
+    steps: list[Any] = []
 
     def take(gradients, variables=None):
-        variables = model.trainable_variables if variables is None else variables
-        steps.append((list(gradients), list(variables)))
+        steps.append((list(gradients), list(variables or model.trainable_variables)))
 
     # The scope catches what the step assigns, and `take` gets the
     # gradients in place of the optimizer.
@@ -89,15 +88,8 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
     """Returns a random generator's state for this step: the model's state plus `number`."""
-    step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
+    step = tf.pad(number[None], [[0, seed.shape[0] - 1]])
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
-
-
-def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Packs the values that a step returns into one float32 vector, sorted by name."""
-    # In one tensor, because each would need its own fetch from the worker.
-    numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
-    return tf.stack(numbers or [0.0])
 
 
 def reader(
@@ -119,9 +111,7 @@ def reader(
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
-        batch = marks.arrived(data, began)
-        arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
-        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
+        return split_batch(marks.arrived(data, began), sizes)
 
     traced = take.get_concrete_function(batches)
     return lambda: traced(batches), traced.structured_outputs
@@ -135,16 +125,16 @@ class Workers:
     """
 
     def __init__(self, ranks: list[int]) -> None:
-        self.number = len(ranks)
         self._ranks = ranks
-        self._pool = ThreadPoolExecutor(self.number, "hvtrain worker")
-        self._calls: dict[Future[Any], tuple[int, int]] = {}
+        self._pool = ThreadPoolExecutor(len(ranks), "hvtrain worker")
+        # Worker and step of each call in progress.
+        self.calls: dict[Future[Any], tuple[int, int]] = {}
 
     @property
     def free(self) -> list[int]:
         """Workers with no call in progress."""
-        busy = {worker for worker, _ in self._calls.values()}
-        return [worker for worker in range(self.number) if worker not in busy]
+        busy = {worker for worker, _ in self.calls.values()}
+        return [worker for worker in range(len(self._ranks)) if worker not in busy]
 
     def call(
         self, worker: int, step: int, function: Callable[..., tf.Tensor], *arguments: Any
@@ -157,27 +147,26 @@ class Workers:
             return output.numpy()  # Waits for the worker, and raises the error if its step failed.
 
         # In a thread for each worker, since a call of a remote function blocks its thread.
-        self._calls[self._pool.submit(run)] = worker, step
+        self.calls[self._pool.submit(run)] = worker, step
 
-    def finished(self) -> list[tuple[int, int, Any]]:
-        """Waits until a call has finished; returns worker, step and result of every finished call.
+    def finished(self) -> Iterator[tuple[int, int, Any]]:
+        """Waits until a call has finished; yields worker, step and result of every finished call.
 
         Raises TrainingError if a worker's gradient is not finite.
         """
-        done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
-        return [self._result(call) for call in done]
-
-    def _result(self, call: Future[Any]) -> tuple[int, int, Any]:
-        worker, step = self._calls.pop(call)
-        try:
-            return worker, step, call.result()
-        except tf.errors.InvalidArgumentError as error:
-            if NOT_FINITE not in str(error):
-                raise
-            raise TrainingError(
-                f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
-                f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
-            ) from error
+        done, _ = wait(self.calls, return_when=FIRST_COMPLETED)
+        for call in done:
+            worker, step = self.calls.pop(call)
+            try:
+                result = call.result()
+            except tf.errors.InvalidArgumentError as error:
+                if NOT_FINITE not in str(error):
+                    raise
+                raise TrainingError(
+                    f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
+                    f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
+                ) from error
+            yield worker, step, result
 
 
 class ServerState:
@@ -212,7 +201,7 @@ class ServerState:
                 for variable in self.variables
             ]
         # The values that the servers hold, as far as this process knows.
-        self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
+        self._known = [variable.numpy() for variable in self.variables]
         # Traced once for each count: small variables only, or all.
         self._read = tf.function(
             lambda count: [tf.identity(variable) for variable in self.remote[:count]],
@@ -239,6 +228,13 @@ class ServerState:
     def traced(self) -> Iterator[None]:
         """Makes the model and its optimizer use the servers' variables, for tracing functions."""
         optimizer = self.model.optimizer
+        update_step = optimizer.update_step
+
+        def update_on_server(gradient, variable, learning_rate):
+            # The slots of a variable are on the same server.
+            with tf.device(variable.device):
+                return update_step(gradient, variable, learning_rate)
+
         with ExitStack() as stack:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
@@ -250,24 +246,10 @@ class ServerState:
                 for index, variable in enumerate(optimizer._trainable_variables)
             }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
-            stack.enter_context(
-                replaced(optimizer, "update_step", on_its_server(optimizer.update_step))
-            )
+            stack.enter_context(replaced(optimizer, "update_step", update_on_server))
 
             # Keras would read the counter and write it back, and lose
             # increments by other workers in between.
             counter = optimizer._iterations
-            stack.enter_context(
-                replaced(counter, "assign_add", lambda by: counter.value.assign_add(by))
-            )
+            stack.enter_context(replaced(counter, "assign_add", counter.value.assign_add))
             yield
-
-
-def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an update_step that runs on the server that holds the variable and its slots."""
-
-    def update(gradient, variable, learning_rate):
-        with tf.device(variable.device):
-            return update_step(gradient, variable, learning_rate)
-
-    return update

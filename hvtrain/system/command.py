@@ -22,6 +22,9 @@ from hvtrain.errors import (
 )
 from hvtrain.system import console
 
+# A process that takes longer to exit is ended. Horovod may be waiting for ranks that wait for this
+# one, and TensorFlow for its threads; the launcher would wait for such a process forever, even
+# after a success.
 SECONDS_TO_EXIT = 2.0
 SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
 RUN_SETTINGS = (
@@ -51,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def add_hosts(self, group: Any = None) -> Any:
-        """Adds -H and --hostfile, of which only one may be given, to the parser or to one of its groups.
+        """Adds -H and --hostfile to the parser or to one of its groups; only one may be given.
 
         The parsed `hosts` is that option with its value, as arguments of hvtrain launch. Returns the
         group of the two options, to which others may be added.
@@ -101,7 +104,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """Separates NAME=VALUE with one of these names from the other arguments; the last value of a name counts.
+    """Separates NAME=VALUE with one of these names from the other arguments.
+
+    If a name occurs several times, its last value counts.
 
     >>> take_values(["trials=9", "model=mlp", "trials=20"], "sweep", "trials")
     ({'trials': '20'}, ['model=mlp'])
@@ -196,7 +201,10 @@ def make_output(folder: Path, may_hold_files: bool = False) -> None:
 
 
 def enter(work: Callable[[], int]) -> None:
-    """Runs a command, and exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
+    """Runs a command, and exits unless its code is 0.
+
+    Other codes: 2 bad input, 75 start again, 130 interrupted, 1 any other error.
+    """
     # Known from the launcher's variables, since Horovod may not have started yet.
     rank = console.launched_rank()
     try:
@@ -214,19 +222,19 @@ def enter(work: Callable[[], int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        end_within(SECONDS_TO_EXIT, code)
+        console.call_later(SECONDS_TO_EXIT, os._exit, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
     # Registered last, so called first when Python exits. The timer starts only then, since the
     # caller's process may continue.
-    atexit.register(end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+    atexit.register(console.call_later, SECONDS_TO_EXIT_AFTER_SUCCESS, os._exit, 0)
     # Python drops its signal handlers at exit, and a signal would then turn
     # success into a failing exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
 
 
 def _check_arguments() -> None:
-    """Raises ConfigError for an argument that is not UTF-8, which could not be written to the run's records."""
+    """Raises ConfigError for an argument that is not UTF-8, since records could not hold it."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -249,22 +257,14 @@ def _end_without_python(code: int) -> None:
     os._exit(code)
 
 
-def end_within(seconds: float, code: int) -> None:
-    """Ends the process after that time, unless it has already ended.
-
-    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
-    launcher would wait for such a process forever, even after a success.
-    """
-    console.call_later(seconds, os._exit, code)
-
-
 def _report(error: BaseException, rank: int) -> int:
     """Reports the error to the user and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         # Rank 0 reports first, since its output is what users see.
         wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if rank else 0.0
-        text = "interrupted; nothing new was saved"
-        console.say_error(text, rank, wait_seconds, is_repeated=True)
+        console.say_error(
+            "interrupted; nothing new was saved", rank, wait_seconds, is_repeated=True
+        )
         return INTERRUPTED
     if not isinstance(error, UserError):
         if (

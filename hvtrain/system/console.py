@@ -21,13 +21,15 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
-# Set for every rank by horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi starts; MPICH and
-# Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task of a step.
+# Set for each rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
+# starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task
+# of a step, so the size is that of the step.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Holds the command line of a process that was started by hand. A signal to such a process reaches
 # no other, since no launcher passes it on.
 BY_HAND = "HVTRAIN_BY_HAND"
+# How long a rank waits for another one that should report a failure first.
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
 UNSAVED = "before training began, so nothing was saved"
@@ -102,7 +104,7 @@ def is_launched() -> bool:
 
 @contextmanager
 def quiet_import(verbose: bool) -> Iterator[None]:
-    """Hides the messages of the first import of TensorFlow and Keras, unless verbose or the block fails.
+    """Hides the messages of the first import of TensorFlow and Keras, unless verbose or it fails.
 
     TensorFlow writes its first messages before it reads its log level, so no environment variable can
     silence them. A third of Keras's import time goes to scikit-learn and Matplotlib, for wrappers and
@@ -167,7 +169,7 @@ def log_to_file(folder: Path, rank: int) -> None:
 
 
 class _ToStdout(logging.StreamHandler):
-    """Writes to the current sys.stdout, which a live display replaces so that text appears above it."""
+    """Writes to the current sys.stdout, which a live display replaces to show text above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -236,7 +238,10 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank at fault (HOST[SLOT] in an elastic job; None: unknown), the cause, and the exit code if known."""
+    """The rank at fault, the cause, and the exit code if known.
+
+    In an elastic job the rank is HOST[SLOT]; None: unknown.
+    """
 
     rank: int | str | None
     cause: str = ""
@@ -249,16 +254,17 @@ class Verdict:
 
 def read_verdict(line: str) -> Verdict | None:
     """Returns the verdict in a line; None for any other line."""
-    if not line.startswith(VERDICT_PREFIX):
-        return None
-    try:
-        return Verdict(**json.loads(line.removeprefix(VERDICT_PREFIX)))
-    except (TypeError, ValueError):
-        return None
+    if line.startswith(VERDICT_PREFIX):
+        with suppress(TypeError, ValueError):
+            return Verdict(**json.loads(line.removeprefix(VERDICT_PREFIX)))
+    return None
 
 
 def end_before_training(number: int, *_: object) -> None:
-    """Handles a signal that arrives before there is anything to save: ends the process, with a message on rank 0."""
+    """Handles a signal that arrives before there is anything to save.
+
+    It ends the process, with a message on rank 0.
+    """
     rank = launched_rank()
     text = f"{signal.Signals(number).name} arrived {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
@@ -271,7 +277,10 @@ def end_before_training(number: int, *_: object) -> None:
 
 
 def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:
-    """Calls the action after that time, in a thread that does not keep the process alive; returns its timer."""
+    """Calls the action after that time, and returns its timer.
+
+    The timer's thread does not keep the process alive.
+    """
     timer = threading.Timer(seconds, action, arguments)
     timer.daemon = True
     timer.start()
@@ -299,7 +308,7 @@ def say_error(
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
-    """Writes one line to stderr and to this rank's log file, and a verdict for the launcher, if there is one.
+    """Writes one line to stderr and to this rank's log file, and a verdict for a launcher.
 
     Args:
         rank: This rank; 0 in a launcher too.
@@ -320,10 +329,9 @@ def say_error(
     # The verdict's own field has the rank, so the message need not repeat it. Cut,
     # since mpirun splits longer lines.
     cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
-    prefix = "hvtrain: "
+    line = f"hvtrain: {message}\n"
     if rank and not message.startswith(f"rank {rank} "):
-        prefix += f"rank {rank}: "
-    line = f"{prefix}{message}\n"
+        line = f"hvtrain: rank {rank}: {message}\n"
     verdict = Verdict(culprit, cause).line()
     # The launcher shows the line of the rank at fault.
     if verdict and is_repeated and culprit not in (rank, None):

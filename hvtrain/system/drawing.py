@@ -1,6 +1,7 @@
-"""Progress bars on a terminal: rank 0 sends each drawing as a line of JSON, and its launcher shows it.
+"""Progress bars on a terminal. Rank 0 sends each drawing as a line of JSON to its launcher.
 
-A rank cannot draw them itself, since the launcher marks its lines and mixes them with those of other ranks.
+The launcher shows it. A rank cannot draw itself, since the launcher marks its lines and mixes them
+with those of other ranks.
 """
 
 import atexit
@@ -11,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 PREFIX = "hvtrain-drawing: "
-# "1" if the launcher shows the drawings of its ranks. Variables named
-# HVTRAIN_ are sent to other hosts.
+# "1" if the launcher shows the drawings of its ranks. Variables whose names begin with HVTRAIN_ are
+# passed on to other hosts.
 _ASKED = "HVTRAIN_DRAWING"
 
 
@@ -44,9 +45,6 @@ class Sender:
         # A single write: mpirun puts a mark before each piece that it passes on.
         sys.stdout.write(drawing.line())
         sys.stdout.flush()
-
-    def stop(self) -> None:
-        self.show(Drawing())
 
 
 def cut(line: str) -> tuple[str, Drawing | None]:
@@ -81,7 +79,7 @@ def is_requested() -> bool:
 
 
 class LiveDisplay:
-    """Progress bars at the bottom of a terminal while a run trains; other output scrolls by above them.
+    """Progress bars at the bottom of a terminal while a run trains; other output scrolls above.
 
     The display begins with the first drawing and is redrawn only on request, without a thread.
     stop() clears it. Write only whole lines while it is shown.

@@ -31,7 +31,9 @@ def writing(
     kind: type[UserError] = StorageError,
     name: str | None = None,
 ) -> Iterator[None]:
-    """Context in which the caller writes `temporary` and renames it to `path`; an OSError leaves nothing behind.
+    """Context in which the caller writes `temporary` and renames it to `path`.
+
+    An OSError leaves nothing behind, and is raised as another error.
 
     Args:
         path: The file or folder that `temporary` becomes.
@@ -47,10 +49,10 @@ def writing(
     except OSError as error:
         with suppress(OSError):
             remove(temporary)
-        raise kind(_why_not_written(name or str(path), path.parent, error, needed_bytes)) from error
+        raise kind(_why_not_written(name or path, path.parent, error, needed_bytes)) from error
 
 
-def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int) -> str:
+def _why_not_written(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
     disk = None
     with suppress(OSError):  # A lost mount does not even report its free space.
         while not folder.exists():
@@ -98,7 +100,7 @@ def append_text(path: Path, text: str) -> None:
             # Part of a line may have been written, which the next text would continue.
             with suppress(OSError):
                 os.truncate(path, size)
-        raise StorageError(_why_not_written(str(path), path.parent, error, len(data))) from error
+        raise StorageError(_why_not_written(path, path.parent, error, len(data))) from error
 
 
 def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
@@ -133,7 +135,10 @@ def new_folder(default: Path) -> Path:
 
 
 def page_path(text: str | Path) -> Path:
-    """Returns the path of the file that --output names. Raises ConfigError if no file can be written there."""
+    """Returns the path of the file that --output names.
+
+    Raises ConfigError if no file can be written there.
+    """
     path = Path(text)
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; name a file in it")
@@ -156,16 +161,17 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if last_bytes is not None:
-            file.seek(max(0, os.fstat(handle).st_size - last_bytes))
+            file.seek(max(0, status.st_size - last_bytes))
         return file.read()
 
 
 def read_file(path: Path) -> str:
     """Reads the text of a regular file, as read_bytes does."""
-    return read_bytes(path).decode("utf-8")
+    return read_bytes(path).decode()
 
 
 def read_json(path: Path, kind: type[Json]) -> Json:
@@ -183,7 +189,7 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
 
 
 def whole_lines(text: str) -> str:
-    """Returns the text up to its last line break, since its writer may have died while appending a line."""
+    """Returns the text up to its last line break; its writer may have died while adding a line."""
     return text[: text.rfind("\n") + 1]
 
 

@@ -1,5 +1,6 @@
-"""Facts about a host: its software (Python, packages, code, git checkout, Horovod's library) and network interfaces.
+"""Facts about a host: its software and network interfaces.
 
+The software is Python, packages, code, the git checkout and Horovod's library.
 launch, doctor and the ranks compare software between hosts. This module needs only the standard library
 of Python 3.9, since launch/remote_hosts.py runs its source on other hosts.
 """
@@ -65,7 +66,10 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """Returns the processor's model, or its architecture if Linux names no model, as on some ARM processors."""
+    """Returns the processor's model, or its architecture if Linux names no model.
+
+    Linux names none for some ARM processors.
+    """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -91,7 +95,10 @@ def raise_file_limit() -> None:
 
 
 def cuda_versions() -> dict[str, str]:
-    """Returns versions of the CUDA, cuDNN and NCCL wheels, whose names end in the CUDA version (nvidia-nccl-cu12)."""
+    """Returns versions of the CUDA, cuDNN and NCCL wheels, by name.
+
+    The names end in the CUDA version, such as nvidia-nccl-cu12.
+    """
     installed = {
         str(package.metadata["Name"] or "").lower(): package.version
         for package in metadata.distributions()
@@ -156,7 +163,7 @@ def _checksum(path: Path) -> str:
 
 
 def horovod_facts() -> dict[str, Any]:
-    """Returns the path of Horovod's library (None if there is none), and which of _SYMBOLS it was built with."""
+    """Returns the path of Horovod's library, if there is one, and what it was built with."""
     origin = origin_of("horovod")
     libraries = sorted((origin.parent / "tensorflow").glob("mpi_lib*.so")) if origin else []
     # The library file is searched, since importing it would start TensorFlow.
@@ -177,13 +184,13 @@ def all_interfaces() -> list[dict[str, str]]:
         # address, and returns the bytes used.
         buffer = array.array("B", bytes(_MAX_BYTES))
         ifconf = struct.pack("iL", _MAX_BYTES, buffer.buffer_info()[0])
-        num_bytes = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, ifconf))[0]
+        num_bytes = struct.unpack("iL", fcntl.ioctl(control, _SIOCGIFCONF, ifconf))[0]
         interfaces = []
         for start in range(0, num_bytes, _IFREQ_BYTES):
             request = buffer[start : start + _IFREQ_BYTES].tobytes()
             # The request holds both name and address, so the answer is the mask of this address,
             # not of another one of the interface.
-            mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
+            mask = socket.inet_ntoa(fcntl.ioctl(control, _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
             interfaces.append(
@@ -197,7 +204,10 @@ def all_interfaces() -> list[dict[str, str]]:
 
 
 def address_towards(address: str) -> str:
-    """Returns this host's IPv4 address on the route to another address. Raises OSError without a route."""
+    """Returns this host's IPv4 address on the route to another address.
+
+    Raises OSError if there is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the route.
         return probe.getsockname()[0]
@@ -219,21 +229,22 @@ def checkout(folder: Path) -> dict[str, Any] | None:
         are listed, but without their content.
     """
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    if not commit:
         return None
-    changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
+    changed = _git(folder, "status", "--porcelain", "--", ".").splitlines()
     diff = ""
     if changed:
-        diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") or ""
+        diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n... and {len(diff) - MAX_DIFF:,} more characters"
     if len(changed) > MAX_FILES:
         changed = [*changed[:MAX_FILES], f"... and {len(changed) - MAX_FILES:,} more"]
-    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {"commit": commit.strip(), "branch": branch.strip(), "changed": changed, "diff": diff}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str:
+    """Returns what git prints; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             # Without locks, since the user may be running git in this checkout at the same time.
@@ -246,4 +257,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
             check=True,
         )
         return done.stdout.decode(errors="replace")
-    return None
+    return ""

@@ -48,7 +48,7 @@ HIDDEN = "***"
 
 
 def split_addresses(text: str) -> list[str]:
-    """Splits text into addresses separated by commas or whitespace, with or without brackets and quotes.
+    """Splits text into addresses, separated by commas or whitespace; drops brackets and quotes.
 
     >>> split_addresses("[mailto://me:hunter2@host?to=a@b.org,c@d.org, 'json://localhost']")
     ['mailto://me:hunter2@host?to=a@b.org,c@d.org', 'json://localhost']
@@ -62,7 +62,7 @@ def split_addresses(text: str) -> list[str]:
 
 
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
-    """Returns the addresses in the setting `notify`, or if it is null those in the environment variable.
+    """Returns the addresses in the setting `notify` or, if it is null, in the environment variable.
 
     >>> environ = {"HVTRAIN_NOTIFY": "json://here json://there"}
     >>> chosen_addresses(None, environ), chosen_addresses([], environ)
@@ -145,7 +145,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Returns a command's arguments for a record, with secrets hidden and notification addresses removed.
+    """Returns a command's arguments for a record: secrets hidden, notification addresses removed.
 
     >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
     ['model=cnn', 'dataset.api_key=***', '-cd']

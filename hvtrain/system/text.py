@@ -26,10 +26,13 @@ def human_bytes(num_bytes: float) -> str:
     ('4 B', '5 KiB', '64 MiB', '2560 GiB')
     """
     # GiB only from 10 GiB on, since without decimals 5,500 MiB is more precise than 5 GiB.
-    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
-    return next(
-        f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least
-    )
+    if num_bytes >= 10 * 2**30:
+        return f"{num_bytes / 2**30:.0f} GiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    if num_bytes >= 2**10:
+        return f"{num_bytes / 2**10:.0f} KiB"
+    return f"{num_bytes:.0f} B"
 
 
 def counted(number: int, noun: str) -> str:
@@ -58,13 +61,10 @@ def aligned(table: Sequence[Sequence[str]], alignments: str = "") -> list[str]:
     >>> aligned([["a", "speed"], ["long", "7"]])
     ['a     speed', 'long      7']
     """
-    widths = [max(map(len, column)) for column in zip(*table)]
-    alignments = alignments or "<".ljust(len(widths), ">")
-    lines = []
-    for row in table:
-        cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = list(zip(*table))
+    alignments = alignments or "<".ljust(len(columns), ">")
+    formats = [f"{align}{max(map(len, column))}" for align, column in zip(alignments, columns)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in table]
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

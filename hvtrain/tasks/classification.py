@@ -160,10 +160,8 @@ class Multilabel(Task):
         names = output_names(source, outputs.shape[-1], "label_names", "label.")
         decoded = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
-        return {
-            **dict(zip(names, decoded.T)),
-            **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
-        }
+        columns = dict(zip(names, decoded.T))
+        return columns | {f"p.{name}": column for name, column in zip(names, probabilities.T)}
 
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
@@ -174,11 +172,11 @@ class Multilabel(Task):
         rows = []
         for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
             num_true = int(true.sum())
-            num_correct = int((true & predicted).sum())
+            num_correct = (true & predicted).sum()
             accuracy = np.mean(true == predicted)
 
             # Precision is 0 for a label that is never predicted; recall, for one that never occurs.
-            precision = num_correct / max(int(predicted.sum()), 1)
+            precision = num_correct / max(predicted.sum(), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
 
@@ -210,8 +208,10 @@ class Binary(Multilabel):
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Returns 0 or 1 for each example, and the probability of 1."""
-        probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
-        return {"class": self.decode(outputs), "probability": probabilities}
+        return {
+            "class": self.decode(outputs),
+            "probability": ops.convert_to_numpy(ops.sigmoid(outputs)),
+        }
 
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
@@ -258,10 +258,10 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
         raise ConfigError(
-            "augment mixes the classes of examples, or task.label_smoothing does, and task.loss is "
-            f"{type(loss).__name__}, which may take indices of classes alone; choose "
-            "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes "
-            "(MixUp, CutMix, label_smoothing)"
+            "augment or task.label_smoothing mixes classes, but task.loss is "
+            f"{type(loss).__name__}, which may accept only class indices; choose "
+            "keras.losses.SparseCategoricalCrossentropy without ignore_class, or leave out MixUp, "
+            "CutMix and label_smoothing"
         )
 
     def call(self, y_true, y_pred):

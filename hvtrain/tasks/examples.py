@@ -51,7 +51,7 @@ def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.n
 
 
 def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
-    """Finds the first example with a True in a boolean array [examples, ...], and describes its problem.
+    """Finds the first example with a True in a boolean array [examples, ...]; adds its problem.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')
@@ -232,8 +232,8 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
     The data set may have normalized the values, so they are stretched to 0 ... 255.
     """
     image = image.astype(np.float64)
-    low = float(np.nanmin(image))
-    high = float(np.nanmax(image))
+    low = np.nanmin(image)
+    high = np.nanmax(image)
     # max() avoids dividing by 0 in an image of a single value. NaN becomes black.
     stretched = np.nan_to_num((image - low) / max(high - low, 1e-9)) * 255
     return np.broadcast_to(np.rint(stretched).astype(np.uint8), (*image.shape[:2], 3))

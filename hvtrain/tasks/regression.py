@@ -53,14 +53,16 @@ class Regression(Task):
     def review(
         self, reviewed: ReviewedExamples, model: keras.Model, source: Source
     ) -> list[Figure]:
-        """Returns plots of predictions and residuals for the first number of each example, and the worst examples."""
+        """Returns plots of predictions and residuals, and a table of the worst examples.
+
+        Only the first number of each example counts.
+        """
         targets = _first_numbers(reviewed.targets)
         predictions = _first_numbers(reviewed.outputs)
 
         # Positive where the prediction is too high.
         residuals = predictions - targets
 
-        description = reviewed.description
         # A scatter plot can show one number per example.
         has_more_targets = reviewed.targets.size > reviewed.number
         suffix = " Of several targets, the first." if has_more_targets else ""
@@ -73,13 +75,13 @@ class Regression(Task):
         numbers = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
         rows = [list(row) for row in zip(worst, *numbers, *cells.values())]
         columns = ["example", "target", "prediction", *cells]
-        note = f"The largest residuals, on {description}.{suffix}"
+        note = f"The largest residuals, on {reviewed.description}.{suffix}"
         tables = [Table("Worst examples", note, columns, rows)] if cells else []
 
         return [
             Scatter(
                 "Targets and predictions",
-                f"On {description}.{suffix}",
+                f"On {reviewed.description}.{suffix}",
                 "target",
                 "prediction",
                 list(zip(targets.tolist(), predictions.tolist())),
@@ -87,7 +89,7 @@ class Regression(Task):
             ),
             Scatter(
                 "Residuals",
-                f"On {description}: half of them within {low:+.4g} ... {high:+.4g}.{suffix}",
+                f"On {reviewed.description}: half of them within {low:+.4g} ... {high:+.4g}.{suffix}",
                 "prediction",
                 "prediction - target",
                 list(zip(predictions.tolist(), residuals.tolist())),

@@ -90,14 +90,14 @@ class Segmentation(ClassTask):
         names = output_names(source, reviewed.outputs.shape[-1])
 
         # Numbers of pixels that count: [examples, true classes, predicted classes].
-        matrices = []
-        for mask, prediction, is_counted in zip(targets, predicted, targets != self.ignored_label):
-            matrices.append(
-                tf.math.confusion_matrix(
-                    mask[is_counted], prediction[is_counted], len(names), dtype=tf.int64
+        confusion = np.stack(
+            [
+                tf.math.confusion_matrix(mask[counts], prediction[counts], len(names))
+                for mask, prediction, counts in zip(
+                    targets, predicted, targets != self.ignored_label
                 )
-            )
-        confusion = np.stack(matrices)
+            ]
+        )
         # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
         union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection
@@ -141,11 +141,10 @@ def _overlays(
     pictures = []
     for row in [*worst, *others][:NUM_PICTURES]:
         image = as_bytes(reviewed.inputs[row])
-        true_overlay = overlay(image, reviewed.targets[row], ignored_label)
-        predicted_overlay = overlay(image, predicted[row], ignored_label)
-
+        masks = (reviewed.targets[row], predicted[row])
+        overlays = [overlay(image, mask, ignored_label) for mask in masks]
         caption = f"example {row}: mean IoU {mean_iou[row]:.2f}"
-        pictures.append((png(image, true_overlay, predicted_overlay), caption))
+        pictures.append((png(image, *overlays), caption))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
     legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]

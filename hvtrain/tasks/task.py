@@ -1,4 +1,4 @@
-"""The base classes of tasks. A task has a model's loss and metrics, and knows what its outputs and targets mean."""
+"""The base classes of tasks, which hold a model's loss and metrics and interpret its outputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class Task(ABC):
     gives_logits = False
     """True if the outputs are logits, for which metrics have to be adapted."""
     targets_are_masks = False
-    """True if targets have a class for each pixel, so that they must be cropped or flipped with their image."""
+    """True if targets have a class for each pixel, and are cropped and flipped with their image."""
 
     def __init__(
         self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None
@@ -107,7 +107,7 @@ class Task(ABC):
         return {}
 
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Returns the shape of the model's output for one example (default: the targets'); None for any shape."""
+        """Returns the shape of an output for one example, by default the target's; None: any."""
         # For a single number a dense layer outputs a row.
         return tuple(source.element_spec[1].shape) or (1,)
 
@@ -123,7 +123,7 @@ class Task(ABC):
                 f"{spec.dtype.name} {tuple(spec.shape) or 'numbers'}"
                 for spec in tf.nest.flatten(target)
             )
-            advice = {"float32 numbers": "task=regression"}.get(types, "another task")
+            advice = "task=regression" if types == "float32 numbers" else "another task"
             names = source.facts().get("class_names")
             if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
@@ -152,7 +152,7 @@ class Task(ABC):
         return outputs
 
     def columns(self, outputs: Any, source: Source) -> Columns:
-        """Returns columns of predictions by name for a batch of outputs, each with a number or a row per example."""
+        """Returns a batch's predictions as columns by name, with a number or row per example."""
         if isinstance(outputs, Mapping):
             return dict(outputs)
         if isinstance(outputs, list | tuple):
@@ -182,7 +182,7 @@ class Task(ABC):
         return None
 
     def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
-        """Returns a line that shows what the trained model does with this rank's data; by default None."""
+        """Returns a line that shows what the trained model does with this rank's data, or None."""
         return None
 
     def review(self, reviewed: ReviewedExamples, model: Model, source: Source) -> list[Figure]:
@@ -201,7 +201,7 @@ class Task(ABC):
         return {"num_outputs": shape[-1], "output_shape": shape}
 
     def _named_metrics(self) -> dict[str, Any]:
-        """Returns metrics by their names in the logs, which Keras prefixes with the output if there are several."""
+        """Returns metrics by their names in the logs, with a prefix for several outputs."""
         named: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
@@ -219,7 +219,7 @@ class Task(ABC):
         if isinstance(self.loss, Mapping) and len(self.loss) > 1:
             names += [f"{output}_loss" for output in self.loss]
         names += self._named_metrics()
-        # results() adds metrics that are computed from others. Only names matter here, so the values are 0.
+        # results() adds metrics computed from others. Only names matter here, so values are 0.
         return list(self.results(dict.fromkeys(names, 0.0)))
 
     def sign(self, name: str) -> int:
@@ -251,7 +251,7 @@ class Task(ABC):
         self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
-        """Builds metrics that were given as partials, with the source's facts, and adapts all to logits if needed."""
+        """Builds partial metrics with the source's facts, and adapts all to logits if needed."""
 
         def completed(metric, setting):
             if isinstance(metric, Mapping):
@@ -262,8 +262,7 @@ class Task(ABC):
                 _check_type(setting, metric, Metric)
             return of_logits(metric, setting) if self.gives_logits else metric
 
-        for name, metric in self.metrics.items():
-            self.metrics[name] = completed(metric, f"task.metrics.{name}")
+        self.metrics = completed(self.metrics, "task.metrics")
 
     def compile(
         self,
@@ -286,8 +285,8 @@ class Task(ABC):
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
-            # Keras would wrap the optimizer too, but would not save that, and the saved model would not load
-            # under another dtype policy.
+            # Keras would wrap the optimizer too, but would not save that, and the saved model would
+            # not load under another dtype policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
         loss: Any = self.soft_loss() if soft_targets else self.loss
@@ -308,16 +307,16 @@ class Task(ABC):
             **{metrics_argument: metrics or None},
         )
         if distribute_loss and len(losses) == 1 and isinstance(losses[0], Loss):
-            # Keras's own tracker weights each batch by its number of examples, which is wrong for losses that
-            # divide by something else. object.__setattr__ keeps Keras from tracking the new tracker as
-            # part of the model.
+            # Keras's own tracker weights each batch by its number of examples, which is wrong for
+            # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
+            # new tracker as part of the model.
             object.__setattr__(model, "_loss_tracker", ExactLoss(losses[0]))
-        # Slots must exist before they are restored and broadcast. Builds model.optimizer, because compile()
-        # may have wrapped the optimizer for mixed precision.
+        # Slots must exist before they are restored and broadcast. Builds model.optimizer, because
+        # compile() may have wrapped the optimizer for mixed precision.
         model.optimizer.build(model.trainable_variables)
 
     def bind(self, model: Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
-        """Gives losses and metrics (`parts`, a flat list) what they need from the model compiled with them."""
+        """Gives losses and metrics (`parts`, a flat list) what they need from their model."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if the model's symbolic outputs do not fit the task.
@@ -338,11 +337,12 @@ class Task(ABC):
             )
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a metric that cannot take these examples, or whose state is not a sum."""
+        """Raises ConfigError for a metric that cannot take these examples or does not add up."""
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
-                parts = (targets, outputs)
-                if not all(isinstance(part, Mapping) and name in part for part in parts):
+                if not all(
+                    isinstance(part, Mapping) and name in part for part in (targets, outputs)
+                ):
                     raise ConfigError(
                         f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
                     )
@@ -353,7 +353,7 @@ class Task(ABC):
 
 
 class ClassTask(Task):
-    """A task whose targets are class indices or arrays of them; the model outputs a logit per class for each index."""
+    """A task whose targets are class indices or arrays of them; outputs have a logit per class."""
 
     gives_logits = True
     rank = 0
@@ -384,7 +384,7 @@ class ClassTask(Task):
 
 
 def is_integer(spec: Any, rank: int) -> bool:
-    """True for the spec of one integer tensor with this number of axes; False for a nested structure."""
+    """True for the spec of an integer tensor with this number of axes; False for nested specs."""
     return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
 
 
@@ -395,5 +395,4 @@ def _check_type(setting: str, value: Any, *types: type) -> None:
             _check_type(f"{setting}.{output}", item, *types)
     elif not isinstance(value, types):
         description = "null" if value is None else f"a {type(value).__name__}"
-        library = types[0].__module__.split(".")[0]
-        raise ConfigError(f"{setting} is {description}; it must be a {library} {types[0].__name__}")
+        raise ConfigError(f"{setting} is {description}; it must be a keras {types[0].__name__}")

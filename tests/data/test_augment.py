@@ -475,7 +475,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
         "+augment.rand_augment.value_range=[0,255]",
     )
     with pytest.raises(
-        ConfigError, match=r"task.loss is MeanSquaredError, which may take indices of classes alone"
+        ConfigError, match=r"task.loss is MeanSquaredError, which may accept only class indices"
     ):
         Classification(loss=keras.losses.MeanSquaredError()).soft_loss()
 

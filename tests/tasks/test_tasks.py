@@ -443,6 +443,6 @@ def test_label_smoothing_is_that_of_keras_and_of_training_alone():
         Classification(label_smoothing=1)
     with pytest.raises(
         ConfigError,
-        match=r"task.label_smoothing does, and task.loss is MeanSquaredError, which may",
+        match=r"task.label_smoothing mixes classes, but task.loss is MeanSquaredError, which may",
     ):
         Classification(keras.losses.MeanSquaredError(), label_smoothing=0.1).soft_loss()

@@ -40,7 +40,7 @@ class Progress(RunCallback):
 
     def on_train_end(self, logs: Any) -> None:
         if self._display:
-            self._display.stop()
+            self._display.show(Drawing())  # Ends the display.
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
