@@ -121,6 +121,8 @@ class Sharded(ListedImages):
         self._label_suffix, self._fields = (suffix, fields) if suffix == "json" else (label_key, [])
         self._num_validation = num_validation
         super().__init__(*settings, **images)
+        # Computed here, since it refuses missing shards.
+        self.shards  # noqa: B018
 
     @abstractmethod
     def target_of(self, shard: Path, member: Member) -> Any:
@@ -168,12 +170,12 @@ class Sharded(ListedImages):
 
     def list_examples(self, refuse: Callable[[Unreadable], None]) -> dict[str, Files]:
         """Lists the examples of each split. Unusable items are passed to `refuse`, which may raise an error."""
-        examples = {}
+        examples: dict[str, Files] = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             for split, shards in self.shards.items():
-                parts = list(pool.map(self._examples_of, shards))
-                examples[split] = [row for rows, _ in parts for row in rows]
-                for _, problems in parts:
+                examples[split] = []
+                for rows, problems in pool.map(self._examples_of, shards):
+                    examples[split] += rows
                     for problem in problems:
                         refuse(problem)
 
@@ -225,11 +227,9 @@ class Sharded(ListedImages):
 class ShardedImages(Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
-    def __init__(self, *settings: Any, **images: Any) -> None:
-        super().__init__(*settings, **images)
-        self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
-        # Computed here, since it refuses missing shards.
-        self.shards  # noqa: B018
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.class_names or ())}
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
@@ -259,11 +259,11 @@ class ShardedMasks(Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
-        return self.list_examples(self._refuse_on_opening), []
+        # Pairs are listed before on_error is set, so none can be left out.
+        def refuse(item):
+            raise DataError(f"{item.location}: {item.problem}; {self.ADVICE}")
+
+        return self.list_examples(refuse), []
 
     def target_of(self, shard: Path, member: Member) -> str:
         return address(shard, member)
-
-    def _refuse_on_opening(self, item: Unreadable) -> None:
-        # Pairs are listed before on_error is set, so they cannot be left out.
-        raise DataError(f"{item.location}: {item.problem}; {self.ADVICE}")
