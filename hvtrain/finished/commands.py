@@ -156,8 +156,19 @@ folder with a model card, as Hugging Face's hub has them, and repo= uploads it."
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     _refuse_launcher("export")
-    output = Output(options.output or "")
-    path = output_path(options.output and str(output.path), finished.folder.name, model_format)
+    suffix = SUFFIXES[model_format]
+    output = Output(options.output or f"{finished.folder.name}{suffix}")
+    path = output.path
+    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
+    # only looks as if it had a suffix.
+    if options.output and path.suffix != suffix:
+        needed = f"PATH{suffix}" if suffix else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+    # An existing path may be another export, so it is never replaced.
+    if path.exists():
+        raise ConfigError(f"--output {path} exists already; choose another path")
+    page_path(path)
+
     repo = finished.arguments.get("repo")
     if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
@@ -188,31 +199,6 @@ def _refuse_launcher(command: str) -> None:
         raise ConfigError(
             f"{command} takes one process; start python -m hvtrain {command} without a launcher"
         )
-
-
-def output_path(output: str | None, run_name: str, model_format: str) -> Path:
-    """Returns the path of the exported model.
-
-    Args:
-        output: the path that the user has given, if any.
-        run_name: the name of the run, for the default path.
-        model_format: a key of SUFFIXES.
-
-    Raises:
-        ConfigError: the path has another suffix, exists, or is in a folder that does not.
-    """
-    suffix = SUFFIXES[model_format]
-    path = Path(output or f"{run_name}{suffix}")
-    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
-    # only looks as if it had a suffix.
-    if output and path.suffix != suffix:
-        needed = f"PATH{suffix}" if suffix else "a folder"
-        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
-
-    # An existing path may be another export, so it is never replaced.
-    if path.exists():
-        raise ConfigError(f"--output {path} exists already; choose another path")
-    return page_path(path)
 
 
 def generate() -> int:

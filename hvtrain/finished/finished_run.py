@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -111,7 +112,7 @@ def open_alone(arguments: Sequence[str], trust: bool, uses_split: bool = True) -
     return open_run(finished, strategy, uses_split)
 
 
-def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
+def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> FinishedRun:
     """Opens the run's data and task, builds its model, and loads the checkpoint's weights (every rank).
 
     Inputs are preprocessed as in the run's training, even if the data have changed since.
@@ -127,7 +128,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     """
     comm = strategy.comm
     config = finished.config
-    step = comm.on_chief(lambda: checkpoint_step(finished))
+    path = comm.on_chief(lambda: checkpoint_path(finished))
     fitted_files, training_kinds = comm.on_chief(
         lambda: (fitted.read(finished.folder), kinds.read(finished.folder))
     )
@@ -151,8 +152,6 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     comm.all_or_raise(lambda: fitted.check_classes(source, fitted_files, config.guard.data))
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
-
-    path = finished.folder / "checkpoints" / store.folder_name(step)
 
     def set_weights():
         """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
@@ -180,8 +179,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     return FinishedRun(config, strategy, source, task, model, path.name, training_kinds)
 
 
-def checkpoint_step(finished: FinishedConfig) -> int:
-    """Returns the step of the checkpoint to load (chief only).
+def checkpoint_path(finished: FinishedConfig) -> Path:
+    """Returns the folder of the checkpoint to load (chief only).
 
     By default this is the best checkpoint, or the last one if none is marked as the best.
 
@@ -197,7 +196,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
             raise CheckpointError(
                 f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
             )
-        return best["step"]
+        return folder / store.folder_name(best["step"])
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
@@ -207,7 +206,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
 
-    return store.step_of(checkpoints[-1])
+    return checkpoints[-1]
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:
@@ -221,6 +220,10 @@ def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Str
         # The averages of the weights are variables of the run's own optimizer, so it is needed.
         optimizer = optimizer_at(lambda: 0.0, config)
 
-    has_weights = len(source.element_spec) > 2
-    task.compile(model, optimizer, weighted=has_weights, distribute_loss=strategy.distribute_loss)
+    task.compile(
+        model,
+        optimizer,
+        weighted=len(source.element_spec) > 2,
+        distribute_loss=strategy.distribute_loss,
+    )
     return model

@@ -96,11 +96,11 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         # Shards are of nearly equal size, so the chief's progress stands for that of all ranks.
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
-    callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
+    callbacks = [keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)]
     source.unreadable()  # Forgets what was skipped while counting: `total` does not include it.
     # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
-        results = run.strategy.evaluate(run.model, data, [callback])
+        results = run.strategy.evaluate(run.model, data, callbacks)
     except Exception as error:
         raise run.explain(error) from error
 
