@@ -122,16 +122,15 @@ class BroadcastGlobalVariablesCallback(Callback):
 
         A GAN, for example, has two, and may pass neither to compile.
         """
-        attributes = list(vars(self.model).values())
-        attributes += [list(value.values()) for value in attributes if isinstance(value, dict)]
-        elements = [
-            item for value in attributes if isinstance(value, list | tuple) for item in value
-        ]
-        return [
-            item
-            for item in [*attributes, *elements]
-            if isinstance(item, keras.optimizers.Optimizer)
-        ]
+        items: list[Any] = []
+        for value in vars(self.model).values():
+            if isinstance(value, dict):
+                items += value.values()
+            elif isinstance(value, list | tuple):
+                items += value
+            else:
+                items.append(value)
+        return [item for item in items if isinstance(item, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
@@ -207,18 +206,19 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
         filepath: str | Path | None = None,
     ) -> None:
-        # Keras checks the suffix of the path, which may be set only later.
-        placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        self._suffix = ".weights.h5" if save_weights_only else ".keras"
+        # Keras checks the suffix of a path, so it gets a placeholder for one that is set later.
+        placeholder = f"best{self._suffix}"
         super().__init__(
             filepath or placeholder, monitor, verbose, True, save_weights_only, mode, save_freq
         )
-        self.filepath = None if filepath is None else str(filepath)
+        if not filepath:
+            self.filepath = filepath
 
     def on_train_begin(self, logs: Any = None) -> None:
-        suffix = ".weights.h5" if self.save_weights_only else ".keras"
-        if self.filepath is None or not str(self.filepath).endswith(suffix):
+        if not str(self.filepath).endswith(self._suffix):
             raise ValueError(
-                f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {suffix}"
+                f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {self._suffix}"
             )
         super().on_train_begin(logs)
 
@@ -301,7 +301,7 @@ class StopTogetherCallback(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         stop = self.model.stop_training
-        if stop and stop is not END_OF_EPOCH and not self._requested:
+        if stop and stop is not END_OF_EPOCH:
             self._requested = True
             if self._flag:
                 self._flag.set()
