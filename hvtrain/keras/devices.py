@@ -117,9 +117,12 @@ def _device_name(view: View, index: int | None, views: list[View]) -> str:
     if index is None:
         return f"{view.host} CPU"
     name = view.gpus[index]
-    on_host = [other for other in views if other.host == view.host]
     keys_of_name = {
-        key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name
+        key
+        for other in views
+        if other.host == view.host
+        for gpu, key in zip(other.gpus, other.keys)
+        if gpu == name
     }
     if len(keys_of_name) > 1:
         name = view.keys[index]
@@ -163,15 +166,10 @@ def pin_gpu(
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     own = View(host or socket.gethostname(), hvd.local_rank(), names, gpu_uuids(len(names)))
-    if by_local_rank:
-        views = [own]
-        own_position = 0
-    else:
-        views = exchange(own, "hvtrain.devices")
-        own_position = hvd.rank()
-
+    views = [own] if by_local_rank else exchange(own, "hvtrain.devices")
     chosen = choose_gpus(views, share)
-    index = chosen[own_position]
+    # Ranks with equal views get the same GPU, or an error.
+    index = chosen[views.index(own)]
     if index is not None:
         use_only(gpus[index])
     if _shared_gpus(views, chosen):
