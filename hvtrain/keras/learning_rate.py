@@ -51,10 +51,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        self.multiplier: Callable[[float], float]
-        if callable(multiplier):
-            self.multiplier = multiplier
-        else:
+        self.multiplier: Any = multiplier
+        if not callable(multiplier):
             self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -109,10 +107,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # Slots exist only once the optimizer is built, and there is no ratio to a rate of 0.
-        has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
+        # Only SGD and RMSprop have this attribute; Adam has `_momentums`, but of another kind.
+        has_momentum = getattr(optimizer, "momentum", None)
+        # There is no ratio to a rate of 0.
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
-            # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop.
+            # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop. Before the
+            # optimizer is built there are none.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
             for slot in slots:
                 slot.assign(slot * (new_rate / old_rate))
