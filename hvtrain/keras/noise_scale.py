@@ -44,9 +44,12 @@ class NoiseScale:
 
     def __init__(self, optimizer: Any, every: int = 16) -> None:
         hook = hook_of(optimizer)
-        compression = hook.reducer.compression if hook else None
-        is_adasum = hook is not None and hook.reducer.op == hvd.Adasum
-        if not hook or hook.every > 1 or is_adasum or getattr(compression, "keeps_errors", False):
+        if (
+            not hook
+            or hook.every > 1
+            or hook.reducer.op == hvd.Adasum
+            or getattr(hook.reducer.compression, "keeps_errors", False)
+        ):
             raise ValueError(
                 "the gradient noise scale needs ranks that average whole gradients in each step; use a "
                 "DistributedOptimizer with op=Average or Sum, and compression none, fp16 or bf16"
@@ -85,7 +88,7 @@ class NoiseScale:
 
     def norms(self) -> list[float]:
         """Returns the smoothed squared norms of this rank's gradient and of the mean, up to a common factor."""
-        return [float(norm) for norm in self._norms.numpy()]
+        return self._norms.numpy().tolist()
 
     def estimate(self, batch_size: int) -> float | None:
         """Returns the noise scale in examples; None if there is not enough data yet (every rank).
