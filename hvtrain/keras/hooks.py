@@ -102,7 +102,7 @@ class Distributed:
     def rank_variables(self) -> dict[str, Any]:
         """State by name that Keras's optimizer does not have: see CompressedReduction.prepare."""
         compressed = self._hvtrain.reducer.compressed
-        return dict(compressed.memory) if compressed else {}
+        return compressed.memory if compressed else {}
 
     def build(self, variables: Any) -> None:
         super().build(variables)  # type: ignore[misc]
@@ -186,7 +186,8 @@ class Distributed:
         """Returns the gradients of the joint batch, reduced over all ranks."""
         reducer = self._hvtrain.reducer
         come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
-        if come_from_tape and not reducer.averages:
+        # Averaging what is already averaged changes nothing.
+        if come_from_tape and (reducer.op != hvd.Average or reducer.scale != 1.0):
             raise ValueError(
                 "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
                 "would reduce them twice; use a plain optimizer, or a plain tape"
@@ -222,9 +223,8 @@ class DistributedAccumulation(Distributed):
         # branches, so its trace has to reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
-        has_reduced = reducer.num_calls > calls_before
         if (
-            not has_reduced
+            reducer.num_calls == calls_before
             and not reducer.is_alone
             and any(gradient is not None for gradient in grads)
         ):
@@ -276,7 +276,6 @@ class DistributedLossScale(Distributed):
             )
         if not self.built:
             self.build(variables)
-            self.built = True
         return self.inner_optimizer.apply(grads, variables)  # type: ignore[attr-defined]
 
 

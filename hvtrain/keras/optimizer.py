@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 from keras.optimizers import LossScaleOptimizer, Optimizer
 from keras.src.legacy.saving.legacy_h5_format import load_attributes_from_hdf5_group
 
@@ -142,7 +143,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         inner.gradient_accumulation_steps = backward_passes_per_step
     if name:
         optimizer.name = name
-    accumulates = bool(inner.gradient_accumulation_steps)
+    accumulation_steps = inner.gradient_accumulation_steps
 
     reducer = Reducer(
         op=op,
@@ -162,10 +163,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     # An overridden step need not be linear in the gradients; the mean of the ranks' steps would
     # then not be the step of the joint batch.
     own_steps = overridden_steps(type(inner))
-    if accumulates and own_steps:
+    if accumulation_steps and own_steps:
         raise ValueError(
             f"{type(inner).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
-            f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+            f"{accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
         )
 
     if is_scaled and getattr(compression, "keeps_errors", False):
@@ -179,7 +180,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     clip_tables(inner)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if not accumulates:
+    if not accumulation_steps:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
         # The inner optimizer accumulates, so it reduces. A loss scale
@@ -294,9 +295,7 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check:
         return []
-    return [
-        rank for rank, is_at_fault in enumerate(hook.finite_check.at_fault.numpy()) if is_at_fault
-    ]
+    return np.flatnonzero(hook.finite_check.at_fault.numpy()).tolist()
 
 
 def gradient_norm(optimizer: Any) -> float | None:
@@ -345,9 +344,12 @@ def load_model(
         objects[name] = _as_class(name, maker)
     model = keras.models.load_model(filepath, custom_objects=objects)
 
-    if model.optimizer is not None and Path(filepath).suffix in (".h5", ".hdf5"):
+    if model.optimizer is None:
+        return model
+
+    if Path(filepath).suffix in (".h5", ".hdf5"):
         model.optimizer = _h5_optimizer(model, filepath)
-    if model.optimizer is not None and not is_distributed(model.optimizer):
+    if not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
 

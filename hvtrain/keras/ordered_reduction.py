@@ -7,6 +7,7 @@ parts, and sends the result to all ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -99,10 +100,8 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
         received, _ = hvd.alltoall(by_rank, [len(parts)] * size, name=f"{name}_parts", **options)
 
     values = tf.unstack(tf.ensure_shape(received, [size * len(parts), None]))
-    total = values[0]
-    for value in values[1:]:
-        total += value
-    mean = total / len(values)
+    # Added one by one, in this order.
+    mean = reduce(tf.add, values) / len(values)
     if size > 1:
         mean = hvd.allgather(mean, name=f"{name}_means", **options)
     pieces = tf.split(mean[:length], [tf.size(value) for value in like])

@@ -154,11 +154,6 @@ class Reducer:
         """True if there is no rank to exchange with, as on ranks outside of the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
 
-    @property
-    def averages(self) -> bool:
-        """True if reducing a second time changes nothing."""
-        return self.op == hvd.Average and self.scale == 1.0
-
     def divide_losses(self) -> None:
         """Divides losses by the number of ranks and sums their gradients, which saves a pass over the gradients.
 
@@ -215,14 +210,14 @@ class Reducer:
                 reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
-        exchanged = [i for i in range(len(reduced)) if not is_local[i]]
+        exchanged = [i for i, stays in enumerate(is_local) if not stays]
         compared = [whole_spec(variables[i]) if i in tables else reduced[i] for i in exchanged]
         self._compare(compared, [variables[i] for i in exchanged])
 
         shared = [i for i in present if not is_local[i] and i not in tables]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
-        dense = [i for i in shared if i not in [*sparse, *overwriting]]
+        dense = [i for i in shared if i not in sparse + overwriting]
         groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
         own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
         if own:
@@ -244,7 +239,7 @@ class Reducer:
             # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
             reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
-        done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
+        done += tf.nest.flatten([reduced[i] for i in shared + tables], expand_composites=True)
         if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)

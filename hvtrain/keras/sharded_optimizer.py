@@ -32,7 +32,6 @@ from keras.optimizers import (
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras import gradients, reduction
-from hvtrain.keras.gradients import overwrites
 from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 from hvtrain.step.step_timing import host_variable
@@ -190,7 +189,7 @@ def _copy(variable: Any, size: int) -> Any:
     path = getattr(variable, "path", variable.name).replace(":", "_")
     copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     copy._path = path
-    copy.overwrite_with_gradient = overwrites(variable)
+    copy.overwrite_with_gradient = gradients.overwrites(variable)
     return copy
 
 
@@ -227,8 +226,7 @@ class Sharded:
             return
         parts = make_parts(variables, self._hvtrain_reducer.process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
-        received = host_variable(0.0, tf.float32, "received")
-        object.__setattr__(self, "_hvtrain_received", received)
+        object.__setattr__(self, "_hvtrain_received", host_variable(0.0, tf.float32, "received"))
         # Makes hvd.join refuse to run: it sends zeros, which cannot stand in for a rank's weights.
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]

@@ -88,7 +88,6 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         mask: True for elements that count, in the inputs' shape without the last axis; or None.
         axes: all axes except that of the channels.
     """
-    zero = tf.zeros([], inputs.dtype)
     if mask is None:
         total = tf.reduce_sum(inputs, axes)
         num_elements = tf.reduce_prod(
@@ -97,7 +96,7 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         count = tf.cast(num_elements, inputs.dtype)
     else:
         used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-        total = tf.reduce_sum(tf.where(used, inputs, zero), axes)
+        total = tf.reduce_sum(tf.where(used, inputs, 0.0), axes)
         count = tf.reduce_sum(tf.cast(used, inputs.dtype), axes)
 
     mean = tf.math.divide_no_nan(total, count)
@@ -105,7 +104,7 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
     )
     if mask is not None:
-        differences = tf.where(used, differences, zero)
+        differences = tf.where(used, differences, 0.0)
     return mean, tf.reduce_sum(tf.square(differences), axes), count
 
 

@@ -68,7 +68,8 @@ class ClipsTables:
         squares = hvd.allreduce(
             tf.stack(own), op=hvd.Sum, name="hvtrain_table_norms", ignore_name_scope=True
         )
-        others = [gradient for i, gradient in enumerate(grads) if i not in tables]
+        rest = [i for i in range(len(grads)) if i not in tables]
+        others = [grads[i] for i in rest]
         if self.global_clipnorm:
             norm = tf.sqrt(
                 tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0)
@@ -81,7 +82,7 @@ class ClipsTables:
         scales = self.clipnorm / tf.maximum(tf.sqrt(squares), self.clipnorm)
         for i, scale in zip(tables, tf.unstack(scales)):
             clipped[i] = map_values(partial(tf.multiply, scale), grads[i])
-        for i, gradient in zip([i for i in range(len(grads)) if i not in tables], clip(others)):
+        for i, gradient in zip(rest, clip(others)):
             clipped[i] = gradient
         return clipped
 
