@@ -19,7 +19,6 @@ from horovod.common.exceptions import HorovodInternalError
 from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
 from hvtrain.system import console, host_facts, resources
-from hvtrain.system.resources import physical_gpus
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
@@ -64,7 +63,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     threads_before = resources.thread_ids()
     hvd.init(*args, **kwargs)
-    if _uses_mpi() and not physical_gpus():
+    if _uses_mpi() and not resources.physical_gpus():
         # Horovod's threads busy-wait inside MPI. With their niceness raised by 5, Linux gives them
         # a quarter of a core that they share with a compute thread.
         for thread in resources.thread_ids() - threads_before:

@@ -133,16 +133,17 @@ class PyDatasetExamples:
 
         # Batches before that of the first example are not read; in that one, examples are skipped.
         begins = np.cumsum([0, *self._sizes[numbers]])
-        num_over = int(np.searchsorted(begins, start, side="right")) - 1
-        within = start - int(begins[num_over])
-        flat = nest.flatten(self.element_spec)
-        specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
+        num_skipped = np.searchsorted(begins, start, side="right") - 1
+        within = start - begins[num_skipped]
+        specs = [
+            TensorSpec([None, *spec.shape], spec.dtype) for spec in nest.flatten(self.element_spec)
+        ]
 
         def read(number):
             parts = call_python(self._read, [number], specs)
             return nest.pack_sequence_as(self.element_spec, parts)
 
-        batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
+        batches = Dataset.from_tensor_slices(numbers[num_skipped:]).map(
             read, num_parallel_calls=max(1, self._dataset.workers), deterministic=True
         )
         return batches.unbatch().skip(within)
