@@ -20,16 +20,15 @@ class _JointMoments:
     """Mixin before BatchNormalization that computes mean and variance over the batches of all ranks."""
 
     axis: int
+    _reduction_axes: list[int]
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Overrides Keras's method. Keras passes inputs as float32 or float64 under any policy."""
         if hvd.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
-        num_axes = len(inputs.shape)
-        channels = self.axis % num_axes
-        axes = [axis for axis in range(num_axes) if axis != channels]
-        rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
-        mean, variance = combine(rows, inputs.shape[channels])
+        moments = local_moments(inputs, mask, self._reduction_axes)
+        rows = _rows_of_all_ranks(tf.concat(moments, axis=0))
+        mean, variance = combine(rows, inputs.shape[self.axis])
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
