@@ -80,7 +80,7 @@ validation or test (default).""",
     if path == "":
         raise ConfigError("input= has no value; give a file or a folder, or leave it out")
     # Only an explicit split conflicts with input=; the default does not.
-    if path is not None and "split" in finished.arguments:
+    if path and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import opened

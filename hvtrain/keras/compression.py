@@ -69,17 +69,18 @@ class CompressedReduction:
     def __call__(self, gradients: list[Any], variables: list[Any], name: str) -> list[Any]:
         """Returns the means over the ranks of dense gradients of the same type (every rank)."""
         dtype = gradients[0].dtype
-        tensors = gradients
         if dtype != tf.float64:
-            tensors = [tf.cast(gradient, tf.float32) for gradient in gradients]
+            gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
         if not self.wire.keeps_errors:
-            means, _ = self.wire.reduce(tensors, [], name, self.process_set)
+            means, _ = self.wire.reduce(gradients, [], name, self.process_set)
             return [tf.cast(mean, dtype) for mean in means]
 
         positions = [self._positions[variable_id(variable)] for variable in variables]
         errors = [self.memory[f"sum/error/{i:04d}"] for i in positions]
         projections = [self.memory.get(f"same/projection/{i:04d}") for i in positions]
-        tensors = [tensor + tf.cast(error, tensor.dtype) for tensor, error in zip(tensors, errors)]
+        tensors = [
+            gradient + tf.cast(error, gradient.dtype) for gradient, error in zip(gradients, errors)
+        ]
 
         def compressed():
             return self.wire.reduce(tensors, projections, name, self.process_set)

@@ -216,7 +216,7 @@ def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
         return [value]
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
-        return list(hvd.allgather_object(value, session=session, name=name))
+        return hvd.allgather_object(value, session=session, name=name)
 
 
 @cache
@@ -227,9 +227,7 @@ def uuid_in_use() -> str | None:
         return None
     index = tf.config.list_physical_devices("GPU").index(visible[0])
     uuids = gpu_uuids(index + 1)
-    if not uuids:
-        return None
-    return uuids[index]
+    return uuids[index] if uuids else None
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:

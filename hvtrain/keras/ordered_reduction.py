@@ -92,14 +92,12 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     stacked = tf.reshape(
         tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1]
     )
+    slices = tf.reshape(tf.transpose(stacked, [1, 0, 2]), [size * len(parts), -1])
     options = {"process_set": process_set, "ignore_name_scope": True}
-    if size == 1:
-        received = stacked[:, 0]
-    else:
-        by_rank = tf.reshape(tf.transpose(stacked, [1, 0, 2]), [size * len(parts), -1])
-        received, _ = hvd.alltoall(by_rank, [len(parts)] * size, name=f"{name}_parts", **options)
+    if size > 1:
+        slices, _ = hvd.alltoall(slices, [len(parts)] * size, name=f"{name}_parts", **options)
 
-    values = tf.unstack(tf.ensure_shape(received, [size * len(parts), None]))
+    values = tf.unstack(tf.ensure_shape(slices, [size * len(parts), None]))
     # Added one by one, in this order.
     mean = reduce(tf.add, values) / len(values)
     if size > 1:

@@ -128,8 +128,7 @@ class _ReducesGradients:
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """Returns two lists of (source, gradient): of the local sources, and of the others."""
-        gradients = self.gradient(target, sources, output_gradients, **kwargs)
-        pairs = list(zip(sources, gradients))
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
         local = [pair for pair in pairs if variable_id(pair[0]) in self._hvtrain_local]
         shared = [pair for pair in pairs if variable_id(pair[0]) not in self._hvtrain_local]
         return local, shared
