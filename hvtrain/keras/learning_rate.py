@@ -107,10 +107,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # Only SGD and RMSprop have this attribute; Adam has `_momentums`, but of another kind.
-        has_momentum = getattr(optimizer, "momentum", None)
+        # In these the slots contain the rate. In Adam and Muon, which have slots of the same names,
+        # they do not.
+        has_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop)
         # There is no ratio to a rate of 0.
-        if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
+        if self.momentum_correction and has_rate and old_rate not in (0, new_rate):
             # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop. Before the
             # optimizer is built there are none.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
