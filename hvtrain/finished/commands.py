@@ -38,7 +38,7 @@ validation or test (default).""",
     with opened(finished) as run:
         if options.output:
             comm = run.strategy.comm
-            # Refuses an output that cannot be written before the evaluation takes its time.
+            # Refuses an output that cannot be written before the evaluation, which may take long.
             output = comm.all_or_raise(lambda: Output(options.output, replaces=True))
             comm.on_chief(lambda: page_path(output.path))
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
@@ -107,7 +107,7 @@ validation or test (default).""",
         num_examples = 0
         try:
             for rows in predictions(run, examples):
-                # Every rank gets the same rows; only the chief writes them.
+                # All ranks get the same rows; only the chief writes them.
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
@@ -128,8 +128,7 @@ validation or test (default).""",
     return 0
 
 
-# Suffixes by format. SavedModels and exports for the Hugging Face Hub
-# are folders, without a suffix.
+# Suffixes by format. SavedModels and models for the Hugging Face Hub are folders, without a suffix.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 
 
@@ -243,8 +242,8 @@ def generate() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
-        # A model that is not causal was trained with the tokens that follow in
-        # view, so it cannot continue a text.
+        # A model that is not causal saw the tokens that follow in training, so it cannot continue
+        # a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
                 f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"

@@ -43,8 +43,8 @@ class FinishedRun:
         task: the run's task.
         model: the run's model, compiled, with the weights of the checkpoint.
         checkpoint: the name of the checkpoint, such as step-00000040.
-        kinds: the kinds of the training inputs; empty if a split of the run's own data is used, which
-            needs no check of its kinds.
+        kinds: the kinds of the training inputs; empty if a split of the run's own data is used,
+            whose kinds need no check.
     """
 
     config: RunConfig
@@ -60,7 +60,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> Model:
-        """Returns the trained model if it was trained in float32, else a float32 copy with the same weights."""
+        """Returns the model if it was trained in float32, else a float32 copy with its weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -71,13 +71,16 @@ class FinishedRun:
         return model
 
     def left_out(self) -> list[Unreadable]:
-        """Returns the data that on_error=skip has left out on any rank since the last call (every rank)."""
+        """Returns what on_error=skip left out on any rank since the last call (every rank)."""
         by_rank = self.strategy.comm.gather(self.source.unreadable())
         # Two ranks may have met the same damaged file.
         return list({item.location: item for items in by_rank for item in items}.values())
 
     def check_kind(self, name: str, inputs: Any) -> None:
-        """Raises DataError if inputs are of another kind than in training; with guard.data=false only warns."""
+        """Checks that inputs are of the same kind as in training.
+
+        Raises DataError if they are not; with guard.data=false it only warns.
+        """
         if self.kinds:
             kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
@@ -93,11 +96,11 @@ class FinishedRun:
 def opened(
     finished: FinishedConfig, alone: bool = False, uses_split: bool = True
 ) -> Iterator[FinishedRun]:
-    """Opens a run for the block, on Horovod's ranks, or in the single process if `alone` (every rank)."""
+    """Opens a run for the block, on Horovod's ranks or in this process `alone` (every rank)."""
     strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
         console.start_log(strategy.start().is_chief)
-        # The log lines about a run's start would only bury the command's result.
+        # Log lines about the start of a run would only bury the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(finished.config.watchdog.abort_seconds)
         yield open_run(finished, strategy, uses_split)
@@ -105,7 +108,10 @@ def opened(
 
 
 def open_alone(arguments: Sequence[str], trust: bool, uses_split: bool = True) -> FinishedRun:
-    """Opens a run in this process alone, outside a command. The arguments are those of finished_config and open_run."""
+    """Opens a run in this process alone, outside a command.
+
+    The arguments are those of finished_config and open_run.
+    """
     finished = finished_config(arguments, trust=trust)
     strategy = Strategy()
     strategy.start()
@@ -124,7 +130,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
             as in training.
 
     Raises:
-        UserError: on all ranks at once.
+        UserError: on all ranks, if the run, its data or its checkpoint cannot be used.
     """
     comm = strategy.comm
     config = finished.config
@@ -141,8 +147,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         if fitted_files:
             fitted.apply(source, fitted_files)
         if training_kinds:
-            # Checked before a model is built: the checkpoint would
-            # not fit a model for other inputs.
+            # Checked before a model is built: the checkpoint does not fit a model for other inputs.
             kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
@@ -154,11 +159,11 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
     def set_weights():
-        """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
+        """Loads the checkpoint into the model; returns the manifest of its data (chief only)."""
         try:
             return load_weights(config, model, path)
         except CheckpointError as error:
-            # A likely cause: some layers have weights whose shape depends on the image size.
+            # A likely cause is the image size, on which the shapes of some layers' weights depend.
             raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
 
     manifest = comm.on_chief(set_weights)
@@ -211,10 +216,10 @@ def checkpoint_path(finished: FinishedConfig) -> Path:
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:
     # Seeding again also resets Keras's counters for layer names. The names must match those in the
-    # checkpoint, whatever layers the data and the task have made before.
+    # checkpoint, whatever layers the data and the task have created before.
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
-    # Keras evaluates only a compiled model, and SGD has no slots that take memory.
+    # Keras evaluates only compiled models; SGD has no slots, which would take memory.
     optimizer = keras.optimizers.SGD()
     if config.train.ema:
         # The averages of the weights are variables of the run's own optimizer, so it is needed.
