@@ -140,7 +140,7 @@ def export() -> int:
         """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
 for digits.onnx). The exported model is first compared with the run's own on examples of its data. format=hf writes a
-folder with a model card, as Hugging Face's hub has them, and repo= uploads it.""",
+folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
         """\
   python -m hvtrain export runs/first format=savedmodel
   python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx

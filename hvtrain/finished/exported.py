@@ -84,7 +84,7 @@ def export_checked(
             actual = [run_exported(batch) for batch in examples]
         except Exception as error:  # Each exporter and each runtime has its own error types.
             raise ConfigError(
-                f"format={model_format} cannot have this model: {in_one_line(error)}; choose another format"
+                f"format={model_format} cannot represent this model: {in_one_line(error)}; choose another format"
             ) from error
 
         verdict = compare_outputs(actual, expected, model_format)
@@ -175,7 +175,7 @@ def compare_outputs(
     if not difference <= LARGEST_DIFFERENCE * max(largest, 1.0):  # Also if it is NaN.
         raise ConfigError(
             f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
-            f"of {largest:.2g} at most; choose another format"
+            f"and the largest is {largest:.2g}; choose another format"
         )
 
     return (

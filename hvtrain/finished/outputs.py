@@ -197,8 +197,8 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
             rows |= {f"{name}.{index}": column for index, column in enumerate(array.T)}
         else:
             raise ConfigError(
-                f"the predictions of an example are of shape {list(array.shape[1:])}, which is no row of a table; use "
-                "hvtrain.load(run).model, or python -m hvtrain generate for text"
+                f"the predictions of an example have the shape {list(array.shape[1:])}, which does not fit a row of a "
+                "table; use hvtrain.load(run).model, or python -m hvtrain generate for text"
             )
 
     return rows
