@@ -17,9 +17,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: the learning rate at a multiplier of 1; None: the optimizer's rate when training
             begins.
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
-            means m ** (epoch - start_epoch).
-        start_epoch, end_epoch: the range of epochs in which it sets the rate; end_epoch is
-            excluded, and None means until the end.
+            stands for m ** (epoch - start_epoch).
+        start_epoch, end_epoch: the range of epochs in which the callback sets the rate; end_epoch
+        is
+            excluded, and None means until the end of training.
         staircase: set the rate only at the beginning of each epoch, not at each batch.
         momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by
             new rate / old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the
@@ -29,7 +30,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Raises:
         ValueError: at the start of training, if the optimizer's learning rate is a schedule, if the
-            number of steps in an epoch is needed and not known, or if initial_lr is None in an
+            number of steps in an epoch is needed but unknown, or if initial_lr is None in an
             elastic job.
     """
 
@@ -57,7 +58,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
-        # Keras refuses to set such a rate too, but not before the first batch.
+        # Keras refuses this too, but only at the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"{type(self).__name__} sets the learning rate, but this optimizer's is a {type(schedule).__name__}; "
@@ -85,7 +86,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.current_epoch < self.start_epoch or has_ended:
             return
         if not self.staircase:
-            # on_train_begin has made sure of steps_per_epoch; "or 1" is for the type checker.
+            # on_train_begin has set steps_per_epoch; "or 1" is for the type checker.
             self._set_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
         elif batch == 0:
             self._set_rate(self.current_epoch)
@@ -97,7 +98,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     @property
     def _optimizer(self) -> Any:
-        """The optimizer that has the momentum: the one inside a LossScaleOptimizer, if used."""
+        """The optimizer that has the momentum: the one inside a LossScaleOptimizer, if any."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     def _set_rate(self, epoch: float) -> None:
@@ -107,8 +108,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # In these the slots contain the rate. In Adam and Muon, which have slots of the same names,
-        # they do not.
+        # In these, momentum contains the rate. In Adam and Muon, whose slots have the same names,
+        # it does not.
         has_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop)
         # There is no ratio to a rate of 0.
         if self.momentum_correction and has_rate and old_rate not in (0, new_rate):
@@ -127,7 +128,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: the rate after the warm-up, already scaled by the number of ranks; None: the
             optimizer's rate when training begins.
-        warmup_epochs: length of the warm-up in epochs, which may be a fraction.
+        warmup_epochs: length of the warm-up in epochs, which may be fractional.
         momentum_correction, steps_per_epoch: as in LearningRateScheduleCallback.
         verbose: if above 0, rank 0 prints a line at the end of the warm-up.
     """
@@ -148,7 +149,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr,
             multiplier,
-            # A float works too: epochs are only compared with it, or with it rounded up.
+            # A float works too: epochs are only compared with it, or with its ceiling.
             end_epoch=warmup_epochs,  # type: ignore[arg-type]
             staircase=False,
             momentum_correction=momentum_correction,

@@ -1,10 +1,10 @@
 """The gradient noise scale: the batch size beyond which more examples per step help little.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The expected
-squared norm of the gradient of a batch of b examples is |G|^2 + S / b: that of the true gradient, plus
-noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2 and S follow from the
-two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of its own gradient, and all
-ranks know that of the mean.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The
+expected squared norm of the gradient of a batch of b examples is |G|^2 + S / b: that of the true
+gradient, plus noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2
+and S follow from the two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of
+its own gradient, and all ranks know that of the mean.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from hvtrain.keras.hooks import hook_of
 
 # Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
 # separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
-# it comes to the same to smooth these.
+# smoothing these comes to the same.
 DECAY = 0.95
 
 
 class NoiseScale:
-    """Estimates the gradient noise scale from the norms of a DistributedOptimizer's gradients in some steps.
+    """Estimates the gradient noise scale from a DistributedOptimizer's gradients in some steps.
 
     Create it on every rank before the first step. It sends nothing until `estimate` is called, and
     changes no gradient. A measured step costs one pass over the gradients and one over their means.
     Sparse gradients are left out, since their rows may repeat.
 
     Args:
-        optimizer: what DistributedOptimizer returned.
+        optimizer: the result of DistributedOptimizer.
         every: steps from one measured step to the next.
 
     Raises:
-        ValueError: the ranks do not average whole gradients in each step: a plain optimizer, LocalSGD or
-            DiLoCo, Adasum, or a compression that keeps errors.
+        ValueError: the ranks do not average whole gradients in each step (a plain optimizer,
+            LocalSGD or DiLoCo, Adasum, or a compression that keeps errors).
 
     Example:
         noise = hvd.NoiseScale(optimizer)
@@ -63,7 +63,7 @@ class NoiseScale:
         """Returns half the squared norm of a message's gradients; 0 in steps that are not measured."""
 
         def half_squares():
-            # In half precision squares would overflow.
+            # Squares in half precision would overflow.
             return tf.add_n([tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors])
 
         return tf.cond(step % self.every == 0, half_squares, lambda: tf.constant(0.0))
@@ -87,7 +87,7 @@ class NoiseScale:
         self._norms.assign(tf.where(is_measured, DECAY * self._norms + norms, self._norms))
 
     def norms(self) -> list[float]:
-        """Returns the smoothed squared norms of this rank's gradient and of the mean, up to a common factor."""
+        """Returns the smoothed squared norms of the own and the mean gradient, up to a factor."""
         return self._norms.numpy().tolist()
 
     def estimate(self, batch_size: int) -> float | None:
@@ -116,8 +116,8 @@ def noise_scale(norms: Sequence[Sequence[float]], batch_sizes: Sequence[int]) ->
     joint_batch = sum(batch_sizes)
     own = sum(rank_own for rank_own, _ in norms) / num_ranks
     joint = norms[0][1]
-    # (Number of ranks)^2 x the mean over the ranks of (share of the joint
-    # batch)^2: 1 for equal batches.
+    # (Number of ranks)^2 x the mean over the ranks of (share of the joint batch)^2: 1 for equal
+    # batches.
     spread = num_ranks * sum(size**2 for size in batch_sizes) / joint_batch**2
     if num_ranks == spread:
         return None

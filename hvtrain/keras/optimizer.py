@@ -2,8 +2,8 @@
 
 Horovod's own version hooks _aggregate_gradients, which Keras 3 never calls, so it silently reduces
 nothing (horovod#4290). The one here reduces as the step is entered or, with Keras's gradient
-accumulation, just before clipping. So there is one reduction for each step that changes weights, and
-clipping, weight decay and whatever else the optimizer's class does acts on the reduced gradient
+accumulation, just before clipping. So there is one reduction for each step that changes weights,
+and clipping, weight decay and whatever else the optimizer's class does act on the reduced gradient
 (tests/keras compares it with one process on the joint batch).
 """
 
@@ -66,10 +66,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that all
-    ranks see an overflow on any of them and skip the step together. Nothing is scaled unless the loss
-    goes through its scale_loss, which it does not with compile(auto_scale_loss=False), or in a custom
-    loop that does not call it.
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
+    all ranks see an overflow on any of them and skip the step together. Nothing is scaled unless
+    the loss goes through its scale_loss. It does not with compile(auto_scale_loss=False), or in a
+    custom loop that does not call it.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
@@ -91,17 +91,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         device_dense, device_sparse: as in Horovod.
         check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient
             is not finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups: send messages of about this many bytes, the last
-            variables first, which are reduced while other gradients are computed; gradients of 4 MiB or
+        bucket_bytes: in place of num_groups and groups: send messages of about this many bytes, the
+            last variables first, while other gradients are still computed; gradients of 4 MiB or
             more are sent alone (not in Horovod).
         shard: each rank keeps optimizer slots only for its part of the weights, updates that part, and
             gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same as without.
-            Needs an optimizer that is not built yet; see gather_slots.
+            The optimizer must not be built yet; see gather_slots.
 
     Raises:
-        TypeError: it is not a Keras 3 optimizer.
-        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other or are
-            out of range; or gradient_accumulation_steps is set on an optimizer that overrides Keras's step.
+        TypeError: it is not a Keras 3 optimizer. ValueError: it is wrapped twice, or steps inside
+        another one; arguments exclude each other or
+            are out of range; or gradient_accumulation_steps is set on an optimizer that overrides
+            Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,
             names, shapes or types.
 
@@ -110,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
         model.compile(optimizer, "mse", jit_compile=False)
     """
-    # Copies of the optimizer are wrapped with the same arguments, but for these two.
+    # Copies of the optimizer are wrapped with the same arguments except these two.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     check_is_plain(optimizer)
@@ -125,8 +126,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A LossScaleOptimizer that is added here, not by the user, accepts a
-    # loss that bypasses its scale_loss.
+    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its
+    # scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -183,8 +184,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if not accumulation_steps:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
-        # The inner optimizer accumulates, so it reduces. A loss scale
-        # around it sees each micro-step.
+        # The inner optimizer accumulates, so it reduces. A loss scale around it sees each
+        # micro-step.
         make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
@@ -211,7 +212,7 @@ def check_is_plain(optimizer: Any) -> None:
 
 
 def _wrap_copy(optimizer: Optimizer, scale: float, **options: Any) -> Optimizer:
-    """Wraps a copy of an optimizer, with the original's scale. Whether it accumulates is in its own config."""
+    """Wraps a copy of an optimizer with the original's scale. Its config says if it accumulates."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -257,12 +258,12 @@ def local_weights(local_layers: Any) -> list[Any]:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Returns True if the optimizer is distributed: by DistributedOptimizer, LocalSGD or DiLoCo."""
+    """Returns True if DistributedOptimizer, LocalSGD or DiLoCo has wrapped the optimizer."""
     return hook_of(optimizer) is not None
 
 
 def num_reductions(optimizer: Any) -> int:
-    """Returns the number of reductions that this optimizer has run on this rank, counted in the graph.
+    """Returns how many reductions this optimizer has run on this rank, counted in the graph.
 
     0 for a plain optimizer.
     """
@@ -271,7 +272,7 @@ def num_reductions(optimizer: Any) -> int:
 
 
 def sent_bytes(optimizer: Any) -> int:
-    """Returns the bytes that this rank sends in a reduction; also for an optimizer inside a LossScaleOptimizer.
+    """Returns the bytes that this rank sends in a reduction.
 
     0 for a plain optimizer, and before the first step is traced.
     """
@@ -301,8 +302,8 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
 def gradient_norm(optimizer: Any) -> float | None:
     """Returns the norm of the last step's mean gradient, before clipping.
 
-    Of sharded tables it includes this rank's rows only. None if it is not measured: without
-    check_finite, or where ranks step on their own gradients.
+    It includes only this rank's rows of sharded tables. None if it is not measured: without
+    check_finite, or if ranks step on their own gradients.
     """
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check or hook.every > 1:
@@ -324,7 +325,7 @@ def load_model(
 
     Args:
         filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
-        custom_optimizers: optimizer classes of your own.
+        custom_optimizers: your own optimizer classes.
         custom_objects: as in Keras; as in Horovod's examples, a value may also be a function that makes
             an optimizer from its configuration.
         compression: as in DistributedOptimizer.
@@ -357,7 +358,8 @@ def load_model(
 def _as_class(name: str, maker: Any) -> Any:
     """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, is returned unchanged, as Keras expects it.
+    A function under its own name, such as a loss, is returned unchanged, since Keras takes it as it
+    is.
     """
     if not isinstance(maker, FunctionType) or maker.__name__ == name:
         return maker

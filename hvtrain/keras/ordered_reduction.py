@@ -1,8 +1,8 @@
 """Sums the gradients of a step's parts in a fixed order, whichever rank computed which part.
 
-A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and so do the last
-digits of its result. Here each rank receives its slice of every part's gradients, adds the slices in the order of the
-parts, and sends the result to all ranks.
+A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and
+so the last digits of its result depend on it too. Here each rank receives its slice of every part's
+gradients, adds the slices in the order of the parts, and sends the result to all ranks.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ class OrderedReducer(Reducer):
     """Averages gradients over parts; every rank computes the same number of parts.
 
     Attributes:
-        parts: for each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
-            all parts. Set it before each call; if it is empty, the gradients passed to the call are the only part.
-        others: the means of those other tensors, set by a call.
+        parts: for each of this rank's parts, in order, its gradients, followed by other tensors to
+            average over all parts. Set before each call; if it is empty, the gradients passed to
+            the call are the only part.
+        others: the means of those other tensors, set by each call.
     """
 
     parts: list[list[Any]] = field(default_factory=list)
@@ -36,8 +37,9 @@ class OrderedReducer(Reducer):
         """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: one for each variable, or None. They only tell which variables have a gradient: the
-                values are those in `parts`.
+            gradients: one for each variable, or None. They only show which variables have a
+            gradient;
+                the values come from `parts`.
             variables: one for each gradient.
         """
         self.num_calls += 1
@@ -71,10 +73,14 @@ class OrderedReducer(Reducer):
 
 
 def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> list[tf.Tensor]:
-    """Returns the means over all parts, added in the order of the ranks, and of the parts in each rank (every rank).
+    """Returns the means over all parts (every rank).
+
+    Parts are added in the order of the ranks, and of the parts within each rank.
 
     Args:
-        parts: for each of this rank's parts, a list of tensors. All lists, on all ranks, have the same shapes.
+        parts: for each of this rank's parts, a list of tensors. The lists of all ranks have the
+        same
+            shapes.
         name: prefix of the messages' names.
         process_set: the ranks that take part.
     """
