@@ -1,9 +1,9 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
-Keras's own layer sees only one rank's batch. Here each rank sends its mean, its sum of squared deviations
-and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's layer for Keras 2
-reduces means of squares instead, and loses the variance if the mean is large: with a mean of thousands of
-standard deviations, no digit of it is right.
+Keras's own layer sees only one rank's batch. Here each rank sends its mean, its sum of squared
+deviations and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's
+layer for Keras 2 reduces means of squares instead, and loses the variance if the mean is large:
+with a mean of thousands of standard deviations, no digit of the variance is right.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class _JointMoments:
-    """Mixin before BatchNormalization that computes mean and variance over the batches of all ranks."""
+    """Mixin before BatchNormalization: computes mean and variance over the batches of all ranks."""
 
     axis: int
     _reduction_axes: list[int]
@@ -43,8 +43,9 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
     mean over its batch (if batches are unequal, multiplied by its size x number of ranks / size of the
     joint batch).
 
-    Arguments are those of keras.layers.BatchNormalization; fused comes first as in Horovod's layer.
-    Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer) or False.
+    Arguments are those of keras.layers.BatchNormalization; fused comes first, as in Horovod's
+    layer. Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer)
+    or False.
 
     Raises:
         ValueError: fused=True or None, or synchronized=True.
@@ -78,9 +79,9 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
     """Returns mean, sum of squared deviations and count of this rank's batch, as vectors.
 
-    All are zero for an empty batch. The first two have a value for each channel. The count has one
-    value, or with a mask one for each channel: a mask lacks only the last axis, so with channels first
-    it may select different positions in each channel.
+    All are zero for an empty batch. The first two have one value per channel. The count has a
+    single value, or with a mask one per channel: a mask lacks only the last axis, so with channels
+    first it may select different positions in each channel.
 
     Args:
         inputs: the batch.
@@ -113,7 +114,8 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
     Computing in float64 is cheap for so few values, and avoids further rounding errors.
 
     Args:
-        rows: for each rank a row with the means, sums of squared deviations and counts of local_moments.
+        rows: [ranks, ...], in each row a rank's means, sums of squared deviations and counts, as
+            local_moments returned them.
         num_channels: number of the layer's channels.
     """
     means, deviations, counts = tf.split(
@@ -127,10 +129,11 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row):
-    """Returns a matrix [ranks, ...] of all ranks' rows: the sum of matrices that are zero but for one rank's row.
+    """Returns a matrix [ranks, ...] of all ranks' rows.
 
-    An allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros, and
-    so is its count.
+    It is the sum of the ranks' matrices, each of which is zero except for the rank's own row. An
+    allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros,
+    and so is its count.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -141,22 +144,23 @@ def _rows_of_all_ranks(row):
 def _own_row_of_sum(gradients):
     """Returns the gradient of _rows_of_all_ranks: this rank's row of the sum over the ranks.
 
-    It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then has the
-    gradient of the sum of all losses, and the optimizer's mean over the ranks is the gradient of their
-    mean. Each of the two functions is the other's gradient, so higher derivatives are right too.
+    It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then
+    has the gradient of the sum of all losses, and the optimizer's mean over the ranks is the
+    gradient of their mean. Each of the two functions is the other's gradient, so higher derivatives
+    are right too.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor):
-    # Not named after the layer: a model that uses it twice would send two messages of
-    # one name. And the backward pass does not use Horovod's registered gradient, whose
-    # name derives from Keras's names.
+    # Not named after the layer, since a model that uses it twice would send two messages of one
+    # name. Nor does the backward pass use Horovod's registered gradient, whose name comes from
+    # Keras's names.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
     )
     # A tf.function that is called twice in one graph sends each of its names twice. Both calls
-    # write this counter, and so run in program order: the same sum comes first on all ranks.
+    # write this counter, so they run in program order, and the same sum comes first on all ranks.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

@@ -1,4 +1,4 @@
-"""Prepares optimizers to step on this rank's rows of sharded tables, and to clip by the norms of whole tables."""
+"""Prepares optimizers to step on rows of sharded tables, and to clip by the norms of whole tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -48,7 +48,7 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 class ClipsTables:
-    """Mixin before an optimizer that clips by norm: a table's norm is that of all ranks' rows."""
+    """Mixin before an optimizer that clips by norm: tables count with the rows of all ranks."""
 
     clipnorm: float | None
     global_clipnorm: float | None
