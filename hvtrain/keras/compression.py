@@ -51,9 +51,7 @@ class CompressedReduction:
             )
         self._positions = {variable_id(variable): i for i, variable in enumerate(variables)}
         with tf.init_scope():
-            self.memory["same/steps"] = tf.Variable(
-                0, dtype=tf.int64, trainable=False, name="wire_steps"
-            )
+            self.memory["same/steps"] = tf.Variable(0, dtype=tf.int64, trainable=False)
             for i, variable in enumerate(variables):
                 if rows_of(variable):
                     continue  # Gradients of sharded tables are not compressed.

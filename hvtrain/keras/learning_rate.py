@@ -156,10 +156,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             steps_per_epoch=steps_per_epoch,
         )
         self.verbose = verbose
+        self._last_epoch = math.ceil(warmup_epochs) - 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        is_last = self.end_epoch is not None and epoch == math.ceil(self.end_epoch) - 1
-        if is_last and self.verbose and hvd.rank() == 0:
+        if epoch == self._last_epoch and self.verbose and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished the learning rate warm-up to {rate:g}.")

@@ -81,9 +81,7 @@ class NoiseScale:
         """
         norms = tf.stack([tf.add_n(own), tf.add_n(joint) / factor**2])
         # A step that overflows is left out.
-        is_measured = tf.logical_and(
-            step % self.every == 0, tf.reduce_all(tf.math.is_finite(norms))
-        )
+        is_measured = (step % self.every == 0) & tf.reduce_all(tf.math.is_finite(norms))
         self._norms.assign(tf.where(is_measured, DECAY * self._norms + norms, self._norms))
 
     def norms(self) -> list[float]:

@@ -202,10 +202,11 @@ def check_is_plain(optimizer: Any) -> None:
         )
     # LossScaleOptimizer and MultiOptimizer hold other optimizers.
     parts = [
+        optimizer,
         getattr(optimizer, "inner_optimizer", None),
         *(getattr(optimizer, "optimizers", None) or []),
     ]
-    if any(is_distributed(part) for part in [optimizer, *parts]):
+    if any(map(is_distributed, parts)):
         raise ValueError(
             f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost"
         )

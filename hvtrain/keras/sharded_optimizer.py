@@ -268,8 +268,10 @@ class Sharded:
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         self._hvtrain_received.assign(tf.reduce_sum(tf.concat(elements, axis=0)))
 
-        positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
-        parts = [self._hvtrain_parts[position] for position in positions]
+        parts = [
+            self._hvtrain_parts[self._get_variable_index(variable)]  # type: ignore[attr-defined]
+            for variable in trainable_variables
+        ]
         pairs = list(zip(parts, grads))
         # A rank that has no part of these variables steps on an empty one, so that it counts the
         # step too.

@@ -1,4 +1,4 @@
-"""Prepares optimizers to step on rows of sharded tables, and to clip by the norms of whole tables."""
+"""Prepares optimizers to step on rows of sharded tables, and to clip by whole tables' norms."""
 
 from collections.abc import Sequence
 from functools import partial

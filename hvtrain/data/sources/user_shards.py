@@ -171,7 +171,7 @@ class PyDatasetExamples:
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
         parts = nest.map_structure(lambda part: as_models_take(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(parts)}
+        sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
