@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,7 +25,7 @@ from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Sharded
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import ClipsTables, take_tables
+from hvtrain.keras.table_steps import ClipsTables, RecordsVariables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ class Hook:
     every: int = 1
     # True for LocalSGD and DiLoCo, which exchange weights.
     averages_weights: bool = False
-    # The variables of the accumulated gradients that are about to be clipped.
-    variables: list[Any] = field(default_factory=list)
 
     def weights_were_set(self) -> None:
         """Called after a broadcast of the weights."""
@@ -204,7 +202,7 @@ class Distributed:
         return super().apply(grads, variables)  # type: ignore[misc]
 
 
-class DistributedAccumulation(Distributed):
+class DistributedAccumulation(Distributed, RecordsVariables):
     """Reduces accumulated gradients just before clipping, once for each step that changes weights."""
 
     def _reduce(self, grads, variables):
@@ -233,12 +231,8 @@ class DistributedAccumulation(Distributed):
             )
         return result
 
-    def _backend_apply_gradients(self, grads, trainable_variables):
-        self._hvtrain.variables = list(trainable_variables)
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
-
     def _clip_gradients(self, grads):
-        reduced = self._hvtrain.reducer(grads, self._hvtrain.variables)
+        reduced = self._hvtrain.reducer(grads, self._hvtrain_stepped)
         return super()._clip_gradients(self._check(grads, reduced))  # type: ignore[misc]
 
 

@@ -47,16 +47,22 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
             slot.rank_part = table.rank_part
 
 
-class ClipsTables:
+class RecordsVariables:
+    """Mixin before an optimizer's class: keeps the variables whose gradients it is about to clip."""
+
+    _hvtrain_stepped: Sequence[Any] = ()
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        # Bypasses Keras's __setattr__, as make_distributed does.
+        object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+
+class ClipsTables(RecordsVariables):
     """Mixin before an optimizer that clips by norm: tables count with the rows of all ranks."""
 
     clipnorm: float | None
     global_clipnorm: float | None
-    _hvtrain_stepped: Sequence[Any] = ()
-
-    def _backend_apply_gradients(self, grads, trainable_variables):
-        object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads):
         clip = super()._clip_gradients  # type: ignore[misc]
