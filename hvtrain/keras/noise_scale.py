@@ -69,20 +69,21 @@ class NoiseScale:
         return tf.cond(step % self.every == 0, half_squares, lambda: tf.constant(0.0))
 
     def update(
-        self, own: Sequence[tf.Tensor], joint: Sequence[tf.Tensor], factor: float, step: tf.Variable
+        self, norms: Sequence[Sequence[tf.Tensor]], factor: float, step: tf.Variable
     ) -> None:
         """Updates the smoothed squared norms with those of a step's messages, in the graph.
 
         Args:
-            own: this rank's gradients, by message, as squared_norm returned them.
-            joint: the same for the reduced gradients.
+            norms: for each message, what squared_norm returned for this rank's gradients, and for the
+                reduced ones.
             factor: how many times larger than the mean the reduced gradients are.
             step: number of steps before this one.
         """
-        norms = tf.stack([tf.add_n(own), tf.add_n(joint) / factor**2])
+        own, joint = zip(*norms)
+        totals = tf.stack([tf.add_n(own), tf.add_n(joint) / factor**2])
         # A step that overflows is left out.
-        is_measured = (step % self.every == 0) & tf.reduce_all(tf.math.is_finite(norms))
-        self._norms.assign(tf.where(is_measured, DECAY * self._norms + norms, self._norms))
+        is_measured = (step % self.every == 0) & tf.reduce_all(tf.math.is_finite(totals))
+        self._norms.assign(tf.where(is_measured, DECAY * self._norms + totals, self._norms))
 
     def norms(self) -> list[float]:
         """Returns the smoothed squared norms of the own and the mean gradient, up to a factor."""

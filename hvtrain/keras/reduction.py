@@ -321,8 +321,7 @@ class Reducer:
         Returns the operations that update the flag and the state of the compression.
         """
         done = []
-        own_norms = []
-        joint_norms = []
+        norms = []
         # The result is so many times larger than the mean.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
         # The flag is one more element of a message that is sent anyway, unless a WireFormat could
@@ -331,23 +330,22 @@ class Reducer:
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
             name = f"{self.name}_{number}"
-            if self.noise:
-                own_norms.append(self.noise.squared_norm(tensors, self.count))
             if self.compressed:
                 means = self.compressed(tensors, [variables[i] for i in group], name)
                 values = [mean * tf.cast(factor, mean.dtype) for mean in means]
             elif flag and number == 0:
-                tensors.append(flag.own(tensors[0].dtype))
-                values = self._reduce_group(tensors, name)
+                values = self._reduce_group([*tensors, flag.own(tensors[0].dtype)], name)
                 done.append(flag.update(values.pop()))
             else:
                 values = self._reduce_group(tensors, name)
             if self.noise:
-                joint_norms.append(self.noise.squared_norm(values, self.count))
+                norms.append(
+                    [self.noise.squared_norm(part, self.count) for part in (tensors, values)]
+                )
             for i, value in zip(group, values):
                 gradients[i] = value
         if self.noise and groups:
-            self.noise.update(own_norms, joint_norms, factor, self.count)
+            self.noise.update(norms, factor, self.count)
         if not flag:
             done += self._reduce_flag()
         if self.compressed:
