@@ -309,7 +309,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
         ValueError: inside another optimizer, where gradients would be reduced twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
-    is_outermost = all(other is not optimizer for other in active)
+    is_outermost = optimizer not in active
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer
     begins_step = is_outermost and not is_accumulation

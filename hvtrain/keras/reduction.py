@@ -284,7 +284,7 @@ class Reducer:
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}, "
             f"shard={self.gathers_weights}"
         )
-        is_first = not self.message_name
+        message_name = self.message_name
         try:
             compare_structure(
                 self.name,
@@ -297,8 +297,7 @@ class Reducer:
         except RankError:
             # Other ranks may have given this number to another optimizer. Next time all take a new
             # one.
-            if is_first:
-                self.message_name = ""
+            self.message_name = message_name
             raise
 
     def _share_overflow(self, gradients: list[Any], own: list[int], dense: list[int]) -> None:
