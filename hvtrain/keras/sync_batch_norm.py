@@ -70,9 +70,8 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
     The layer's class becomes a subclass of the same name, so a built model keeps its variables, and a
     saved model loads with the plain layer.
     """
-    joint_class = subclass_under_its_name(type(layer), _JointMoments)
     # Bypasses Keras's __setattr__, which tracks a layer's attributes.
-    object.__setattr__(layer, "__class__", joint_class)
+    object.__setattr__(layer, "__class__", subclass_under_its_name(type(layer), _JointMoments))
     layer.supports_jit = False
 
 
