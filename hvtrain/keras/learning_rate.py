@@ -45,12 +45,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        self.initial_lr = initial_lr
+        # This and steps_per_epoch are set by on_train_begin if they are None.
+        self.initial_lr: Any = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch: Any = steps_per_epoch
         self.current_epoch = 0
         self.multiplier: Any = multiplier
         if not callable(multiplier):
@@ -86,8 +87,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.current_epoch < self.start_epoch or has_ended:
             return
         if not self.staircase:
-            # on_train_begin has set steps_per_epoch; "or 1" is for the type checker.
-            self._set_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
+            self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
         elif batch == 0:
             self._set_rate(self.current_epoch)
 
@@ -102,7 +102,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     def _set_rate(self, epoch: float) -> None:
-        assert self.initial_lr is not None
         optimizer = self._optimizer
         old_rate = float(optimizer.learning_rate)
         new_rate = self.initial_lr * self.multiplier(epoch)
@@ -143,7 +142,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch):
             # One batch ahead, as in Horovod: the last batch of the warm-up has the full rate.
-            epochs_done = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
+            epochs_done = min(epoch + 1.0 / self.steps_per_epoch, warmup_epochs)
             return (epochs_done * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(
