@@ -149,7 +149,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
             forward(blank)
         # Called at once.
         rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
-        blocks = [block for block in comm.gather(rows) if block is not None]
+        blocks = [block for block in comm.gather(rows) if block]
         if not blocks:
             return
         rows = joined(blocks, examples.is_interleaved)
