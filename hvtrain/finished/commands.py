@@ -38,7 +38,7 @@ validation or test (default).""",
     with opened(finished) as run:
         if options.output:
             comm = run.strategy.comm
-            # Refuses an output that cannot be written before the evaluation takes its time.
+            # Refuses an output that cannot be written before the evaluation, which may take long.
             output = comm.all_or_raise(lambda: Output(options.output, replaces=True))
             comm.on_chief(lambda: page_path(output.path))
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
@@ -80,7 +80,7 @@ validation or test (default).""",
     if path == "":
         raise ConfigError("input= has no value; give a file or a folder, or leave it out")
     # Only an explicit split conflicts with input=; the default does not.
-    if path is not None and "split" in finished.arguments:
+    if path and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import opened
@@ -107,7 +107,7 @@ validation or test (default).""",
         num_examples = 0
         try:
             for rows in predictions(run, examples):
-                # Every rank gets the same rows; only the chief writes them.
+                # All ranks get the same rows; only the chief writes them.
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
@@ -128,8 +128,7 @@ validation or test (default).""",
     return 0
 
 
-# Suffixes by format. SavedModels and exports for the Hugging Face Hub
-# are folders, without a suffix.
+# Suffixes by format. SavedModels and models for the Hugging Face Hub are folders, without a suffix.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 
 
@@ -141,7 +140,7 @@ def export() -> int:
         """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
 for digits.onnx). The exported model is first compared with the run's own on examples of its data. format=hf writes a
-folder with a model card, as Hugging Face's hub has them, and repo= uploads it.""",
+folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
         """\
   python -m hvtrain export runs/first format=savedmodel
   python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx
@@ -156,8 +155,19 @@ folder with a model card, as Hugging Face's hub has them, and repo= uploads it."
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     _refuse_launcher("export")
-    output = Output(options.output or "")
-    path = output_path(options.output and str(output.path), finished.folder.name, model_format)
+    suffix = SUFFIXES[model_format]
+    output = Output(options.output or f"{finished.folder.name}{suffix}")
+    path = output.path
+    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
+    # only looks as if it had a suffix.
+    if options.output and path.suffix != suffix:
+        needed = f"PATH{suffix}" if suffix else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+    # An existing path may be another export, so it is never replaced.
+    if path.exists():
+        raise ConfigError(f"--output {path} exists already; choose another path")
+    page_path(path)
+
     repo = finished.arguments.get("repo")
     if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
@@ -188,31 +198,6 @@ def _refuse_launcher(command: str) -> None:
         raise ConfigError(
             f"{command} takes one process; start python -m hvtrain {command} without a launcher"
         )
-
-
-def output_path(output: str | None, run_name: str, model_format: str) -> Path:
-    """Returns the path of the exported model.
-
-    Args:
-        output: the path that the user has given, if any.
-        run_name: the name of the run, for the default path.
-        model_format: a key of SUFFIXES.
-
-    Raises:
-        ConfigError: the path has another suffix, exists, or is in a folder that does not.
-    """
-    suffix = SUFFIXES[model_format]
-    path = Path(output or f"{run_name}{suffix}")
-    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
-    # only looks as if it had a suffix.
-    if output and path.suffix != suffix:
-        needed = f"PATH{suffix}" if suffix else "a folder"
-        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
-
-    # An existing path may be another export, so it is never replaced.
-    if path.exists():
-        raise ConfigError(f"--output {path} exists already; choose another path")
-    return page_path(path)
 
 
 def generate() -> int:
@@ -257,8 +242,8 @@ def generate() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
-        # A model that is not causal was trained with the tokens that follow in
-        # view, so it cannot continue a text.
+        # A model that is not causal saw the tokens that follow in training, so it cannot continue
+        # a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
                 f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"

@@ -21,8 +21,8 @@ from hvtrain.system.files import TEMPORARY, remove, write_atomic
 from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
-# Relative to the largest output, or to 1 if all outputs are smaller.
-# Other runtimes round differently.
+# Relative to the largest output, or to 1 if all outputs are smaller. Other runtimes round
+# differently.
 LARGEST_DIFFERENCE = 1e-3
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
@@ -40,12 +40,13 @@ def export_checked(
     Args:
         run: the finished run.
         model_format: a key of FORMATS.
-        path: where the model goes; its description goes beside it, or into the folder for format=hf.
+        path: where the model is written. Its description is written beside it, or into the folder
+            with format=hf.
         result: the run's result.json, for the model card of format=hf.
         address: the address from which Keras will load the model, for that card.
 
     Returns:
-        A sentence about how far the outputs differ.
+        A phrase that says how far the outputs differ.
 
     Raises:
         ConfigError: the model cannot be exported, the export's outputs differ, or a file beside it
@@ -83,7 +84,7 @@ def export_checked(
             actual = [run_exported(batch) for batch in examples]
         except Exception as error:  # Each exporter and each runtime has its own error types.
             raise ConfigError(
-                f"format={model_format} cannot have this model: {in_one_line(error)}; choose another format"
+                f"format={model_format} cannot represent this model: {in_one_line(error)}; choose another format"
             ) from error
 
         verdict = compare_outputs(actual, expected, model_format)
@@ -101,10 +102,10 @@ def export_checked(
 def files_beside(
     path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]
 ) -> dict[Path, bytes]:
-    """Returns the files to write beside an exported model, by path: its description, and assets such as a tokenizer.
+    """Returns the files to write beside an exported model: its description and assets, by path.
 
-    Exports of the same model to several formats share these files. Raises ConfigError if one exists
-    with other contents, since it then belongs to another model.
+    Assets are files such as a tokenizer. Exports of a model to several formats share these files.
+    Raises ConfigError if one exists with other contents, since it then belongs to another model.
     """
     # A folder's name may contain a dot that does not begin a suffix, as in lr0.1.
     name = path.name if model_format in ("savedmodel", "hf") else path.stem
@@ -174,7 +175,7 @@ def compare_outputs(
     if not difference <= LARGEST_DIFFERENCE * max(largest, 1.0):  # Also if it is NaN.
         raise ConfigError(
             f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
-            f"of {largest:.2g} at most; choose another format"
+            f"and the largest is {largest:.2g}; choose another format"
         )
 
     return (
@@ -190,8 +191,8 @@ def _write_saved_model(model: Model, path: Path) -> None:
 def _write_onnx(model: Model, path: Path) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
-            # tf2onnx turns each captured tensor into an input of the
-            # model, but arrays into constants.
+            # tf2onnx turns each captured tensor into an input of the model, but arrays into
+            # constants.
             layer.mean = np.asarray(layer.mean)
             layer.variance = np.asarray(layer.variance)
     with warnings.catch_warnings():
@@ -225,7 +226,7 @@ def _open_onnx(path: Path) -> Runtime:
 
 def _open_tflite(path: Path) -> Runtime:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a separate package.
+        warnings.simplefilter("ignore")  # TensorFlow says that this moves to another package.
         interpreter = tf.lite.Interpreter(str(path))
 
     runner = interpreter.get_signature_runner()
@@ -234,7 +235,7 @@ def _open_tflite(path: Path) -> Runtime:
     def run(batch):
         outputs = runner(**by_name(batch, names))
         order = sorted(outputs)
-        # The outputs of a list are numbered, and as text, output_10 comes before output_2.
+        # The outputs of a list are numbered; sorted as text, output_10 would precede output_2.
         if "output_10" in outputs:
             order.sort(key=len)
         return [outputs[name] for name in order]
@@ -249,8 +250,8 @@ def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.asarray, tf.nest.flatten(batch)), strict=True))
 
 
-# For each format, the function that writes a model to a path, and the one that
-# opens it as other programs would.
+# For each format, the function that writes a model to a path, and the one that opens it as other
+# programs would.
 FORMATS: dict[str, tuple[Any, Callable[[Path], Runtime]]] = {
     "keras": (Model.save, _open_keras),
     "savedmodel": (_write_saved_model, _open_saved_model),

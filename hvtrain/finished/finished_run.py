@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -42,8 +43,8 @@ class FinishedRun:
         task: the run's task.
         model: the run's model, compiled, with the weights of the checkpoint.
         checkpoint: the name of the checkpoint, such as step-00000040.
-        kinds: the kinds of the training inputs; empty if a split of the run's own data is used, which
-            needs no check of its kinds.
+        kinds: the kinds of the training inputs; empty if a split of the run's own data is used,
+            whose kinds need no check.
     """
 
     config: RunConfig
@@ -59,7 +60,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> Model:
-        """Returns the trained model if it was trained in float32, else a float32 copy with the same weights."""
+        """Returns the model if it was trained in float32, else a float32 copy with its weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -70,13 +71,16 @@ class FinishedRun:
         return model
 
     def left_out(self) -> list[Unreadable]:
-        """Returns the data that on_error=skip has left out on any rank since the last call (every rank)."""
+        """Returns what on_error=skip left out on any rank since the last call (every rank)."""
         by_rank = self.strategy.comm.gather(self.source.unreadable())
         # Two ranks may have met the same damaged file.
         return list({item.location: item for items in by_rank for item in items}.values())
 
     def check_kind(self, name: str, inputs: Any) -> None:
-        """Raises DataError if inputs are of another kind than in training; with guard.data=false only warns."""
+        """Checks that inputs are of the same kind as in training.
+
+        Raises DataError if they are not; with guard.data=false it only warns.
+        """
         if self.kinds:
             kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
@@ -92,11 +96,11 @@ class FinishedRun:
 def opened(
     finished: FinishedConfig, alone: bool = False, uses_split: bool = True
 ) -> Iterator[FinishedRun]:
-    """Opens a run for the block, on Horovod's ranks, or in the single process if `alone` (every rank)."""
+    """Opens a run for the block, on Horovod's ranks or in this process `alone` (every rank)."""
     strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
         console.start_log(strategy.start().is_chief)
-        # The log lines about a run's start would only bury the command's result.
+        # Log lines about the start of a run would only bury the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(finished.config.watchdog.abort_seconds)
         yield open_run(finished, strategy, uses_split)
@@ -104,14 +108,17 @@ def opened(
 
 
 def open_alone(arguments: Sequence[str], trust: bool, uses_split: bool = True) -> FinishedRun:
-    """Opens a run in this process alone, outside a command. The arguments are those of finished_config and open_run."""
+    """Opens a run in this process alone, outside a command.
+
+    The arguments are those of finished_config and open_run.
+    """
     finished = finished_config(arguments, trust=trust)
     strategy = Strategy()
     strategy.start()
     return open_run(finished, strategy, uses_split)
 
 
-def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
+def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> FinishedRun:
     """Opens the run's data and task, builds its model, and loads the checkpoint's weights (every rank).
 
     Inputs are preprocessed as in the run's training, even if the data have changed since.
@@ -123,11 +130,11 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
             as in training.
 
     Raises:
-        UserError: on all ranks at once.
+        UserError: on all ranks, if the run, its data or its checkpoint cannot be used.
     """
     comm = strategy.comm
     config = finished.config
-    step = comm.on_chief(lambda: checkpoint_step(finished))
+    path = comm.on_chief(lambda: checkpoint_path(finished))
     fitted_files, training_kinds = comm.on_chief(
         lambda: (fitted.read(finished.folder), kinds.read(finished.folder))
     )
@@ -140,8 +147,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
         if fitted_files:
             fitted.apply(source, fitted_files)
         if training_kinds:
-            # Checked before a model is built: the checkpoint would
-            # not fit a model for other inputs.
+            # Checked before a model is built: the checkpoint does not fit a model for other inputs.
             kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
@@ -152,14 +158,12 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
-    path = finished.folder / "checkpoints" / store.folder_name(step)
-
     def set_weights():
-        """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
+        """Loads the checkpoint into the model; returns the manifest of its data (chief only)."""
         try:
             return load_weights(config, model, path)
         except CheckpointError as error:
-            # A likely cause: some layers have weights whose shape depends on the image size.
+            # A likely cause is the image size, on which the shapes of some layers' weights depend.
             raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
 
     manifest = comm.on_chief(set_weights)
@@ -180,8 +184,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     return FinishedRun(config, strategy, source, task, model, path.name, training_kinds)
 
 
-def checkpoint_step(finished: FinishedConfig) -> int:
-    """Returns the step of the checkpoint to load (chief only).
+def checkpoint_path(finished: FinishedConfig) -> Path:
+    """Returns the folder of the checkpoint to load (chief only).
 
     By default this is the best checkpoint, or the last one if none is marked as the best.
 
@@ -197,7 +201,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
             raise CheckpointError(
                 f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
             )
-        return best["step"]
+        return folder / store.folder_name(best["step"])
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
@@ -207,20 +211,24 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
 
-    return store.step_of(checkpoints[-1])
+    return checkpoints[-1]
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:
     # Seeding again also resets Keras's counters for layer names. The names must match those in the
-    # checkpoint, whatever layers the data and the task have made before.
+    # checkpoint, whatever layers the data and the task have created before.
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
-    # Keras evaluates only a compiled model, and SGD has no slots that take memory.
+    # Keras evaluates only compiled models; SGD has no slots, which would take memory.
     optimizer = keras.optimizers.SGD()
     if config.train.ema:
         # The averages of the weights are variables of the run's own optimizer, so it is needed.
         optimizer = optimizer_at(lambda: 0.0, config)
 
-    has_weights = len(source.element_spec) > 2
-    task.compile(model, optimizer, weighted=has_weights, distribute_loss=strategy.distribute_loss)
+    task.compile(
+        model,
+        optimizer,
+        weighted=len(source.element_spec) > 2,
+        distribute_loss=strategy.distribute_loss,
+    )
     return model

@@ -49,8 +49,8 @@ class ProgressLines:
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
-        # Assumes the mean speed so far. It includes the tracing of the graph,
-        # so early estimates are too long.
+        # Assumes the mean speed so far, which includes the tracing of the graph. So early estimates
+        # are too long.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(
             f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
@@ -58,7 +58,9 @@ class ProgressLines:
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
-    """Evaluates a split by summing over the examples of all ranks, not by averaging the ranks' means (every rank).
+    """Evaluates a split (every rank).
+
+    Metrics are computed from sums over the examples of all ranks, not as means of the ranks' means.
 
     Returns:
         A dict with checkpoint, dataset, split, examples (their number), skipped (a line for each item
@@ -82,7 +84,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         )
 
     def check_data():
-        """Checks the kind of this rank's first batch, and warns of classes without examples in the split."""
+        """Checks the kind of this rank's first batch; warns of classes that the split lacks."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
         if run.is_chief:
@@ -96,11 +98,11 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         # Shards are of nearly equal size, so the chief's progress stands for that of all ranks.
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
-    callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
-    source.unreadable()  # Forgets what was skipped while counting: `total` does not include it.
+    callbacks = [keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)]
+    source.unreadable()  # Clears what was skipped while counting, since `total` excludes it.
     # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
-        results = run.strategy.evaluate(run.model, data, [callback])
+        results = run.strategy.evaluate(run.model, data, callbacks)
     except Exception as error:
         raise run.explain(error) from error
 
@@ -117,7 +119,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
 
 
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
-    """Yields rows in the order of the examples, the same ones on every rank (every rank).
+    """Yields the rows of predictions in the order of the examples, all on every rank (every rank).
 
     Holds at most one batch of each rank in memory.
     """
@@ -140,14 +142,14 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch
 
     while True:
-        # A rank without batches left takes part until all ranks are done, if need be with a blank
-        # batch in calls of the model that contain collectives.
+        # A rank that has no batches left takes part until all ranks are done. If calls of the model
+        # contain collectives, it makes them too, with a blank batch.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
         # Called at once.
         rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
-        blocks = [block for block in comm.gather(rows) if block is not None]
+        blocks = [block for block in comm.gather(rows) if block]
         if not blocks:
             return
         rows = joined(blocks, examples.is_interleaved)
@@ -158,10 +160,10 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 
 
 def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
-    """Predicts a batch and returns its columns: those of the input, then the task's columns for the outputs."""
+    """Predicts a batch; returns the input's columns, then the task's columns of the outputs."""
     inputs, input_columns = batch
 
-    # NumPy has no bfloat16, in which outputs may be with train.precision=mixed_bfloat16.
+    # With train.precision=mixed_bfloat16, outputs may be in bfloat16, which NumPy lacks.
     def as_float32(output):
         return keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))
 
@@ -177,7 +179,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
-    """Splits arrays of shape [examples, n] into n columns; masks of shape [examples, height, width] are kept whole.
+    """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay whole.
 
     Raises:
         ConfigError: an array has more dimensions.
@@ -195,8 +197,8 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
             rows |= {f"{name}.{index}": column for index, column in enumerate(array.T)}
         else:
             raise ConfigError(
-                f"the predictions of an example are of shape {list(array.shape[1:])}, which is no row of a table; use "
-                "hvtrain.load(run).model, or python -m hvtrain generate for text"
+                f"the predictions of an example have the shape {list(array.shape[1:])}, which does not fit a row of a "
+                "table; use hvtrain.load(run).model, or python -m hvtrain generate for text"
             )
 
     return rows

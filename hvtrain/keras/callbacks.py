@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3, two callbacks that check, and one that stops all ranks together."""
+"""Horovod's callbacks on Keras 3, two that check the training, and one that stops all ranks."""
 
 import warnings
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from hvtrain.keras.tape import num_tape_reductions
 class BroadcastGlobalVariablesCallback(Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
 
-    It broadcasts once for each model: before the first step if the model is built (one with an Input
-    is), otherwise after the first step, which creates the variables. In that case it warns, because each
-    rank took that step from its own weights. Optimizers that are attributes of the model are included.
-    It also warns if the first batch reduced no gradient, neither in a DistributedOptimizer nor in a
-    DistributedGradientTape.
+    It broadcasts once for each model: before the first step if the model is built (one with an
+    Input is), otherwise after the first step, which creates the variables. In that case it warns,
+    because each rank took that step from its own weights. It includes optimizers that are
+    attributes of the model. It also warns if neither a DistributedOptimizer nor a
+    DistributedGradientTape reduced gradients in the first batch.
 
     Args:
         root_rank: the rank whose values are sent to all ranks.
         device: the device that packs the values, such as "/CPU:0".
-        local_variables: one variable, or several, that are not broadcast.
+        local_variables: a variable, or several, that are not broadcast.
 
     Raises:
         RankError: if Keras knows that the ranks hold different numbers of batches.
@@ -59,11 +59,11 @@ class BroadcastGlobalVariablesCallback(Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Excludes this variable from the broadcast."""
+        """Leaves this variable out of the broadcast."""
         self._local.add(variable_id(var))
 
     def set_model(self, model: keras.Model) -> None:
-        # The same list of callbacks may be used to train a second model.
+        # The same callback may be used to train a second model.
         if model is not self.model:
             self.broadcast_done = False
         super().set_model(model)
@@ -122,23 +122,22 @@ class BroadcastGlobalVariablesCallback(Callback):
 
         A GAN, for example, has two, and may pass neither to compile.
         """
-        attributes = list(vars(self.model).values())
-        attributes += [list(value.values()) for value in attributes if isinstance(value, dict)]
-        elements = [
-            item for value in attributes if isinstance(value, list | tuple) for item in value
-        ]
-        return [
-            item
-            for item in [*attributes, *elements]
-            if isinstance(item, keras.optimizers.Optimizer)
-        ]
+        items: list[Any] = []
+        for value in vars(self.model).values():
+            if isinstance(value, dict):
+                items += value.values()
+            elif isinstance(value, list | tuple):
+                items += value
+            else:
+                items.append(value)
+        return [item for item in items if isinstance(item, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
         variables = list(self.model.weights)
         for attribute in self._optimizers():
             variables += attribute.variables
-        # By identity, since an optimizer may be an attribute under two names.
+        # Keyed by identity, since an optimizer may be an attribute under two names.
         by_id = {variable_id(variable): variable for variable in variables}
         shared = [variable for key, variable in by_id.items() if key not in self._local]
         if shared:
@@ -153,7 +152,7 @@ class MetricAverageCallback(Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
     As in Horovod, all ranks have the same weight, even if their shards differ in size. Put this callback
-    before those that act on the logs.
+    before those that use the logs.
 
     Args:
         device: the device that sums the metrics, such as "/CPU:0".
@@ -169,7 +168,7 @@ class MetricAverageCallback(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = logs or {}
         names = sorted(logs)
-        # Sums are matched by position, so all ranks must have the same names.
+        # Values are summed by position, so all ranks must have the same names.
         if hvd.size() > 1:
             self._compare(names, epoch)
         with tf.device(self.device or None):
@@ -192,7 +191,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's ModelCheckpoint with save_best_only=True, written by rank 0 only.
 
     Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's class
-    has no filepath argument: its Spark estimator sets the attribute later. Both ways work here.
+    has no argument filepath, since its Spark estimator sets the attribute later. Here both ways
+    work.
 
     Raises:
         ValueError: at the start of training if filepath is missing or has the wrong suffix.
@@ -207,23 +207,24 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
         filepath: str | Path | None = None,
     ) -> None:
-        # Keras checks the suffix of the path, which may be set only later.
-        placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        self._suffix = ".weights.h5" if save_weights_only else ".keras"
+        # Keras checks the suffix of a path, so it gets a placeholder for one that is set later.
+        placeholder = f"best{self._suffix}"
         super().__init__(
             filepath or placeholder, monitor, verbose, True, save_weights_only, mode, save_freq
         )
-        self.filepath = None if filepath is None else str(filepath)
+        if not filepath:
+            self.filepath = filepath
 
     def on_train_begin(self, logs: Any = None) -> None:
-        suffix = ".weights.h5" if self.save_weights_only else ".keras"
-        if self.filepath is None or not str(self.filepath).endswith(suffix):
+        if not str(self.filepath).endswith(self._suffix):
             raise ValueError(
-                f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {suffix}"
+                f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {self._suffix}"
             )
         super().on_train_begin(logs)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        # Otherwise all ranks would write the same file at once.
+        # Several ranks would write the same file at once.
         if hvd.rank() == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -255,8 +256,8 @@ class ReductionCheckCallback(Callback):
         hook = hook_of(optimizer)
         if hook and hook.reducer.is_alone:
             return  # This rank is outside the optimizer's process set.
-        # Too early: so far gradients were only accumulated, the step
-        # overflowed, or it was a local step.
+        # Too early: so far gradients were only accumulated, the step overflowed, or it was a local
+        # step.
         if hook and int(optimizer.iterations.numpy()) < self._first_iteration + hook.every:
             return
         self._checked = True
@@ -270,10 +271,10 @@ class ReductionCheckCallback(Callback):
 class StopTogetherCallback(Callback):
     """Stops all ranks after the same step when one sets model.stop_training (every rank).
 
-    Put this callback after those that may stop training. Within an epoch the request is reduced together
-    with the next gradients. At the end of an epoch the ranks exchange a message; without a
-    DistributedOptimizer they can stop only there. Horovod has no such callback, so there the ranks that
-    continue wait forever.
+    Put this callback after those that may stop training. Within an epoch the request is reduced
+    together with the next gradients. At the end of an epoch the ranks exchange a message; without a
+    DistributedOptimizer they can stop only there. Horovod has no such callback: if one rank stops,
+    the others wait forever.
 
     Args:
         exchange: a function that sums a list of arrays over the ranks.
@@ -292,7 +293,7 @@ class StopTogetherCallback(Callback):
         # One flag for each optimizer, since it is reduced with that optimizer's gradients.
         if hook and (self._flag is None or hook.reducer.flag is not self._flag):
             self._flag = hook.reducer.flag = SharedFlag()
-            model.train_function = None  # Trace again: an earlier graph does not reduce the flag.
+            model.train_function = None  # Traces again: an earlier graph does not reduce the flag.
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._requested = False
@@ -301,7 +302,7 @@ class StopTogetherCallback(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         stop = self.model.stop_training
-        if stop and stop is not END_OF_EPOCH and not self._requested:
+        if stop and stop is not END_OF_EPOCH:
             self._requested = True
             if self._flag:
                 self._flag.set()
@@ -323,8 +324,9 @@ class StopTogetherCallback(Callback):
 class WeightCheckCallback(Callback):
     """Compares trainable weights and optimizer state of all ranks at intervals (every rank).
 
-    It first compares after the first batch, and for the last time at the end of the training. With
-    LocalSGD and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in Horovod.
+    The first comparison is after the first batch, the last one at the end of training. With
+    LocalSGD and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in
+    Horovod.
 
     Args:
         every_batches: number of batches from one comparison to the next.
@@ -357,13 +359,13 @@ class WeightCheckCallback(Callback):
         self._first_batch = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Created only here, because the first batch builds the model and its optimizer.
+        # Created only now, because the first batch may build the model and its optimizer.
         if self.check is None:
             self.check = WeightCheck(self.model)
         # More than one with steps_per_execution.
         num_batches = batch - self._first_batch + 1
-        # True if one of these batches, numbered from 0 over all epochs,
-        # is a multiple of every_batches.
+        # True if the number of one of these batches, counted from 0 over all epochs, is a multiple
+        # of every_batches.
         self._is_due |= -self._batches % self.every_batches < num_batches
         self._compare(f"at batch {self._batches}")
         self._batches += num_batches

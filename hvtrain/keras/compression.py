@@ -1,7 +1,8 @@
 """Compression of gradients: the formats to choose from, and the state that they keep between steps.
 
-The formats are defined in wire_formats.py. What a lossy format drops from a step's gradients is kept,
-and added to the next step's (error feedback; Karimireddy et al. 2019, arXiv:1901.09847).
+The formats are defined in wire_formats.py. What a lossy format drops from a step's gradients is
+kept and added to those of the next step (error feedback; Karimireddy et al. 2019,
+arXiv:1901.09847).
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ class CompressedReduction:
         """Creates the state for the gradients of these variables, once.
 
         Names are `sum/error/0000`, `same/projection/0000` and so on, numbered by the variables'
-        positions, and `same/steps`. The first part of a name says how a run that resumes on another
-        number of ranks combines the ranks' values: see memories_on in training/resume.py.
+        positions, and `same/steps`. The first part of a name says how the ranks' values are
+        combined if a run resumes on another number of ranks: see memories_on in training/resume.py.
 
         Raises:
             ValueError: if the format keeps errors and a variable is None.
@@ -50,9 +51,7 @@ class CompressedReduction:
             )
         self._positions = {variable_id(variable): i for i, variable in enumerate(variables)}
         with tf.init_scope():
-            self.memory["same/steps"] = tf.Variable(
-                0, dtype=tf.int64, trainable=False, name="wire_steps"
-            )
+            self.memory["same/steps"] = tf.Variable(0, dtype=tf.int64, trainable=False)
             for i, variable in enumerate(variables):
                 if rows_of(variable):
                     continue  # Gradients of sharded tables are not compressed.
@@ -69,17 +68,18 @@ class CompressedReduction:
     def __call__(self, gradients: list[Any], variables: list[Any], name: str) -> list[Any]:
         """Returns the means over the ranks of dense gradients of the same type (every rank)."""
         dtype = gradients[0].dtype
-        tensors = gradients
         if dtype != tf.float64:
-            tensors = [tf.cast(gradient, tf.float32) for gradient in gradients]
+            gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
         if not self.wire.keeps_errors:
-            means, _ = self.wire.reduce(tensors, [], name, self.process_set)
+            means, _ = self.wire.reduce(gradients, [], name, self.process_set)
             return [tf.cast(mean, dtype) for mean in means]
 
         positions = [self._positions[variable_id(variable)] for variable in variables]
         errors = [self.memory[f"sum/error/{i:04d}"] for i in positions]
         projections = [self.memory.get(f"same/projection/{i:04d}") for i in positions]
-        tensors = [tensor + tf.cast(error, tensor.dtype) for tensor, error in zip(tensors, errors)]
+        tensors = [
+            gradient + tf.cast(error, gradient.dtype) for gradient, error in zip(gradients, errors)
+        ]
 
         def compressed():
             return self.wire.reduce(tensors, projections, name, self.process_set)
@@ -99,19 +99,18 @@ class CompressedReduction:
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
 
-        # A step that overflows must leave the errors alone. The means are the same
-        # on all ranks, and so is the branch taken. tf.where() instead would add a
-        # tenth to the compression's time.
+        # A step that overflows must not change the errors. The means are the same on all ranks, and
+        # so is the branch taken. With tf.where() instead, compression would take a tenth longer.
         tf.cond(are_finite(means), keep, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 
     def end_step(self) -> list[Any]:
-        """Counts a step, after its last message; returns the operations that do so."""
+        """Counts a step after its last message; returns the operations that do so."""
         return [self.memory["same/steps"].assign_add(1)] if self.memory else []
 
 
 def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
-    """Returns the bytes that a rank sends to reduce dense tensors; tensors of unknown size count as 0."""
+    """Returns the bytes that a rank sends to reduce dense tensors. Unknown sizes count as 0."""
     if isinstance(compression, WireFormat):
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
     num_bytes = 0

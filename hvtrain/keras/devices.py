@@ -1,8 +1,8 @@
 """Assigns one GPU to each local rank, before TensorFlow initializes a device.
 
-Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its
-visible devices once one has been used. `pin_gpu` gathers what all ranks see, lets the pure function
-`choose_gpus` decide, and applies the decision.
+Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change the
+visible devices once one of them has been used. `pin_gpu` gathers what all ranks see, lets the pure
+function `choose_gpus` decide, and applies the decision.
 """
 
 import os
@@ -30,8 +30,8 @@ class View:
     # Names of the visible GPUs, in TensorFlow's order; see visible_names.
     gpus: tuple[str, ...]
     # UUIDs of these GPUs, in the same order; empty without an NVIDIA driver. Names do not identify
-    # a GPU where each rank is shown only its own (by cgroups, as with srun --gpus-per-task) and
-    # counts from 0.
+    # GPUs if each rank is shown only its own (by cgroups, as with srun --gpus-per-task), since each
+    # then counts from 0.
     ids: tuple[str, ...] = ()
 
     @property
@@ -44,8 +44,8 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     """Returns the GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
     Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES is unset, or set for the host) take
-    them by local rank. Ranks that see different GPUs (it is set for each rank) take the first one
-    that they see.
+    them by local rank. Ranks that see different GPUs (it is set for each rank) each take the first
+    one that they see.
 
     Args:
         views: all ranks' views, by rank.
@@ -100,7 +100,7 @@ def _check_all_or_none(views: list[View]) -> None:
 
 
 def _shared_gpus(views: list[View], chosen: list[int | None]) -> list[tuple[str, list[str]]]:
-    """Returns the host of each GPU that several ranks use, and its name on each of them."""
+    """Returns, for each GPU that several ranks use, its host and its name on each of them."""
     # By key, because two ranks may know the same GPU under different numbers.
     names: dict[tuple[str, str], list[str]] = {}
     for view, index in zip(views, chosen):
@@ -117,9 +117,12 @@ def _device_name(view: View, index: int | None, views: list[View]) -> str:
     if index is None:
         return f"{view.host} CPU"
     name = view.gpus[index]
-    on_host = [other for other in views if other.host == view.host]
     keys_of_name = {
-        key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name
+        key
+        for other in views
+        if other.host == view.host
+        for gpu, key in zip(other.gpus, other.keys)
+        if gpu == name
     }
     if len(keys_of_name) > 1:
         name = view.keys[index]
@@ -143,9 +146,9 @@ def pin_gpu(
         share: True if ranks may share a GPU.
         pin_cores: on a host without GPUs, pin this rank to its share of the cores
             (system/resources.py).
-        by_local_rank: ask no other rank, and return only this rank's device. The call is then not
-            collective, so that a rank can join an elastic job while the others are training. Every
-            rank must see all GPUs of its host.
+        by_local_rank: choose without asking other ranks, and return only this rank's device. The
+            call is then not collective, so that a rank can join an elastic job while the others are
+            training. Every rank must see all GPUs of its host.
 
     Returns:
         Devices by rank, such as "s1 GPU 0" or "s1 CPU".
@@ -156,22 +159,17 @@ def pin_gpu(
     """
     gpus = physical_gpus()
     if not gpus:
-        # Before exchange, which allocates memory and starts a thread for each core that this
+        # Done before exchange(), which allocates memory and starts a thread for each core that this
         # process may use.
         _keep_freed_memory()
         if pin_cores:
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     own = View(host or socket.gethostname(), hvd.local_rank(), names, gpu_uuids(len(names)))
-    if by_local_rank:
-        views = [own]
-        own_position = 0
-    else:
-        views = exchange(own, "hvtrain.devices")
-        own_position = hvd.rank()
-
+    views = [own] if by_local_rank else exchange(own, "hvtrain.devices")
     chosen = choose_gpus(views, share)
-    index = chosen[own_position]
+    # Ranks with equal views get the same GPU, or an error.
+    index = chosen[views.index(own)]
     if index is not None:
         use_only(gpus[index])
     if _shared_gpus(views, chosen):
@@ -218,7 +216,7 @@ def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
         return [value]
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
-        return list(hvd.allgather_object(value, session=session, name=name))
+        return hvd.allgather_object(value, session=session, name=name)
 
 
 @cache
@@ -229,9 +227,7 @@ def uuid_in_use() -> str | None:
         return None
     index = tf.config.list_physical_devices("GPU").index(visible[0])
     uuids = gpu_uuids(index + 1)
-    if not uuids:
-        return None
-    return uuids[index]
+    return uuids[index] if uuids else None
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Mixins behind DistributedOptimizer: they decide where in an optimizer's step the gradients are reduced.
+"""Mixins behind DistributedOptimizer: they decide where in a step the gradients are reduced.
 
-`make_distributed` puts a mixin before the class of the wrapped optimizer. The mixin reduces as the step is
-entered, before anything that the optimizer's own class does. So a class that overrides the step, transforms
-gradients or passes them on to other optimizers works on the joint gradient too.
+`make_distributed` puts a mixin before the class of the wrapped optimizer. The mixin reduces as the
+step is entered, before anything that the optimizer's own class does. So a class that overrides the
+step, transforms gradients or passes them on to other optimizers works on the joint gradient too.
 """
 
 import io
@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,7 +25,7 @@ from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Sharded
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import ClipsTables, take_tables
+from hvtrain.keras.table_steps import ClipsTables, RecordsVariables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -37,28 +37,26 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
-    # Concerns a LossScaleOptimizer if no loss went through its scale_loss. True: it raises. False:
-    # it steps on the gradients as they are.
+    # What a LossScaleOptimizer does if no loss went through its scale_loss. True: it raises an
+    # error. False: it steps on the gradients as they are.
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
     # Steps from one exchange with the other ranks to the next.
     every: int = 1
     # True for LocalSGD and DiLoCo, which exchange weights.
     averages_weights: bool = False
-    # The variables of the accumulated gradients that are about to be clipped.
-    variables: list[Any] = field(default_factory=list)
 
     def weights_were_set(self) -> None:
         """Called after a broadcast of the weights."""
 
 
-# Its attribute `optimizers` lists the distributed optimizers whose step this thread
-# has entered, the outermost first.
+# Its attribute `optimizers` lists the distributed optimizers whose step this thread has entered,
+# the outermost first.
 _active = threading.local()
 
 
 def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[Any], Any]) -> None:
-    """Changes the optimizer's class, in place, to a subclass that has the mixin.
+    """Changes the optimizer's class, in place, to a subclass with the mixin.
 
     Args:
         optimizer: a Keras optimizer.
@@ -100,9 +98,9 @@ class Distributed:
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """State by name that Keras's optimizer does not have: see CompressedReduction.prepare."""
+        """State by name that a plain optimizer lacks: see CompressedReduction.prepare."""
         compressed = self._hvtrain.reducer.compressed
-        return dict(compressed.memory) if compressed else {}
+        return compressed.memory if compressed else {}
 
     def build(self, variables: Any) -> None:
         super().build(variables)  # type: ignore[misc]
@@ -122,7 +120,7 @@ class Distributed:
         )
 
     def __reduce__(self) -> Any:
-        """Pickles and copies as the plain class, as Keras does; the copy reduces too."""
+        """Pickles and copies through the plain class, as Keras does; the copy reduces too."""
         reducer = self._hvtrain.reducer
         if reducer.local_ids or isinstance(reducer.groups, list):
             raise ValueError(
@@ -160,8 +158,7 @@ class Distributed:
         options = {
             "check_finite": self._hvtrain.finite_check,
             "shard": self._hvtrain.reducer.gathers_weights,
-            # The global norm would differ between ranks, and with it
-            # the steps of the shared weights.
+            # The global norm would differ between ranks, and with it the steps of shared weights.
             "global_clipnorm": inner.global_clipnorm,
         }
         for name, is_set in options.items():
@@ -173,11 +170,11 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes an optimizer from its config that reduces too."""
+        """Makes an optimizer from its config; it reduces too."""
         # make_distributed puts the plain class second among the bases.
         plain_class: Any = cls.__bases__[1]
-        # These mixins are left out: wrapping adds them again, and would
-        # take them for an overridden step.
+        # These mixins are left out, because wrapping adds them again and would take them for an
+        # overridden step.
         while issubclass(plain_class, ClipsTables | Sharded):
             plain_class = plain_class.__bases__[1]
         return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
@@ -186,7 +183,8 @@ class Distributed:
         """Returns the gradients of the joint batch, reduced over all ranks."""
         reducer = self._hvtrain.reducer
         come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
-        if come_from_tape and not reducer.averages:
+        # Averaging what is already averaged changes nothing.
+        if come_from_tape and (reducer.op != hvd.Average or reducer.scale != 1.0):
             raise ValueError(
                 "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
                 "would reduce them twice; use a plain optimizer, or a plain tape"
@@ -204,7 +202,7 @@ class Distributed:
         return super().apply(grads, variables)  # type: ignore[misc]
 
 
-class DistributedAccumulation(Distributed):
+class DistributedAccumulation(Distributed, RecordsVariables):
     """Reduces accumulated gradients just before clipping, once for each step that changes weights."""
 
     def _reduce(self, grads, variables):
@@ -218,13 +216,12 @@ class DistributedAccumulation(Distributed):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
-        # An eager micro-step that only accumulates reduces nothing. A graph contains both
-        # branches, so its trace has to reduce.
+        # An eager micro-step that only accumulates reduces nothing. A graph contains both branches,
+        # so tracing it must reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
-        has_reduced = reducer.num_calls > calls_before
         if (
-            not has_reduced
+            reducer.num_calls == calls_before
             and not reducer.is_alone
             and any(gradient is not None for gradient in grads)
         ):
@@ -234,12 +231,8 @@ class DistributedAccumulation(Distributed):
             )
         return result
 
-    def _backend_apply_gradients(self, grads, trainable_variables):
-        self._hvtrain.variables = list(trainable_variables)
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
-
     def _clip_gradients(self, grads):
-        reduced = self._hvtrain.reducer(grads, self._hvtrain.variables)
+        reduced = self._hvtrain.reducer(grads, self._hvtrain_stepped)
         return super()._clip_gradients(self._check(grads, reduced))  # type: ignore[misc]
 
 
@@ -249,14 +242,15 @@ class DistributedLossScale(Distributed):
     built: bool
 
     def _reduce(self, grads, variables):
-        # Without a scale no step is skipped, and a NaN in a local gradient stays on its rank.
+        # Without a scale no step is skipped, and a NaN in a local variable's gradient stays on its
+        # rank.
         self._hvtrain.reducer.shares_overflow = self._hvtrain.loss_was_scaled
         return super()._reduce(grads, variables)
 
     def _check(self, own, reduced):
         """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
-        With a scale below 1, values that are not finite are no overflow: the gradient itself has them.
+        With a scale below 1, values that are not finite are no overflow but in the gradient itself.
         """
         if not self._hvtrain.loss_was_scaled:
             return super()._check(own, reduced)  # No step is skipped.
@@ -276,15 +270,15 @@ class DistributedLossScale(Distributed):
             )
         if not self.built:
             self.build(variables)
-            self.built = True
         return self.inner_optimizer.apply(grads, variables)  # type: ignore[attr-defined]
 
 
 class DistributedLossScaleAccumulation(DistributedLossScale):
     """Wraps a LossScaleOptimizer whose inner optimizer accumulates.
 
-    The ranks exchange one number in each micro-step, and gradients in each step. Without that number
-    they might skip different micro-steps, reduce at different times, and wait for each other forever.
+    The ranks exchange one number in each micro-step, and gradients in each step. Without that
+    number they could skip different micro-steps, reduce at different times, and wait for each other
+    forever.
     """
 
     def _reduce(self, grads, variables):
@@ -298,8 +292,8 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             ignore_name_scope=True,
             process_set=reducer.process_set,
         )
-        # Keras checks the gradients themselves, so NaN is added to the
-        # first one if any rank overflowed.
+        # Keras checks the gradients themselves, so NaN is added to the first one if any rank
+        # overflowed.
         poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)
@@ -309,13 +303,13 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
 @contextmanager
 def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
-    """Yields the gradients to step on: reduced in the call that enters the step, unchanged in calls from within it.
+    """Yields the gradients to step on: reduced in the call that enters the step, else unchanged.
 
     Raises:
         ValueError: inside another optimizer, where gradients would be reduced twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
-    is_outermost = all(other is not optimizer for other in active)
+    is_outermost = optimizer not in active
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer
     begins_step = is_outermost and not is_accumulation
@@ -325,9 +319,8 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
             "would be reduced twice; wrap an optimizer once, outermost"
         )
     # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank
-    # would then decide alone whether to step, those that step would wait for those that skip,
-    # and the loss would be scaled twice. Nothing but the stack shows such an optimizer, so it
-    # is looked for among the callers.
+    # would then decide alone whether to step, ranks that step would wait for those that skip, and
+    # the loss would be scaled twice. Only the call stack reveals such an optimizer.
     callers = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )

@@ -17,9 +17,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: the learning rate at a multiplier of 1; None: the optimizer's rate when training
             begins.
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
-            means m ** (epoch - start_epoch).
-        start_epoch, end_epoch: the range of epochs in which it sets the rate; end_epoch is
-            excluded, and None means until the end.
+            stands for m ** (epoch - start_epoch).
+        start_epoch, end_epoch: the range of epochs in which the callback sets the rate; end_epoch
+        is
+            excluded, and None means until the end of training.
         staircase: set the rate only at the beginning of each epoch, not at each batch.
         momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by
             new rate / old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the
@@ -29,7 +30,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Raises:
         ValueError: at the start of training, if the optimizer's learning rate is a schedule, if the
-            number of steps in an epoch is needed and not known, or if initial_lr is None in an
+            number of steps in an epoch is needed but unknown, or if initial_lr is None in an
             elastic job.
     """
 
@@ -44,22 +45,21 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        self.initial_lr = initial_lr
+        # This and steps_per_epoch are set by on_train_begin if they are None.
+        self.initial_lr: Any = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch: Any = steps_per_epoch
         self.current_epoch = 0
-        self.multiplier: Callable[[float], float]
-        if callable(multiplier):
-            self.multiplier = multiplier
-        else:
+        self.multiplier: Any = multiplier
+        if not callable(multiplier):
             self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
-        # Keras refuses to set such a rate too, but not before the first batch.
+        # Keras refuses this too, but only at the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"{type(self).__name__} sets the learning rate, but this optimizer's is a {type(schedule).__name__}; "
@@ -87,8 +87,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.current_epoch < self.start_epoch or has_ended:
             return
         if not self.staircase:
-            # on_train_begin has made sure of steps_per_epoch; "or 1" is for the type checker.
-            self._set_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
+            self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
         elif batch == 0:
             self._set_rate(self.current_epoch)
 
@@ -99,20 +98,22 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     @property
     def _optimizer(self) -> Any:
-        """The optimizer that has the momentum: the one inside a LossScaleOptimizer, if used."""
+        """The optimizer that has the momentum: the one inside a LossScaleOptimizer, if any."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     def _set_rate(self, epoch: float) -> None:
-        assert self.initial_lr is not None
         optimizer = self._optimizer
         old_rate = float(optimizer.learning_rate)
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # Slots exist only once the optimizer is built, and there is no ratio to a rate of 0.
-        has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
-        if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
-            # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop.
+        # In these, momentum contains the rate. In Adam and Muon, whose slots have the same names,
+        # it does not.
+        has_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop)
+        # There is no ratio to a rate of 0.
+        if self.momentum_correction and has_rate and old_rate not in (0, new_rate):
+            # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop. Before the
+            # optimizer is built there are none.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
             for slot in slots:
                 slot.assign(slot * (new_rate / old_rate))
@@ -126,7 +127,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: the rate after the warm-up, already scaled by the number of ranks; None: the
             optimizer's rate when training begins.
-        warmup_epochs: length of the warm-up in epochs, which may be a fraction.
+        warmup_epochs: length of the warm-up in epochs, which may be fractional.
         momentum_correction, steps_per_epoch: as in LearningRateScheduleCallback.
         verbose: if above 0, rank 0 prints a line at the end of the warm-up.
     """
@@ -141,23 +142,23 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch):
             # One batch ahead, as in Horovod: the last batch of the warm-up has the full rate.
-            epochs_done = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
+            epochs_done = min(epoch + 1.0 / self.steps_per_epoch, warmup_epochs)
             return (epochs_done * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(
             initial_lr,
             multiplier,
-            # A float works too: epochs are only compared with it, or with it rounded up.
+            # A float works too: epochs are only compared with it, or with its ceiling.
             end_epoch=warmup_epochs,  # type: ignore[arg-type]
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
         self.verbose = verbose
+        self._last_epoch = math.ceil(warmup_epochs) - 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        is_last = self.end_epoch is not None and epoch == math.ceil(self.end_epoch) - 1
-        if is_last and self.verbose and hvd.rank() == 0:
+        if epoch == self._last_epoch and self.verbose and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished the learning rate warm-up to {rate:g}.")

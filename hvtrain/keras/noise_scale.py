@@ -1,10 +1,10 @@
 """The gradient noise scale: the batch size beyond which more examples per step help little.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The expected
-squared norm of the gradient of a batch of b examples is |G|^2 + S / b: that of the true gradient, plus
-noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2 and S follow from the
-two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of its own gradient, and all
-ranks know that of the mean.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The
+expected squared norm of the gradient of a batch of b examples is |G|^2 + S / b: that of the true
+gradient, plus noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2
+and S follow from the two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of
+its own gradient, and all ranks know that of the mean.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from hvtrain.keras.hooks import hook_of
 
 # Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
 # separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
-# it comes to the same to smooth these.
+# smoothing these comes to the same.
 DECAY = 0.95
 
 
 class NoiseScale:
-    """Estimates the gradient noise scale from the norms of a DistributedOptimizer's gradients in some steps.
+    """Estimates the gradient noise scale from a DistributedOptimizer's gradients in some steps.
 
     Create it on every rank before the first step. It sends nothing until `estimate` is called, and
     changes no gradient. A measured step costs one pass over the gradients and one over their means.
     Sparse gradients are left out, since their rows may repeat.
 
     Args:
-        optimizer: what DistributedOptimizer returned.
+        optimizer: the result of DistributedOptimizer.
         every: steps from one measured step to the next.
 
     Raises:
-        ValueError: the ranks do not average whole gradients in each step: a plain optimizer, LocalSGD or
-            DiLoCo, Adasum, or a compression that keeps errors.
+        ValueError: the ranks do not average whole gradients in each step (a plain optimizer,
+            LocalSGD or DiLoCo, Adasum, or a compression that keeps errors).
 
     Example:
         noise = hvd.NoiseScale(optimizer)
@@ -44,9 +44,12 @@ class NoiseScale:
 
     def __init__(self, optimizer: Any, every: int = 16) -> None:
         hook = hook_of(optimizer)
-        compression = hook.reducer.compression if hook else None
-        is_adasum = hook is not None and hook.reducer.op == hvd.Adasum
-        if not hook or hook.every > 1 or is_adasum or getattr(compression, "keeps_errors", False):
+        if (
+            not hook
+            or hook.every > 1
+            or hook.reducer.op == hvd.Adasum
+            or getattr(hook.reducer.compression, "keeps_errors", False)
+        ):
             raise ValueError(
                 "the gradient noise scale needs ranks that average whole gradients in each step; use a "
                 "DistributedOptimizer with op=Average or Sum, and compression none, fp16 or bf16"
@@ -60,32 +63,31 @@ class NoiseScale:
         """Returns half the squared norm of a message's gradients; 0 in steps that are not measured."""
 
         def half_squares():
-            # In half precision squares would overflow.
+            # Squares in half precision would overflow.
             return tf.add_n([tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors])
 
         return tf.cond(step % self.every == 0, half_squares, lambda: tf.constant(0.0))
 
     def update(
-        self, own: Sequence[tf.Tensor], joint: Sequence[tf.Tensor], factor: float, step: tf.Variable
+        self, norms: Sequence[Sequence[tf.Tensor]], factor: float, step: tf.Variable
     ) -> None:
         """Updates the smoothed squared norms with those of a step's messages, in the graph.
 
         Args:
-            own: this rank's gradients, by message, as squared_norm returned them.
-            joint: the same for the reduced gradients.
+            norms: for each message, what squared_norm returned for this rank's gradients, and for the
+                reduced ones.
             factor: how many times larger than the mean the reduced gradients are.
             step: number of steps before this one.
         """
-        norms = tf.stack([tf.add_n(own), tf.add_n(joint) / factor**2])
+        own, joint = zip(*norms)
+        totals = tf.stack([tf.add_n(own), tf.add_n(joint) / factor**2])
         # A step that overflows is left out.
-        is_measured = tf.logical_and(
-            step % self.every == 0, tf.reduce_all(tf.math.is_finite(norms))
-        )
-        self._norms.assign(tf.where(is_measured, DECAY * self._norms + norms, self._norms))
+        is_measured = (step % self.every == 0) & tf.reduce_all(tf.math.is_finite(totals))
+        self._norms.assign(tf.where(is_measured, DECAY * self._norms + totals, self._norms))
 
     def norms(self) -> list[float]:
-        """Returns the smoothed squared norms of this rank's gradient and of the mean, up to a common factor."""
-        return [float(norm) for norm in self._norms.numpy()]
+        """Returns the smoothed squared norms of the own and the mean gradient, up to a factor."""
+        return self._norms.numpy().tolist()
 
     def estimate(self, batch_size: int) -> float | None:
         """Returns the noise scale in examples; None if there is not enough data yet (every rank).
@@ -113,8 +115,8 @@ def noise_scale(norms: Sequence[Sequence[float]], batch_sizes: Sequence[int]) ->
     joint_batch = sum(batch_sizes)
     own = sum(rank_own for rank_own, _ in norms) / num_ranks
     joint = norms[0][1]
-    # (Number of ranks)^2 x the mean over the ranks of (share of the joint
-    # batch)^2: 1 for equal batches.
+    # (Number of ranks)^2 x the mean over the ranks of (share of the joint batch)^2: 1 for equal
+    # batches.
     spread = num_ranks * sum(size**2 for size in batch_sizes) / joint_batch**2
     if num_ranks == spread:
         return None

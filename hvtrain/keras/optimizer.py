@@ -2,8 +2,8 @@
 
 Horovod's own version hooks _aggregate_gradients, which Keras 3 never calls, so it silently reduces
 nothing (horovod#4290). The one here reduces as the step is entered or, with Keras's gradient
-accumulation, just before clipping. So there is one reduction for each step that changes weights, and
-clipping, weight decay and whatever else the optimizer's class does acts on the reduced gradient
+accumulation, just before clipping. So there is one reduction for each step that changes weights,
+and clipping, weight decay and whatever else the optimizer's class does act on the reduced gradient
 (tests/keras compares it with one process on the joint batch).
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 from keras.optimizers import LossScaleOptimizer, Optimizer
 from keras.src.legacy.saving.legacy_h5_format import load_attributes_from_hdf5_group
 
@@ -65,10 +66,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that all
-    ranks see an overflow on any of them and skip the step together. Nothing is scaled unless the loss
-    goes through its scale_loss, which it does not with compile(auto_scale_loss=False), or in a custom
-    loop that does not call it.
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
+    all ranks see an overflow on any of them and skip the step together. Nothing is scaled unless
+    the loss goes through its scale_loss. It does not with compile(auto_scale_loss=False), or in a
+    custom loop that does not call it.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
@@ -90,17 +91,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         device_dense, device_sparse: as in Horovod.
         check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient
             is not finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups: send messages of about this many bytes, the last
-            variables first, which are reduced while other gradients are computed; gradients of 4 MiB or
+        bucket_bytes: in place of num_groups and groups: send messages of about this many bytes, the
+            last variables first, while other gradients are still computed; gradients of 4 MiB or
             more are sent alone (not in Horovod).
         shard: each rank keeps optimizer slots only for its part of the weights, updates that part, and
             gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same as without.
-            Needs an optimizer that is not built yet; see gather_slots.
+            The optimizer must not be built yet; see gather_slots.
 
     Raises:
-        TypeError: it is not a Keras 3 optimizer.
-        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other or are
-            out of range; or gradient_accumulation_steps is set on an optimizer that overrides Keras's step.
+        TypeError: it is not a Keras 3 optimizer. ValueError: it is wrapped twice, or steps inside
+        another one; arguments exclude each other or
+            are out of range; or gradient_accumulation_steps is set on an optimizer that overrides
+            Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,
             names, shapes or types.
 
@@ -109,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
         model.compile(optimizer, "mse", jit_compile=False)
     """
-    # Copies of the optimizer are wrapped with the same arguments, but for these two.
+    # Copies of the optimizer are wrapped with the same arguments except these two.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     check_is_plain(optimizer)
@@ -124,8 +126,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A LossScaleOptimizer that is added here, not by the user, accepts a
-    # loss that bypasses its scale_loss.
+    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its
+    # scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -142,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         inner.gradient_accumulation_steps = backward_passes_per_step
     if name:
         optimizer.name = name
-    accumulates = bool(inner.gradient_accumulation_steps)
+    accumulation_steps = inner.gradient_accumulation_steps
 
     reducer = Reducer(
         op=op,
@@ -162,10 +164,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     # An overridden step need not be linear in the gradients; the mean of the ranks' steps would
     # then not be the step of the joint batch.
     own_steps = overridden_steps(type(inner))
-    if accumulates and own_steps:
+    if accumulation_steps and own_steps:
         raise ValueError(
             f"{type(inner).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
-            f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+            f"{accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
         )
 
     if is_scaled and getattr(compression, "keeps_errors", False):
@@ -179,11 +181,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     clip_tables(inner)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if not accumulates:
+    if not accumulation_steps:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
-        # The inner optimizer accumulates, so it reduces. A loss scale
-        # around it sees each micro-step.
+        # The inner optimizer accumulates, so it reduces. A loss scale around it sees each
+        # micro-step.
         make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
@@ -200,17 +202,18 @@ def check_is_plain(optimizer: Any) -> None:
         )
     # LossScaleOptimizer and MultiOptimizer hold other optimizers.
     parts = [
+        optimizer,
         getattr(optimizer, "inner_optimizer", None),
         *(getattr(optimizer, "optimizers", None) or []),
     ]
-    if any(is_distributed(part) for part in [optimizer, *parts]):
+    if any(map(is_distributed, parts)):
         raise ValueError(
             f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost"
         )
 
 
 def _wrap_copy(optimizer: Optimizer, scale: float, **options: Any) -> Optimizer:
-    """Wraps a copy of an optimizer, with the original's scale. Whether it accumulates is in its own config."""
+    """Wraps a copy of an optimizer with the original's scale. Its config says if it accumulates."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -256,12 +259,12 @@ def local_weights(local_layers: Any) -> list[Any]:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Returns True if the optimizer is distributed: by DistributedOptimizer, LocalSGD or DiLoCo."""
+    """Returns True if DistributedOptimizer, LocalSGD or DiLoCo has wrapped the optimizer."""
     return hook_of(optimizer) is not None
 
 
 def num_reductions(optimizer: Any) -> int:
-    """Returns the number of reductions that this optimizer has run on this rank, counted in the graph.
+    """Returns how many reductions this optimizer has run on this rank, counted in the graph.
 
     0 for a plain optimizer.
     """
@@ -270,7 +273,7 @@ def num_reductions(optimizer: Any) -> int:
 
 
 def sent_bytes(optimizer: Any) -> int:
-    """Returns the bytes that this rank sends in a reduction; also for an optimizer inside a LossScaleOptimizer.
+    """Returns the bytes that this rank sends in a reduction.
 
     0 for a plain optimizer, and before the first step is traced.
     """
@@ -294,16 +297,14 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check:
         return []
-    return [
-        rank for rank, is_at_fault in enumerate(hook.finite_check.at_fault.numpy()) if is_at_fault
-    ]
+    return np.flatnonzero(hook.finite_check.at_fault.numpy()).tolist()
 
 
 def gradient_norm(optimizer: Any) -> float | None:
     """Returns the norm of the last step's mean gradient, before clipping.
 
-    Of sharded tables it includes this rank's rows only. None if it is not measured: without
-    check_finite, or where ranks step on their own gradients.
+    It includes only this rank's rows of sharded tables. None if it is not measured: without
+    check_finite, or if ranks step on their own gradients.
     """
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check or hook.every > 1:
@@ -325,7 +326,7 @@ def load_model(
 
     Args:
         filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
-        custom_optimizers: optimizer classes of your own.
+        custom_optimizers: your own optimizer classes.
         custom_objects: as in Keras; as in Horovod's examples, a value may also be a function that makes
             an optimizer from its configuration.
         compression: as in DistributedOptimizer.
@@ -345,9 +346,12 @@ def load_model(
         objects[name] = _as_class(name, maker)
     model = keras.models.load_model(filepath, custom_objects=objects)
 
-    if model.optimizer is not None and Path(filepath).suffix in (".h5", ".hdf5"):
+    if model.optimizer is None:
+        return model
+
+    if Path(filepath).suffix in (".h5", ".hdf5"):
         model.optimizer = _h5_optimizer(model, filepath)
-    if model.optimizer is not None and not is_distributed(model.optimizer):
+    if not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
 
@@ -355,7 +359,8 @@ def load_model(
 def _as_class(name: str, maker: Any) -> Any:
     """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, is returned unchanged, as Keras expects it.
+    A function under its own name, such as a loss, is returned unchanged, since Keras takes it as it
+    is.
     """
     if not isinstance(maker, FunctionType) or maker.__name__ == name:
         return maker

@@ -1,12 +1,13 @@
 """Sums the gradients of a step's parts in a fixed order, whichever rank computed which part.
 
-A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and so do the last
-digits of its result. Here each rank receives its slice of every part's gradients, adds the slices in the order of the
-parts, and sends the result to all ranks.
+A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and
+so the last digits of its result depend on it too. Here each rank receives its slice of every part's
+gradients, adds the slices in the order of the parts, and sends the result to all ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,9 +22,10 @@ class OrderedReducer(Reducer):
     """Averages gradients over parts; every rank computes the same number of parts.
 
     Attributes:
-        parts: for each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
-            all parts. Set it before each call; if it is empty, the gradients passed to the call are the only part.
-        others: the means of those other tensors, set by a call.
+        parts: for each of this rank's parts, in order, its gradients, followed by other tensors to
+            average over all parts. Set before each call; if it is empty, the gradients passed to
+            the call are the only part.
+        others: the means of those other tensors, set by each call.
     """
 
     parts: list[list[Any]] = field(default_factory=list)
@@ -35,8 +37,9 @@ class OrderedReducer(Reducer):
         """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: one for each variable, or None. They only tell which variables have a gradient: the
-                values are those in `parts`.
+            gradients: one for each variable, or None. They only show which variables have a
+            gradient;
+                the values come from `parts`.
             variables: one for each gradient.
         """
         self.num_calls += 1
@@ -70,10 +73,14 @@ class OrderedReducer(Reducer):
 
 
 def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> list[tf.Tensor]:
-    """Returns the means over all parts, added in the order of the ranks, and of the parts in each rank (every rank).
+    """Returns the means over all parts (every rank).
+
+    Parts are added in the order of the ranks, and of the parts within each rank.
 
     Args:
-        parts: for each of this rank's parts, a list of tensors. All lists, on all ranks, have the same shapes.
+        parts: for each of this rank's parts, a list of tensors. The lists of all ranks have the
+        same
+            shapes.
         name: prefix of the messages' names.
         process_set: the ranks that take part.
     """
@@ -91,18 +98,14 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     stacked = tf.reshape(
         tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1]
     )
+    slices = tf.reshape(tf.transpose(stacked, [1, 0, 2]), [size * len(parts), -1])
     options = {"process_set": process_set, "ignore_name_scope": True}
-    if size == 1:
-        received = stacked[:, 0]
-    else:
-        by_rank = tf.reshape(tf.transpose(stacked, [1, 0, 2]), [size * len(parts), -1])
-        received, _ = hvd.alltoall(by_rank, [len(parts)] * size, name=f"{name}_parts", **options)
+    if size > 1:
+        slices, _ = hvd.alltoall(slices, [len(parts)] * size, name=f"{name}_parts", **options)
 
-    values = tf.unstack(tf.ensure_shape(received, [size * len(parts), None]))
-    total = values[0]
-    for value in values[1:]:
-        total += value
-    mean = total / len(values)
+    values = tf.unstack(tf.ensure_shape(slices, [size * len(parts), None]))
+    # Added one by one, in this order.
+    mean = reduce(tf.add, values) / len(values)
     if size > 1:
         mean = hvd.allgather(mean, name=f"{name}_means", **options)
     pieces = tf.split(mean[:length], [tf.size(value) for value in like])

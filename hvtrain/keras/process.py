@@ -1,8 +1,9 @@
 """Starts one rank under any launcher or none, and recognizes errors that mean a lost rank.
 
-Horovod reads its rank and size from the environment that the launcher sets. Two cases need help. Without
-a launcher, MPI from the PyPI wheel cannot start a single process, so Gloo is used. And settings for one
-launcher that are exported under another silently make every rank a job of its own.
+Horovod reads its rank and size from the environment variables that the launcher sets. Two cases
+need help. Without a launcher, MPI from the PyPI wheel cannot start a single process, so Gloo is
+used. And settings for one launcher that are exported under another silently make every rank a job
+of its own.
 """
 
 import contextlib
@@ -19,7 +20,6 @@ from horovod.common.exceptions import HorovodInternalError
 from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
 from hvtrain.system import console, host_facts, resources
-from hvtrain.system.resources import physical_gpus
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
@@ -31,8 +31,8 @@ _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
 
-# Matches messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word
-# Horovod alone is not enough: a traceback from a user's data function may contain it in a path.
+# Matches messages of Horovod, Gloo and NCCL, and the type of the operation that failed. The word
+# Horovod is not enough, since a traceback from a user's data function may contain it in a path.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -53,7 +53,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     """
     _choose_interface()
     _set_defaults()
-    # Set only in the first call: since then a library may have chained its own hook to this one.
+    # Set in the first call only: later, a library may have chained its own hook to this one.
     if not hasattr(_explain_lost_ranks, "previous"):
         _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _explain_lost_ranks
@@ -64,7 +64,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     threads_before = resources.thread_ids()
     hvd.init(*args, **kwargs)
-    if _uses_mpi() and not physical_gpus():
+    if _uses_mpi() and not resources.physical_gpus():
         # Horovod's threads busy-wait inside MPI. With their niceness raised by 5, Linux gives them
         # a quarter of a core that they share with a compute thread.
         for thread in resources.thread_ids() - threads_before:
@@ -89,7 +89,8 @@ def init(*args: Any, **kwargs: Any) -> None:
 def keep_mpi_initialized() -> None:
     """Initializes MPI before Horovod does, so that Horovod can be shut down and started again.
 
-    If Horovod initialized MPI it also finalizes it, and MPI can be initialized only once. Call it before init.
+    If Horovod initialized MPI it would also finalize it, and MPI can be initialized only once. Call
+    it before init.
     """
     if _uses_mpi():
         _set_defaults()
@@ -106,10 +107,10 @@ def _set_defaults() -> None:
 
     Variables that the user has set are kept.
 
-    Horovod's threads synchronize once per cycle, and all but the last one busy-wait inside MPI, each on
-    a whole core. So they are told to yield to compute threads, and since they poll all the time anyway,
-    a shorter cycle costs nothing. Between hosts every cycle is a network message, so there Horovod's
-    default of 1 ms stays.
+    The ranks' Horovod threads synchronize once per cycle, and all but the last to arrive busy-wait
+    inside MPI, each on a whole core. So they are told to yield to compute threads; and since they
+    poll all the time anyway, a shorter cycle costs nothing. Between hosts every cycle is a network
+    message, so there Horovod's default of 1 ms stays.
     """
     # Gradients are bucketed already, and fusing the buckets again would only copy them. The setting
     # must be the same on all ranks, or they hang.
@@ -150,9 +151,9 @@ def _choose_interface() -> None:
 
 @contextlib.contextmanager
 def raise_for_elastic() -> Iterator[None]:
-    """Turns TensorFlow's error for a lost rank into Horovod's, which its elastic loop catches.
+    """Turns TensorFlow's error about a lost rank into Horovod's, which its elastic loop catches.
 
-    It converts only UnknownError: for errors that a retry would repeat, such as shapes that differ
+    It converts only UnknownError. For errors that a retry would repeat, such as shapes that differ
     between ranks, Horovod's kernels raise other types.
     """
     try:

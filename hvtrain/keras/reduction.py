@@ -37,14 +37,14 @@ from hvtrain.step.step_timing import StepMarks
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
-# Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one rank
-# has built more models than another, but all ranks' optimizers take their first steps in the same
-# order. Each process set has its own count, since ranks outside of it do not step.
+# Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one
+# rank has built more models than another, but all ranks' optimizers take their first steps in the
+# same order. Each process set has its own count, since ranks outside of it do not take these steps.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
 def restart_numbering() -> None:
-    """Numbers new optimizers from 0 again (every rank, at the same point; none uses an older optimizer any more)."""
+    """Numbers new optimizers from 0 again (every rank, once none uses an older optimizer)."""
     _numbers.clear()
 
 
@@ -90,16 +90,17 @@ class Reducer:
     count: tf.Variable = field(default_factory=new_counter)
     # Bytes of dense gradients that this rank sends in a step; 0 until a step is traced.
     sent_bytes: float = 0.0
-    # Calls from Python: one for each step that is traced or runs eagerly.
+    # Number of calls from Python: one for each step that is traced or runs eagerly.
     num_calls: int = 0
-    # True if the ranks gather parts of the weights after the step, see sharded_optimizer.py.
+    # True if the ranks gather parts of the weights after the step; see sharded_optimizer.py.
     gathers_weights: bool = False
     # True if all ranks skip a step in which a local variable's gradient overflows on one of them.
     shares_overflow: bool = False
-    # Reduced with the first group, or in its own message with a WireFormat or if all gradients are sparse.
+    # Reduced with the first group; in a message of its own with a WireFormat, or if all gradients
+    # are sparse.
     flag: SharedFlag | None = None
-    # If True, rows of a sparse gradient with the same index are replaced by their sum. GPUs add such rows in no
-    # fixed order, so the last digits would differ between ranks.
+    # If True, rows of a sparse gradient with the same index are replaced by their sum. GPUs add
+    # such rows in no fixed order, so the last digits would differ between ranks.
     sums_duplicates: bool = field(
         default_factory=lambda: bool(tf.config.list_logical_devices("GPU"))
     )
@@ -141,7 +142,8 @@ class Reducer:
     def name(self) -> str:
         """The prefix of the messages' names, the same on all ranks.
 
-        Numbered at the first step, so that an optimizer that one rank alone creates and never steps takes no number.
+        The number is taken at the first step, so that an optimizer that only one rank creates, and
+        never steps, takes none.
         """
         if not self.message_name:
             set_id = self.process_set.process_set_id
@@ -154,16 +156,12 @@ class Reducer:
         """True if there is no rank to exchange with, as on ranks outside of the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
 
-    @property
-    def averages(self) -> bool:
-        """True if reducing a second time changes nothing."""
-        return self.op == hvd.Average and self.scale == 1.0
-
     def divide_losses(self) -> None:
-        """Divides losses by the number of ranks and sums their gradients, which saves a pass over the gradients.
+        """Divides losses by the number of ranks and sums their gradients.
 
-        Only for steps whose loss goes through scale_loss, as in Keras's own train_step. Has no effect with
-        compression, in which smaller values would lose digits.
+        This saves a pass over the gradients. Only for steps whose loss goes through scale_loss, as
+        in Keras's own train_step. It has no effect with compression, in which smaller values would
+        lose digits.
         """
         if (
             self.op == hvd.Average
@@ -189,7 +187,7 @@ class Reducer:
             variables: one for each gradient; needed if some are local, sharded or in `groups`.
 
         Raises:
-            RankError: if the ranks would not reduce the same gradients, see compare_structure.
+            RankError: if the ranks would not reduce the same gradients; see compare_structure.
             ValueError: if XLA compiles the step.
         """
         self.num_calls += 1
@@ -207,7 +205,7 @@ class Reducer:
         tables = [i for i in present if rows_of(variables[i])]
         for i, gradient in enumerate(reduced):
             if i in tables:
-                # All ranks have already sent their gradients of this rank's rows.
+                # All ranks have already sent their gradients for this rank's rows.
                 expect_rows(self.op)
                 reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
                 continue
@@ -215,14 +213,14 @@ class Reducer:
                 reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
-        exchanged = [i for i in range(len(reduced)) if not is_local[i]]
+        exchanged = [i for i, stays in enumerate(is_local) if not stays]
         compared = [whole_spec(variables[i]) if i in tables else reduced[i] for i in exchanged]
         self._compare(compared, [variables[i] for i in exchanged])
 
         shared = [i for i in present if not is_local[i] and i not in tables]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
-        dense = [i for i in shared if i not in [*sparse, *overwriting]]
+        dense = [i for i in shared if i not in sparse + overwriting]
         groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
         own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
         if own:
@@ -244,21 +242,22 @@ class Reducer:
             # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
             reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
-        done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
+        done += tf.nest.flatten([reduced[i] for i in shared + tables], expand_composites=True)
         if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
-            # Only the last group waits for the clock; the others may be applied meanwhile.
+            # Only the last group waits for the time mark; the others may be applied meanwhile.
             last = groups[-1] if groups else []
             for i, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
                 reduced[i] = value
         return reduced
 
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients, with those that overwrite their variables replaced by maxima over the ranks.
+        """Replaces gradients that overwrite their variables by maxima over the ranks; returns all.
 
-        These are float8's scales and histories of absolute maxima. Those of the joint batch are the ranks' maxima.
+        These are float8's scales and histories of absolute maxima, which for the joint batch are
+        the maxima over the ranks.
         """
         gradients = list(gradients)
         pairs = zip(gradients, variables)
@@ -285,7 +284,7 @@ class Reducer:
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}, "
             f"shard={self.gathers_weights}"
         )
-        is_first = not self.message_name
+        message_name = self.message_name
         try:
             compare_structure(
                 self.name,
@@ -296,15 +295,16 @@ class Reducer:
                 num_steps=lambda: int(self.count.numpy()),
             )
         except RankError:
-            # Other ranks may have given this number to another optimizer. All take a new one next time.
-            if is_first:
-                self.message_name = ""
+            # Other ranks may have given this number to another optimizer. Next time all take a new
+            # one.
+            self.message_name = message_name
             raise
 
     def _share_overflow(self, gradients: list[Any], own: list[int], dense: list[int]) -> None:
         """Tells all ranks, by a NaN, if one of the gradients that stay on this rank is not finite.
 
-        The first dense gradient carries it to the other ranks. If there is none, it is a message of its own.
+        The first dense gradient carries the NaN to the other ranks; without one it is a message of
+        its own.
         """
         poison = tf.where(are_finite([gradients[i] for i in own]), 0.0, float("nan"))
         if not dense:
@@ -315,34 +315,36 @@ class Reducer:
     def _reduce_dense(
         self, gradients: list[Any], groups: list[list[int]], variables: list[Any]
     ) -> list[Any]:
-        """Reduces the groups in place, and the flag; returns the operations that update flag and compression."""
+        """Reduces the groups in place, and the flag.
+
+        Returns the operations that update the flag and the state of the compression.
+        """
         done = []
-        own_norms = []
-        joint_norms = []
-        # How many times larger than the mean the result is.
+        norms = []
+        # The result is so many times larger than the mean.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
-        # The flag adds an element to a message that is sent anyway, unless a WireFormat could round it away.
+        # The flag is one more element of a message that is sent anyway, unless a WireFormat could
+        # round it to 0.
         flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
             name = f"{self.name}_{number}"
-            if self.noise:
-                own_norms.append(self.noise.squared_norm(tensors, self.count))
             if self.compressed:
                 means = self.compressed(tensors, [variables[i] for i in group], name)
                 values = [mean * tf.cast(factor, mean.dtype) for mean in means]
             elif flag and number == 0:
-                tensors.append(flag.own(tensors[0].dtype))
-                values = self._reduce_group(tensors, name)
+                values = self._reduce_group([*tensors, flag.own(tensors[0].dtype)], name)
                 done.append(flag.update(values.pop()))
             else:
                 values = self._reduce_group(tensors, name)
             if self.noise:
-                joint_norms.append(self.noise.squared_norm(values, self.count))
+                norms.append(
+                    [self.noise.squared_norm(part, self.count) for part in (tensors, values)]
+                )
             for i, value in zip(group, values):
                 gradients[i] = value
         if self.noise and groups:
-            self.noise.update(own_norms, joint_norms, factor, self.count)
+            self.noise.update(norms, factor, self.count)
         if not flag:
             done += self._reduce_flag()
         if self.compressed:
@@ -350,7 +352,7 @@ class Reducer:
         return done
 
     def _reduce_flag(self) -> list[Any]:
-        """Reduces the flag, if there is one, in a message of its own; returns the operation that updates it."""
+        """Reduces the flag, if any, in its own message; returns the operation that updates it."""
         if not self.flag:
             return []
         (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
@@ -367,11 +369,11 @@ class Reducer:
             "postscale_factor": self.predivide_factor * self.scale,
             "process_set": self.process_set,
             "device_dense": self.device_dense,
-            # Name scopes derive from Keras's names, which may differ between ranks.
+            # Name scopes come from Keras's names, which may differ between ranks.
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
-            # Horovod 0.28.1's grouped_allreduce fails for Adasum with an unbound variable
+            # In Horovod 0.28.1, grouped_allreduce fails with Adasum: a variable is unbound
             # (horovod/tensorflow/__init__.py).
             values = [
                 hvd.allreduce(tensor, name=f"{name}_{i}", **options)

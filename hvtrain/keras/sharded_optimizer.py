@@ -1,8 +1,9 @@
-"""Optimizers whose slots are sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""Optimizers whose slots are sharded over the ranks, as in stage 1 of ZeRO.
 
-Gradients are reduced and clipped as usual. Each rank then updates only its part of the weights, the only
-part for which it keeps slots, and the ranks gather the updated parts. So a step's result is the same to
-the bit as without sharding, with any compression and on any number of ranks.
+See Rajbhandari et al. 2020 (arXiv:1910.02054). Gradients are reduced and clipped as usual. Each
+rank then updates only its part of the weights, the only part for which it keeps slots, and the
+ranks gather the updated parts. So a step's result is the same to the bit as without sharding, with
+any compression and on any number of ranks.
 
 Reduce-scatter in place of all-reduce would send a third less, but took longer (docs/networks.md).
 """
@@ -32,13 +33,12 @@ from keras.optimizers import (
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras import gradients, reduction
-from hvtrain.keras.gradients import overwrites
 from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 from hvtrain.step.step_timing import host_variable
 
 # These update each element independently, so variables may be cut anywhere. Others, such as LAMB,
-# use norms or products of whole variables.
+# need norms or products of whole variables.
 ELEMENTWISE = (SGD, RMSprop, Adam, AdamW, Nadam, Adamax, Adagrad, Adadelta, Ftrl, Lion)
 # Slots of Keras's base class that stay whole: gradients are accumulated before they are reduced,
 # and averages of the weights are used for validation, and become the weights at the end.
@@ -50,11 +50,11 @@ GATHERED_BYTES = 512 << 20
 
 
 def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reducer) -> None:
-    """Makes an optimizer, in place, keep slots for this rank's part of the weights only.
+    """Makes an optimizer, in place, keep slots only for this rank's part of the weights.
 
     Args:
-        optimizer: not built yet; the one that updates the weights, inside of any LossScaleOptimizer.
-        reducer: the reducer of its gradients.
+        optimizer: the one that updates the weights, inside any LossScaleOptimizer; not built yet.
+        reducer: reduces its gradients.
 
     Raises:
         ValueError: the optimizer is already built, or its step cannot be divided.
@@ -88,8 +88,8 @@ class Part(NamedTuple):
     """This rank's part of a variable."""
 
     variable: Any
-    # The variable itself, if all of it is this rank's, or a new one for some
-    # of its elements, possibly none.
+    # The variable itself, if all of it is this rank's, or a new one for some of its elements,
+    # possibly none.
     own: Any
     # Position of the first of these elements in the flattened variable.
     begin: int
@@ -101,15 +101,14 @@ class Part(NamedTuple):
         return math.prod(self.own.shape)
 
     def cut(self, tensor: Any) -> Any:
-        """Returns this part of the variable's value or gradient."""
+        """Returns this part of the variable's value or gradient, in the shape of `own`."""
         if self.own is self.variable:
             return tensor
         if not self.size or not isinstance(tensor, tf.IndexedSlices):
             flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
             return tf.reshape(flat[self.begin : self.begin + self.size], self.own.shape)
-        # Each row is split into single elements, since a part may begin within a row.
-        # Rows that have the same index are not summed: Keras's Adam squares each of
-        # them, so the result would differ.
+        # Each row is split into single elements, since a part may begin within a row. Rows with the
+        # same index are not summed: Keras's Adam squares each of them, so the result would differ.
         row_size = math.prod(self.variable.shape[1:])
         # As int64, since a large table has more elements than int32 can count.
         rows = tf.cast(tensor.indices, tf.int64)[:, None]
@@ -124,12 +123,12 @@ class Part(NamedTuple):
     def gather(self, slot: Any, folder: Path | None = None) -> np.ndarray | None:
         """Returns the whole slot on the set's first rank, and None on the others (every rank).
 
-        The folder, which Rows.gather needs, has no effect.
+        `folder` has no effect here; Rows.gather needs it.
         """
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
         flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
-        # A slot without a reference variable is empty on ranks that lack
-        # the variable, or whole on each.
+        # A slot without a reference variable is whole on each rank, or empty on ranks that have no
+        # part of its variable.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
         if self.process_set.rank() != 0:
             return None
@@ -147,7 +146,7 @@ class Part(NamedTuple):
 
 
 def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) -> list[Part]:
-    """Returns this rank's part of each variable. The parts of all ranks, laid end to end, are in rank order."""
+    """Returns this rank's part of each variable. Laid end to end, the parts are in rank order."""
     rank = process_set.rank()
     sizes = [math.prod(variable.shape) for variable in variables]
     borders = part_borders(sizes, process_set.size(), cuts_anywhere)
@@ -162,12 +161,12 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
 
 
 def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> list[int]:
-    """Returns the num_ranks + 1 positions at which the ranks' parts begin and end in tensors laid end to end.
+    """Divides tensors laid end to end; returns the num_ranks + 1 ends of the ranks' parts.
 
     Args:
         sizes: numbers of elements of the tensors.
         num_ranks: number of ranks.
-        cuts_anywhere: if False, parts begin and end only at the ends of tensors.
+        cuts_anywhere: False: parts begin and end only at the ends of tensors.
 
     >>> part_borders([7, 2, 3], 2, cuts_anywhere=True), part_borders([7, 2, 3], 2, cuts_anywhere=False)
     ([0, 6, 12], [0, 7, 12])
@@ -182,15 +181,15 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
 def _copy(variable: Any, size: int) -> Any:
     """Creates a variable for `size` elements of another one, with the same type and number of axes."""
     num_axes = len(variable.shape)
-    # If empty, zero along every axis, so that slots are empty too,
-    # whichever axes they are made from.
+    # An empty one has size 0 along every axis, so that slots are empty too, whichever axes they are
+    # made from.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
-    # Slots are named after the copy. A TensorFlow variable has no path; its name
-    # looks like one and ends in ":0".
+    # Slots are named after the copy. A TensorFlow variable has no path; its name looks like one and
+    # ends in ":0".
     path = getattr(variable, "path", variable.name).replace(":", "_")
     copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     copy._path = path
-    copy.overwrite_with_gradient = overwrites(variable)
+    copy.overwrite_with_gradient = gradients.overwrites(variable)
     return copy
 
 
@@ -212,7 +211,7 @@ def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
 
 
 class Sharded:
-    """Mixin before an optimizer's class that shards its slots over the ranks. No effect on a single rank."""
+    """Mixin before an optimizer's class: shards its slots over the ranks if there are several."""
 
     _cuts_anywhere: bool
     _hvtrain_reducer: reduction.Reducer
@@ -227,19 +226,18 @@ class Sharded:
             return
         parts = make_parts(variables, self._hvtrain_reducer.process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
-        received = host_variable(0.0, tf.float32, "received")
-        object.__setattr__(self, "_hvtrain_received", received)
+        object.__setattr__(self, "_hvtrain_received", host_variable(0.0, tf.float32, "received"))
         # Makes hvd.join refuse to run: it sends zeros, which cannot stand in for a rank's weights.
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]
 
-        # To all other code this looks like an optimizer of whole variables.
+        # To all other code it looks like an optimizer of whole variables.
         vars(self)["_trainable_variables"] = list(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]
         for slot in self.variables:
-            # Marks slots that were made without a reference variable, such
-            # as Adafactor's rows and columns.
+            # Marks slots that were made without a reference variable, such as Adafactor's rows and
+            # columns.
             if (
                 len(slot.shape)
                 and not hasattr(slot, "rank_part")
@@ -264,20 +262,22 @@ class Sharded:
             update(grads, trainable_variables, learning_rate)
             return
         # Each rank needs only the gradients of its own variables. But from a nested function, such
-        # as fit's, TensorFlow prunes operations whose values are unused. That would leave different
-        # reductions on each rank, and the ranks would wait forever. So every gradient is used once.
+        # as fit's, TensorFlow prunes operations whose values are unused. The ranks would then run
+        # different reductions, and wait forever. So every gradient is used once.
         values = tf.nest.flatten(list(grads), expand_composites=True)
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         self._hvtrain_received.assign(tf.reduce_sum(tf.concat(elements, axis=0)))
 
-        positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
-        parts = [self._hvtrain_parts[position] for position in positions]
+        parts = [
+            self._hvtrain_parts[self._get_variable_index(variable)]  # type: ignore[attr-defined]
+            for variable in trainable_variables
+        ]
         pairs = list(zip(parts, grads))
-        # A rank that has no part of these variables steps on an empty one,
-        # so that it counts the step too.
+        # A rank that has no part of these variables steps on an empty one, so that it counts the
+        # step too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
         for part, _ in own:
-            # Copied in each step, since a broadcast, for example, may have changed the weights.
+            # Copied in each step, since the weights may have changed, for example by a broadcast.
             if part.own is not part.variable:
                 part.own.assign(part.cut(part.variable))
         update(
@@ -289,7 +289,7 @@ class Sharded:
 
 
 def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:
-    """Returns whole arrays of the sharded slots on rank 0, and an empty dict on the others (every rank).
+    """Returns the whole sharded slots on rank 0, and an empty dict on the others (every rank).
 
     Keys are positions in `optimizer.variables`; variables without a key are equal on all ranks. The dict
     is empty for an optimizer that is not sharded.

@@ -1,9 +1,9 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
-Keras's own layer sees only one rank's batch. Here each rank sends its mean, its sum of squared deviations
-and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's layer for Keras 2
-reduces means of squares instead, and loses the variance if the mean is large: with a mean of thousands of
-standard deviations, no digit of it is right.
+Keras's own layer sees only one rank's batch. Here each rank sends its mean, its sum of squared
+deviations and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's
+layer for Keras 2 reduces means of squares instead, and loses the variance if the mean is large:
+with a mean of thousands of standard deviations, no digit of the variance is right.
 """
 
 from typing import Any
@@ -17,19 +17,18 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class _JointMoments:
-    """Mixin before BatchNormalization that computes mean and variance over the batches of all ranks."""
+    """Mixin before BatchNormalization: computes mean and variance over the batches of all ranks."""
 
     axis: int
+    _reduction_axes: list[int]
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Overrides Keras's method. Keras passes inputs as float32 or float64 under any policy."""
         if hvd.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
-        num_axes = len(inputs.shape)
-        channels = self.axis % num_axes
-        axes = [axis for axis in range(num_axes) if axis != channels]
-        rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
-        mean, variance = combine(rows, inputs.shape[channels])
+        moments = local_moments(inputs, mask, self._reduction_axes)
+        rows = _rows_of_all_ranks(tf.concat(moments, axis=0))
+        mean, variance = combine(rows, inputs.shape[self.axis])
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
@@ -44,8 +43,9 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
     mean over its batch (if batches are unequal, multiplied by its size x number of ranks / size of the
     joint batch).
 
-    Arguments are those of keras.layers.BatchNormalization; fused comes first as in Horovod's layer.
-    Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer) or False.
+    Arguments are those of keras.layers.BatchNormalization; fused comes first, as in Horovod's
+    layer. Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer)
+    or False.
 
     Raises:
         ValueError: fused=True or None, or synchronized=True.
@@ -70,25 +70,23 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
     The layer's class becomes a subclass of the same name, so a built model keeps its variables, and a
     saved model loads with the plain layer.
     """
-    joint_class = subclass_under_its_name(type(layer), _JointMoments)
     # Bypasses Keras's __setattr__, which tracks a layer's attributes.
-    object.__setattr__(layer, "__class__", joint_class)
+    object.__setattr__(layer, "__class__", subclass_under_its_name(type(layer), _JointMoments))
     layer.supports_jit = False
 
 
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
     """Returns mean, sum of squared deviations and count of this rank's batch, as vectors.
 
-    All are zero for an empty batch. The first two have a value for each channel. The count has one
-    value, or with a mask one for each channel: a mask lacks only the last axis, so with channels first
-    it may select different positions in each channel.
+    All are zero for an empty batch. The first two have one value per channel. The count has a
+    single value, or with a mask one per channel: a mask lacks only the last axis, so with channels
+    first it may select different positions in each channel.
 
     Args:
         inputs: the batch.
         mask: True for elements that count, in the inputs' shape without the last axis; or None.
         axes: all axes except that of the channels.
     """
-    zero = tf.zeros([], inputs.dtype)
     if mask is None:
         total = tf.reduce_sum(inputs, axes)
         num_elements = tf.reduce_prod(
@@ -97,7 +95,7 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         count = tf.cast(num_elements, inputs.dtype)
     else:
         used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-        total = tf.reduce_sum(tf.where(used, inputs, zero), axes)
+        total = tf.reduce_sum(tf.where(used, inputs, 0.0), axes)
         count = tf.reduce_sum(tf.cast(used, inputs.dtype), axes)
 
     mean = tf.math.divide_no_nan(total, count)
@@ -105,7 +103,7 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
     )
     if mask is not None:
-        differences = tf.where(used, differences, zero)
+        differences = tf.where(used, differences, 0.0)
     return mean, tf.reduce_sum(tf.square(differences), axes), count
 
 
@@ -115,7 +113,8 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
     Computing in float64 is cheap for so few values, and avoids further rounding errors.
 
     Args:
-        rows: for each rank a row with the means, sums of squared deviations and counts of local_moments.
+        rows: [ranks, ...], in each row a rank's means, sums of squared deviations and counts, as
+            local_moments returned them.
         num_channels: number of the layer's channels.
     """
     means, deviations, counts = tf.split(
@@ -129,10 +128,11 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row):
-    """Returns a matrix [ranks, ...] of all ranks' rows: the sum of matrices that are zero but for one rank's row.
+    """Returns a matrix [ranks, ...] of all ranks' rows.
 
-    An allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros, and
-    so is its count.
+    It is the sum of the ranks' matrices, each of which is zero except for the rank's own row. An
+    allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros,
+    and so is its count.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -143,22 +143,23 @@ def _rows_of_all_ranks(row):
 def _own_row_of_sum(gradients):
     """Returns the gradient of _rows_of_all_ranks: this rank's row of the sum over the ranks.
 
-    It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then has the
-    gradient of the sum of all losses, and the optimizer's mean over the ranks is the gradient of their
-    mean. Each of the two functions is the other's gradient, so higher derivatives are right too.
+    It is a sum, not a mean, because a rank's row affects the losses of all ranks. Each rank then
+    has the gradient of the sum of all losses, and the optimizer's mean over the ranks is the
+    gradient of their mean. Each of the two functions is the other's gradient, so higher derivatives
+    are right too.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor):
-    # Not named after the layer: a model that uses it twice would send two messages of
-    # one name. And the backward pass does not use Horovod's registered gradient, whose
-    # name derives from Keras's names.
+    # Not named after the layer, since a model that uses it twice would send two messages of one
+    # name. Nor does the backward pass use Horovod's registered gradient, whose name comes from
+    # Keras's names.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
     )
     # A tf.function that is called twice in one graph sends each of its names twice. Both calls
-    # write this counter, and so run in program order: the same sum comes first on all ranks.
+    # write this counter, so they run in program order, and the same sum comes first on all ranks.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

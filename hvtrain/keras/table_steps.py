@@ -1,4 +1,4 @@
-"""Prepares optimizers to step on this rank's rows of sharded tables, and to clip by the norms of whole tables."""
+"""Prepares optimizers to step on rows of sharded tables, and to clip by whole tables' norms."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -47,16 +47,22 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
             slot.rank_part = table.rank_part
 
 
-class ClipsTables:
-    """Mixin before an optimizer that clips by norm: a table's norm is that of all ranks' rows."""
+class RecordsVariables:
+    """Mixin before an optimizer's class: keeps the variables whose gradients it is about to clip."""
 
-    clipnorm: float | None
-    global_clipnorm: float | None
     _hvtrain_stepped: Sequence[Any] = ()
 
     def _backend_apply_gradients(self, grads, trainable_variables):
+        # Bypasses Keras's __setattr__, as make_distributed does.
         object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+
+class ClipsTables(RecordsVariables):
+    """Mixin before an optimizer that clips by norm: tables count with the rows of all ranks."""
+
+    clipnorm: float | None
+    global_clipnorm: float | None
 
     def _clip_gradients(self, grads):
         clip = super()._clip_gradients  # type: ignore[misc]
@@ -68,7 +74,8 @@ class ClipsTables:
         squares = hvd.allreduce(
             tf.stack(own), op=hvd.Sum, name="hvtrain_table_norms", ignore_name_scope=True
         )
-        others = [gradient for i, gradient in enumerate(grads) if i not in tables]
+        rest = [i for i in range(len(grads)) if i not in tables]
+        others = [grads[i] for i in rest]
         if self.global_clipnorm:
             norm = tf.sqrt(
                 tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0)
@@ -81,7 +88,7 @@ class ClipsTables:
         scales = self.clipnorm / tf.maximum(tf.sqrt(squares), self.clipnorm)
         for i, scale in zip(tables, tf.unstack(scales)):
             clipped[i] = map_values(partial(tf.multiply, scale), grads[i])
-        for i, gradient in zip([i for i in range(len(grads)) if i not in tables], clip(others)):
+        for i, gradient in zip(rest, clip(others)):
             clipped[i] = gradient
         return clipped
 

@@ -30,12 +30,13 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     """Makes this tape's gradient() reduce over all ranks, and returns the same tape.
 
     Every rank must call gradient(). Arguments are those of DistributedOptimizer. Sources may be
-    Keras or TensorFlow variables. Use it with a plain optimizer: a DistributedOptimizer would
+    Keras or TensorFlow variables. Use it with a plain optimizer, since a DistributedOptimizer would
     reduce the gradients a second time.
 
     Raises:
-        ValueError: for a compression that keeps errors, and in gradient() if a source is a sharded table:
-            its slots and norms need a DistributedOptimizer, with the gradients of a plain tf.GradientTape.
+        ValueError: for a compression that keeps errors; and in gradient() if a source is a sharded
+            table, whose slots and norms need a DistributedOptimizer, with the gradients of a plain
+            tf.GradientTape.
 
     Example:
         with tf.GradientTape() as tape:
@@ -97,8 +98,7 @@ class _ReducesGradients:
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> Any:
-        # An option of Horovod's tape, without effect: here, messages
-        # are never named after variables.
+        # An option of Horovod's tape. It has no effect: messages are never named after variables.
         kwargs.pop("use_generic_names", None)
         variables = tf.nest.flatten(sources)
         tables = [rows for rows in map(rows_of, variables) if rows]
@@ -110,8 +110,8 @@ class _ReducesGradients:
         tf_variables = [tf_variable(variable) for variable in variables]
         gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
-        # A new reducer for each call, named by the call's position in
-        # the graph, the same on all ranks.
+        # A new reducer for each call, named by the call's position in the graph, which is the same
+        # on all ranks.
         reducer = Reducer(
             message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options
         )
@@ -119,17 +119,16 @@ class _ReducesGradients:
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:
-                # With this mark a DistributedOptimizer that does not
-                # average refuses to reduce it again.
+                # By this mark a DistributedOptimizer that does not average refuses to reduce it
+                # again.
                 gradient._hvtrain_reduced = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns two lists of (source, gradient): of the local sources, and of the others."""
-        gradients = self.gradient(target, sources, output_gradients, **kwargs)
-        pairs = list(zip(sources, gradients))
+        """Returns two lists of (source, gradient): one of local sources, one of all others."""
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
         local = [pair for pair in pairs if variable_id(pair[0]) in self._hvtrain_local]
         shared = [pair for pair in pairs if variable_id(pair[0]) not in self._hvtrain_local]
         return local, shared

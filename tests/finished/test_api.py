@@ -139,7 +139,8 @@ def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path)
         sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")]
     )
     with pytest.raises(
-        ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"
+        ConfigError,
+        match=r"does not fit a row of a table; use hvtrain.load\(run\).model, or .*generate",
     ):
         commands.predict()
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,7 @@
 """Calls a user's function that opens shards of a data set, and reads the shards that it returns.
 
-A shard is a tf.data pipeline or a keras.utils.PyDataset. Either is checked, and read as single
-examples in the types that models take.
+A shard is a tf.data pipeline or a keras.utils.PyDataset. Both kinds are checked, and read as
+single examples in the types that models take.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from hvtrain.errors import ConfigError, DataError, UserError, cause_of
 log = logging.getLogger(__name__)
 
 REQUIRED = ("shard", "num_shards")
-# Optional arguments of a function, and their values while its examples are counted.
+# Arguments that a function may declare, and their values while its examples are counted.
 DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
 # The same conversions as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
@@ -48,7 +48,7 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
 
     Args:
         dataset: the pipeline.
-        name: the beginning of messages.
+        name: the source of the pipeline, with which error messages begin.
 
     Raises:
         DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
@@ -73,9 +73,9 @@ class PyDatasetExamples:
     """A shard as a keras.utils.PyDataset, read by as many of tf.data's threads as it has workers.
 
     Args:
-        dataset: the user's PyDataset. All batches have one size; only the last may be smaller.
-        name: the beginning of messages.
-        note: keeps an error for the run, which would otherwise see only TensorFlow's, and returns it.
+        dataset: the user's PyDataset. All batches have the same size; only the last may be smaller.
+        name: the source of the data set, with which error messages begin.
+        note: keeps an error for the run, which otherwise sees only TensorFlow's; returns the error.
 
     Raises:
         DataError: for batches with other parts, types or sizes than the first.
@@ -116,9 +116,10 @@ class PyDatasetExamples:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
-            epoch: the epoch to begin; on_epoch_end and on_epoch_begin are called as often as Keras would by then.
+            epoch: the epoch to begin, not before the last one. The data set's on_epoch_end and
+                on_epoch_begin are called for each epoch up to it, as Keras would have done.
             start: number of examples to leave out at the beginning of the epoch.
-            seed: the run's seed, to shuffle the batches; None: the batches keep their order.
+            seed: the run's seed, with which the batches are shuffled; None keeps their order.
         """
         while self.epoch < epoch:
             if self.epoch >= 0:
@@ -127,22 +128,23 @@ class PyDatasetExamples:
             self.epoch += 1
         numbers = np.arange(len(self._sizes))
         if seed is not None:
-            # The order is the same on all ranks, so that ranks that read the same data by mistake
+            # The order is the same on all ranks. Ranks that read the same data by mistake therefore
             # have equal first batches, which the run notices.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches before that of the first example are not read; in that one, examples are skipped.
+        # Batches before that of the first example are not read; within it, examples are skipped.
         begins = np.cumsum([0, *self._sizes[numbers]])
-        num_over = int(np.searchsorted(begins, start, side="right")) - 1
-        within = start - int(begins[num_over])
-        flat = nest.flatten(self.element_spec)
-        specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
+        num_skipped = np.searchsorted(begins, start, side="right") - 1
+        within = start - begins[num_skipped]
+        specs = [
+            TensorSpec([None, *spec.shape], spec.dtype) for spec in nest.flatten(self.element_spec)
+        ]
 
         def read(number):
             parts = call_python(self._read, [number], specs)
             return nest.pack_sequence_as(self.element_spec, parts)
 
-        batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
+        batches = Dataset.from_tensor_slices(numbers[num_skipped:]).map(
             read, num_parallel_calls=max(1, self._dataset.workers), deterministic=True
         )
         return batches.unbatch().skip(within)
@@ -162,14 +164,14 @@ class PyDatasetExamples:
     def _batch(self, number: int) -> tuple[Parts, int]:
         """Reads a batch in the types that models take; returns it with its number of rows.
 
-        Raises DataError unless it has two or three parts, all with as many rows.
+        Raises DataError unless it has two or three parts, all with the same number of rows.
         """
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
         parts = nest.map_structure(lambda part: as_models_take(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(parts)}
+        sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
@@ -192,7 +194,7 @@ class UserFunction(NotesFailure):
 
     Args:
         function: see from_dataset().
-        name: name of the data set; by default the function's.
+        name: name of the data set; default: the function's.
 
     Attributes:
         declared: names of the known arguments that the function takes.
@@ -234,7 +236,7 @@ class UserFunction(NotesFailure):
             )
 
     def call_in_words(self, key: ShardKey) -> str:
-        """Formats the call for a shard as Python code, with which messages begin."""
+        """Formats the call for a shard as Python code, to begin a message with."""
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
@@ -243,14 +245,14 @@ class UserFunction(NotesFailure):
 
         Args:
             key: key of the shard.
-            values: other arguments, with DEFAULTS for the rest.
+            values: other arguments by name; those that are missing come from DEFAULTS.
 
         Returns:
-            The shard's examples, or None if the function returns None, for a split that does not exist.
+            The shard's examples; None if the function returns None: there is no such split.
 
         Raises:
             ConfigError: if the function fails.
-            DataError: if it returns something else, or None for the training split.
+            DataError: if it returns anything else, or None for the training split.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.call_in_words(key)
@@ -276,13 +278,13 @@ class UserFunction(NotesFailure):
         return None
 
     def log_limits(self, pipeline: Dataset) -> None:
-        """Logs, once, if a training pipeline never shuffles, or is not deterministic."""
+        """Warns once if a training pipeline never shuffles, or is not deterministic."""
         if self._has_logged:
             return
 
         self._has_logged = True
-        # The list grows while it is read, until it has all operations of the pipeline. tf.data
-        # has no public method for that.
+        # The list grows while it is read, until it holds all operations of the pipeline, which
+        # tf.data has no public method to list.
         operations = [pipeline]
         for operation in operations:
             operations += operation._inputs()
@@ -306,7 +308,7 @@ def _parts_in_words(element: Any) -> str:
 
 
 def kinds_in_words(spec: Any) -> str:
-    """Lists the types and shapes of an example's parts, with their names."""
+    """Lists the names, types and shapes of an example's parts."""
     return ", ".join(
         " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])
         for path, part in keras.tree.flatten_with_path(spec)
@@ -314,7 +316,7 @@ def kinds_in_words(spec: Any) -> str:
 
 
 def _narrowed(tensor: Any) -> tf.Tensor:
-    """Converts a tensor to the type that models take; for integers beyond 32 bits, the stream fails."""
+    """Converts a tensor to the type that models take; an integer beyond 32 bits ends the stream."""
     narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
     if tensor.dtype != tf.int64:
         return narrow

@@ -27,11 +27,11 @@ from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
 
-# Number of shards whose headers are read at the same time, since each read waits for storage.
+# Number of shards whose headers are read in parallel, since each read waits for storage.
 INDEXED_AT_ONCE = 16
 
-# WebDataset's rule: the path up to the first dot of the file name is the example's key,
-# and the rest is the part's key.
+# WebDataset's rule: the path up to the first dot of the file name is the example's key, and the
+# rest, as in `seg.png`, is the part's key.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 
@@ -51,8 +51,9 @@ def web_dataset(
 ) -> Source:
     """Makes a source of images with classes or masks in tar files, such as KEY.jpg beside KEY.cls.
 
-    Pixels are scaled to 0 ... 1. Members are found by the headers of the shards, and read one by one. So
-    examples can be counted, a rank shuffles all of its examples together, and a resumed run reads none again.
+    Pixels are scaled to 0 ... 1. Members are located by the shards' headers and read one by one. So
+    examples can be counted, a rank shuffles all of its examples together, and a resumed run reads
+    no example again.
 
     Args:
         dir: the folder of the shards.
@@ -60,14 +61,14 @@ def web_dataset(
         num_classes: number of classes, including the background if targets are masks.
         train, validation, test: shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
             Globs for validation and test may match nothing.
-        image_key: endings of images' names. An example's image is the first of these that it has.
+        image_key: endings of images' names, in order: the first that an example has is its image.
         label_key: ending of labels' names: cls or the like for a number or class name; json.NAME for
             a field of KEY.json; seg.png, or another image, for a mask as in SegmentationFolder.
         num_validation: number of examples taken out of train at random, with a fixed seed.
         flip: mirrors half of the training images, and their masks.
         colors: the colors of classes in colored masks; see SegmentationFolder.
-        images: class_names, which are needed if labels are names, shift_pixels, and how images are
-            resized; see FileSource.
+        images: class_names (needed if labels are names), shift_pixels, and how images are resized;
+            see FileSource.
 
     Raises:
         ConfigError: if num_validation does not fit the shards.
@@ -91,12 +92,12 @@ def web_dataset(
 
 
 class Sharded(ListedImages):
-    """Base class for sources of images in shards, which finds the shards of each split and their examples.
+    """Base class for sources of images in shards: finds each split's shards and their examples.
 
     Args:
         names: the shards of train, validation and test, each as paths, globs and ranges.
         image_keys, label_key, num_validation: see web_dataset().
-        settings, images: those of the other base class.
+        settings, images: arguments of the next base class.
     """
 
     name = "webdataset"
@@ -121,10 +122,12 @@ class Sharded(ListedImages):
         self._label_suffix, self._fields = (suffix, fields) if suffix == "json" else (label_key, [])
         self._num_validation = num_validation
         super().__init__(*settings, **images)
+        # Computed here, since it refuses missing shards.
+        self.shards  # noqa: B018
 
     @abstractmethod
     def target_of(self, shard: Path, member: Member) -> Any:
-        """Returns the target in a member. Raises DataError if there is none."""
+        """Returns the target that a member holds. Raises DataError if there is none."""
 
     @cached_property
     def shards(self) -> dict[str, list[Path]]:
@@ -163,17 +166,25 @@ class Sharded(ListedImages):
         return shards
 
     def paths(self, split: str) -> list[str]:
-        # Those of train if its examples were taken out of train.
+        # Examples that were taken out of train are in its shards.
         return [str(path) for path in self.shards.get(split, self.shards["train"])]
 
     def list_examples(self, refuse: Callable[[Unreadable], None]) -> dict[str, Files]:
-        """Lists the examples of each split. Unusable items are passed to `refuse`, which may raise an error."""
-        examples = {}
+        """Lists the examples of each split.
+
+        Args:
+            refuse: called with each item that cannot be used; it may raise an error.
+
+        Raises:
+            ConfigError: num_validation does not fit the shards.
+            DataError: the shards of train hold no example.
+        """
+        examples: dict[str, Files] = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             for split, shards in self.shards.items():
-                parts = list(pool.map(self._examples_of, shards))
-                examples[split] = [row for rows, _ in parts for row in rows]
-                for _, problems in parts:
+                examples[split] = []
+                for rows, problems in pool.map(self._examples_of, shards):
+                    examples[split] += rows
                     for problem in problems:
                         refuse(problem)
 
@@ -196,14 +207,14 @@ class Sharded(ListedImages):
         return examples
 
     def _examples_of(self, shard: Path) -> tuple[Files, list[Unreadable]]:
-        """Lists the examples of a shard, and what cannot be used in it."""
+        """Lists the examples of a shard, and the items in it that cannot be used."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
         keys: dict[str, dict[str, Member]] = {}
         for member in members:
             match = _NAME.fullmatch(member["name"])
             if match:
-                # The last of several members with one name counts, as if the shard were unpacked.
+                # The last of several members with the same name counts, as if they were unpacked.
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
@@ -225,15 +236,13 @@ class Sharded(ListedImages):
 class ShardedImages(Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
-    def __init__(self, *settings: Any, **images: Any) -> None:
-        super().__init__(*settings, **images)
-        self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
-        # Computed here, since it refuses missing shards.
-        self.shards  # noqa: B018
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.class_names or ())}
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
-        """Listed on first use, since on_error, which decides what happens to damaged shards, is set after opening."""
+        """Listed on first use: on_error, which decides on damaged shards, is set after opening."""
         return self.list_examples(self.refuse)
 
     def target_of(self, shard: Path, member: Member) -> int:
@@ -259,11 +268,11 @@ class ShardedMasks(Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
-        return self.list_examples(self._refuse_on_opening), []
+        # Pairs are listed before on_error is set, so none can be left out.
+        def refuse(item):
+            raise DataError(f"{item.location}: {item.problem}; {self.ADVICE}")
+
+        return self.list_examples(refuse), []
 
     def target_of(self, shard: Path, member: Member) -> str:
         return address(shard, member)
-
-    def _refuse_on_opening(self, item: Unreadable) -> None:
-        # Pairs are listed before on_error is set, so they cannot be left out.
-        raise DataError(f"{item.location}: {item.problem}; {self.ADVICE}")
