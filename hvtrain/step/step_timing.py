@@ -86,21 +86,21 @@ class StepMarks:
 
     def __call__(self) -> StepCounts:
         return StepCounts(
-            int(self._arrived.numpy()),
-            int(self._ready.numpy()),
-            int(self._reduced.numpy()),
+            int(self._arrived),
+            int(self._ready),
+            int(self._reduced),
             int(self._totals.numpy()[2]),
         )
 
     @property
     def num_examples(self) -> int:
         """Number of examples in all batches that arrived."""
-        return int(self._examples.numpy())
+        return int(self._examples)
 
     def times(self) -> StepTimes:
         """Returns the times of all steps since this object was created."""
         data, whole, steps = map(float, self._totals.numpy())
-        communication = float(self._seconds.numpy())
+        communication = float(self._seconds)
         return StepTimes(steps, data, whole - data - communication, communication)
 
     def now(self, after: Sequence[Any] = ()) -> tf.Tensor:

@@ -137,7 +137,7 @@ class LocalSGDStrategy(HorovodStrategy):
     def make_steps(self, model: keras.Model, *arguments: Any) -> Steps:
         self._optimizer = model.optimizer
         # The step at the last settle(), and the reductions that had run by then.
-        self._settled_step = int(model.optimizer.iterations.numpy())
+        self._settled_step = int(model.optimizer.iterations)
         self._num_counted = self._hook.num_ran()
         return super().make_steps(model, *arguments)
 
@@ -146,7 +146,7 @@ class LocalSGDStrategy(HorovodStrategy):
         if hvd.size() == 1:
             return
         optimizer = self._optimizer
-        step = int(optimizer.iterations.numpy())
+        step = int(optimizer.iterations)
         rounds_due, within_due = self._hook.num_due(self._settled_step, step)
         with self.watchdog.phase(EXCHANGE):
             rounds_due += hvd.synchronize(optimizer)
