@@ -91,7 +91,6 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     best_metrics = dict.fromkeys(
         run.result["best"]["metric"] for run in runs if run.result.get("best")
     )
-    charts = charts_of_several(runs)
 
     return render(
         "report/comparison.html.j2",
@@ -100,7 +99,7 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
         bests=best_metrics,
         labels=labels,
         num_colors=len(SERIES),
-        drawn=[(chart.title, svg(chart)) for chart in charts],
+        drawn=[(chart.title, svg(chart)) for chart in charts_of_several(runs)],
         settings=differing([run.config for run in runs]),
         script=(FOLDER / "sort.js").read_text("utf-8"),
     )
