@@ -154,10 +154,6 @@ class Goal:
     is_explicit: bool = False
     first_epoch: int = 1
 
-    def best(self, values: Sequence[float]) -> float:
-        """Returns the best of these values."""
-        return max(values) if self.direction == MAX else min(values)
-
     def values(self, history: Sequence[EpochRecord]) -> dict[int, float]:
         """Returns the metric's finite values by epoch.
 
@@ -173,9 +169,11 @@ class Goal:
                 "data set validation data, or choose one of these with --metric, and another --output"
             )
 
-        values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
-
-        return {epoch: value for epoch, value in values.items() if math.isfinite(value)}
+        return {
+            record.epoch: record.metrics[self.metric]
+            for record in history
+            if math.isfinite(record.metrics.get(self.metric, math.nan))
+        }
 
     def check(self, starts: Sequence[dict[str, Any]]) -> None:
         """Compares the direction with the task's, which is known only once a run has started.

@@ -36,7 +36,6 @@ _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 # The picture shows at most this many of the searched settings: the most important ones, once known.
 MOST_PANELS = 8
-_PANEL_SIZE = (4.4, 3.4)  # Inches.
 
 # Settings or facts by name.
 Values = Mapping[str, Any]
@@ -222,8 +221,7 @@ def trial_record(trial: Any, settings: Values, folder: Path) -> dict[str, Any]:
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
-        # JSON keys are strings.
-        "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
+        "epochs": dict(sorted(trial.intermediate_values.items())),
         "seconds": round(trial.duration.total_seconds(), 1),
         "settings": settings,
         "error": trial.user_attrs.get(ERROR),
@@ -267,7 +265,7 @@ def results_table(results: Results) -> list[list[str]]:
 
 
 def _epochs(trial: Trial) -> int:
-    return max(map(int, trial["epochs"]), default=0)
+    return max(trial["epochs"], default=0)
 
 
 def in_short(value: Any) -> str:
@@ -325,7 +323,7 @@ def write_picture(results: Results, path: Path) -> None:
         title = name if share is None else f"{name} ({share:.0%})"
         panels.append((title, partial(_draw_setting, results=results, name=name)))
 
-    write_panels(panels, path, 3, _PANEL_SIZE)
+    write_panels(panels, path, 3, (4.4, 3.4))
 
 
 def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:

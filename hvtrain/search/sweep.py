@@ -233,10 +233,7 @@ class Trials:
             write_picture(self.results, self.folder / "sweep.png")
             files += ", sweep.png"
 
-        print(
-            "\n"
-            + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
-        )
+        print("", *result_lines(self.results), "", f"results in {self.folder}: {files}", sep="\n")
         if exit_code:
             sys.stderr.write(
                 "hvtrain: interrupted; all trials so far are kept, and the same command goes on\n"
@@ -370,7 +367,8 @@ def train_trial(
     if not values:
         raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
 
-    return goal.best(list(values.values()))
+    better = max if goal.direction == MAX else min
+    return better(values.values())
 
 
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
