@@ -103,12 +103,11 @@ class StepMarks:
         communication = float(self._seconds)
         return StepTimes(steps, data, whole - data - communication, communication)
 
-    def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
+    def now(self, after: Sequence[Any]) -> tf.Tensor:
         """Returns the time in seconds, read once `after` (values, operations) is computed; 0 if not timed."""
         # Grouped on the values' own device, so that one signal goes to
         # the CPU, not one for each value.
-        dependencies = [tf.group(*after)] if after else []
-        with tf.control_dependencies(dependencies), tf.device("/CPU:0"):
+        with tf.control_dependencies([tf.group(*after)]), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
     def arrived(self, data: Any, began: tf.Tensor) -> Any:
@@ -210,7 +209,7 @@ class Split:
 
     @classmethod
     def of(
-        cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True
+        cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool
     ) -> "Split":
         """Combines the mean times of a step, and the hosts, of all ranks.
 
@@ -221,20 +220,19 @@ class Split:
         """
         work = [times.own_work for times, _ in ranks]
         # By own work, since in total a rank that waits for others takes as long as they do.
-        slowest = max(range(len(ranks)), key=lambda rank: work[rank])
+        slowest = work.index(max(work))
         whole = mean(times.whole for times, _ in ranks)
 
         communication = None
         efficiency = None
+        caution = ""
         if sees_exchange:
             communication = mean(times.communication for times, _ in ranks)
             efficiency = round(mean(work) / whole, 4) if whole else 1.0
-
-        caution = ""
-        if sees_exchange and steps_in_a_row < FEW_STEPS:
-            # After a pause the ranks begin at different times, and the first reduction waits for
-            # the last of them.
-            caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
+            if steps_in_a_row < FEW_STEPS:
+                # After a pause the ranks begin at different times, and the first reduction waits
+                # for the last of them.
+                caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
 
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
