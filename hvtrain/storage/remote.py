@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from hvtrain.errors import ConfigError, DataError, StorageError, UserError
-from hvtrain.system.files import ADDRESS
 from hvtrain.system.secrets import WITH_PASSWORD, without_passwords
 
 log = logging.getLogger(__name__)
@@ -200,14 +199,12 @@ class Remote:
 
 def locate(address: str) -> Remote:
     """Returns the object or folder at an address, without reading anything yet. Raises ConfigError."""
-    match = ADDRESS.fullmatch(address)
-    assert match, address
     if WITH_PASSWORD.search(address):
         raise ConfigError(
             f"{without_passwords(address)} has a password in it, which records would keep; leave it out, and use the "
             "store's own variables or files, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    scheme, rest = match.groups()
+    scheme, _, rest = address.partition("://")
     authority, _, path = rest.partition("/")
     filesystem, root = _filesystem(scheme.lower(), authority)
     # The path is not parsed as a URI: unlike a URI, an object name may contain blanks, for example.
