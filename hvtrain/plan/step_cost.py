@@ -6,7 +6,7 @@ after another; the step ends when the last one is reduced and all computing is d
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
@@ -28,7 +28,7 @@ class Gradient:
 
     num_bytes: int
     work: float
-    shape: tuple[int, ...] = field(default=(), compare=False)
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
     """
-    if moment <= begin or not interference:
+    if moment <= begin:
         return moment
     # The slowdown lasts while data moves, or until the work is done if that comes first.
     return moment + min(
