@@ -45,10 +45,8 @@ def joint_loss(
     base = type(loss)
 
     def call(self, y_true, y_pred):
-        losses = base.call(self, y_true, y_pred)
-        self._elements = losses
-        self._elements_mask = get_keras_mask(losses)
-        return losses
+        self._elements = base.call(self, y_true, y_pred)
+        return self._elements
 
     def __call__(self, y_true, y_pred, sample_weight=None):  # noqa: N807
         self._elements = self.denominator = None
@@ -56,10 +54,11 @@ def joint_loss(
         if self._elements is None:
             return value  # The loss overrides __call__ and did not use call().
         mask = get_keras_mask(y_pred)
+        elements_mask = get_keras_mask(self._elements)
         if mask is None:
-            mask = self._elements_mask
-        elif self._elements_mask is not None:
-            mask = mask & self._elements_mask
+            mask = elements_mask
+        elif elements_mask is not None:
+            mask = mask & elements_mask
         self.denominator = _denominator(self._elements, mask, sample_weight, self.reduction)
 
         if not is_taking_gradients():
