@@ -386,4 +386,4 @@ def _values(variables: list[keras.Variable]) -> list[np.ndarray]:
 
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
     for variable, value in zip(variables, values):
-        variable.assign(value.astype(variable.dtype))
+        variable.assign(value)
