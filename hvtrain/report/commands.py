@@ -84,7 +84,6 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
-    labels = folder_labels(runs)
     # Runs of different tasks have different metrics, each in its own column.
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
     # Runs may also choose their best checkpoints by different metrics.
@@ -94,10 +93,9 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
     return render(
         "report/comparison.html.j2",
-        runs=list(zip(labels, runs)),
+        runs=list(zip(folder_labels(runs), runs)),
         metrics=metrics,
         bests=best_metrics,
-        labels=labels,
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart)) for chart in charts_of_several(runs)],
         settings=differing([run.config for run in runs]),
