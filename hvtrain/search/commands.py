@@ -44,17 +44,20 @@ A schedule's warm-up and decay are applied to this rate.""",
         raise ConfigError(
             f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range"
         )
-    # Replaces the user's schedule, whose warm-up would hold the rate down.
-    schedule = {
-        "_target_": "hvtrain.core.schedule.RangeTest",
-        "lowest": options.lowest,
-        "highest": options.highest,
-    }
-    config = _composed(options)
+    config = as_trial(
+        _composed(options),
+        options.steps,
+        # Replaces the user's schedule, whose warm-up would hold the rate down.
+        schedule={
+            "_target_": "hvtrain.core.schedule.RangeTest",
+            "lowest": options.lowest,
+            "highest": options.highest,
+        },
+    )
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.range_test import try_rates
-    runner.on_all_ranks(as_trial(config, options.steps, schedule=schedule), try_rates)
+    runner.on_all_ranks(config, try_rates)
     return 0
 
 

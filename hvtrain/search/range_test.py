@@ -117,7 +117,7 @@ class Recorder(RunCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.rates.append(self._rate)
-        self.losses.append(self.run.strategy.metrics_over_ranks(self.model)["loss"])
+        self.losses.append(self.strategy.metrics_over_ranks(self.model)["loss"])
         if has_diverged(self.losses):
             self.model.stop_training = True
 

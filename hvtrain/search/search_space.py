@@ -14,8 +14,6 @@ from hvtrain.errors import ConfigError, in_one_line
 
 MAX = "max"
 MIN = "min"
-_FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
-
 
 # The definition of one searched setting: {low, high}, both inclusive, optionally
 # with log or a step; or {choices}, each of which is a value or a list of values.
@@ -95,7 +93,10 @@ def _space_file(name: str, overrides: Sequence[str]) -> Path:
 def _check_line(location: str, line) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict) or not (_lists_choices(line) or _is_range(line)):
-        raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
+        raise ConfigError(
+            f"{location} is {line!r}, which does not define a search; "
+            "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
+        )
     if "choices" in line:
         return
 

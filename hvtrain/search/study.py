@@ -348,7 +348,7 @@ def _draw_history(axes, results: Results) -> None:
     numbers = [trial["number"] for trial in finished]
     axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
 
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     axes.legend(frameon=False, fontsize=8)
 
 
