@@ -23,9 +23,7 @@ if __name__ == "__main__":
     # A script's folder comes first on sys.path. Here that is hvtrain/, where `import
     # keras` would find hvtrain.keras.
     sys.path = [
-        folder
-        for folder in sys.path
-        if Path(folder or ".").resolve() != Path(__file__).resolve().parent
+        folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent
     ]
 
 from hvtrain.config.choices import run_settings

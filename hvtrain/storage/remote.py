@@ -132,9 +132,8 @@ class Remote:
         def copy():
             with self.filesystem.open_input_stream(self.path) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, PIECE_BYTES)
-                size = file.tell()
-            if size != num_bytes:
-                raise OSError("only a part of the object arrived")
+                if file.tell() != num_bytes:
+                    raise OSError("only a part of the object arrived")
 
         self.attempt(copy)
 
