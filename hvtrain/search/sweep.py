@@ -271,11 +271,17 @@ class Trials:
             return is_hopeless(epoch, value)
 
         folder = self._run_folder(number)
-        # The user waits for the whole sweep, so single trials send no notices.
-        own = [override("run.dir", str(folder)), "notify=[]"]
-        # Started through the launcher, which ends all ranks of a pruned trial.
-        launch = [sys.executable, "-m", "hvtrain", "launch"]
-        command = [*launch, *self._launch_arguments(settings), *own]
+        command = [
+            # Started through the launcher, which ends all ranks of a pruned trial.
+            sys.executable,
+            "-m",
+            "hvtrain",
+            "launch",
+            *self._launch_arguments(settings),
+            override("run.dir", str(folder)),
+            # The user waits for the whole sweep, so single trials send no notices.
+            "notify=[]",
+        ]
         return train_trial(command, folder, self.goal, judge)
 
     def _launch_arguments(self, settings: dict[str, Any]) -> list[str]:
@@ -308,8 +314,8 @@ class Trials:
         if best:
             # The command that trains with these settings again. Secrets are hidden, since it is
             # printed and saved; the user has to fill them in.
-            line = command_line("launch", self._launch_arguments(best["settings"]))
-            best = {**best, "line": line}
+            arguments = self._launch_arguments(best["settings"])
+            best = {**best, "line": command_line("launch", arguments)}
         self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
         write_results(self.results, self.folder)
 
