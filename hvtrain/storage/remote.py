@@ -114,17 +114,18 @@ class Remote:
                 return []
             return self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True))
 
-        infos = self.attempt(listed)
-        names = {
-            info.path[len(self.path) + 1 :]: info for info in infos if info.type is fs.FileType.File
-        }
-        for name in names:
+        objects = [
+            Object(info.path[len(self.path) + 1 :], info.size, info.mtime_ns or 0)
+            for info in self.attempt(listed)
+            if info.type is fs.FileType.File
+        ]
+        for name, _, _ in objects:
             # The name "" is the address itself.
             if name and not {"..", ""}.isdisjoint(name.split("/")):
                 raise DataError(
                     f"{self.address} has an object {name!r}, which is not a path inside a folder; remove it"
                 )
-        return [Object(name, info.size, info.mtime_ns or 0) for name, info in sorted(names.items())]
+        return sorted(objects)
 
     def download(self, target: Path, num_bytes: int) -> None:
         """Downloads the object to a file. Raises DataError, or OSError if this host's disk fails."""
