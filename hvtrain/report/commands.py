@@ -122,15 +122,12 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     runs_settings = [
         {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
     ]
-    names = dict.fromkeys(name for settings in runs_settings for name in settings)
+    names = dict.fromkeys(
+        name for settings in runs_settings for name in settings if name not in _NOT_COMPARED
+    )
     rows = [(name, [settings.get(name, "") for settings in runs_settings]) for name in names]
     rows.sort(key=lambda row: "" in row[1])
-
-    return [
-        (name, values)
-        for name, values in rows
-        if len(set(values)) > 1 and name not in _NOT_COMPARED
-    ]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 # Scores and speeds are negated, to sort the best run first. A key of None (unknown) comes last.

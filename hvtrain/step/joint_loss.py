@@ -94,12 +94,13 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
 
     Keras writes class names into saved models, so a saved model loads with the plain class.
     """
-    identity = {
+    attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        **members,
     }
-    return type(base.__name__, (*mixins, base), {**identity, **members})
+    return type(base.__name__, (*mixins, base), attributes)
 
 
 def overridden_steps(kind: type) -> list[str]:
