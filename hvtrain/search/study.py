@@ -12,7 +12,7 @@ from typing import Any
 from hvtrain.config.compose import override, override_value
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
 from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
-from hvtrain.search.search_space import MAX, SearchSpace, Setting
+from hvtrain.search.search_space import MAX, Setting
 from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.system.text import aligned
 
@@ -52,8 +52,8 @@ class Study:
 
     Args:
         folder: the folder of the study's file.
-        space: the searched settings.
-        facts: what all trials have in common, such as metric, direction, ranks and settings.
+        facts: what all trials have in common, such as the metric, its direction, the ranks, the
+            settings, and the searched settings as `space`.
         seed: the seed for choosing settings.
         prune_after: number of trials that must have finished before others are pruned by the median;
             None: no pruning.
@@ -65,7 +65,6 @@ class Study:
     def __init__(
         self,
         folder: Path,
-        space: SearchSpace,
         facts: Values,
         seed: int,
         prune_after: int | None,
@@ -76,9 +75,9 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
 
         self._states = optuna.trial.TrialState
-        self._space = space
+        self._space = facts["space"]
         self._distributions = {
-            name: _distribution(setting) for name, setting in space.settings.items()
+            name: _distribution(setting) for name, setting in self._space.items()
         }
         self._study = _open_study(folder, facts)
 
@@ -107,7 +106,7 @@ class Study:
         """Returns the searched settings of a trial."""
         values = {}
         for name, value in trial.params.items():
-            choices = self._space.settings[name].get("choices")
+            choices = self._space[name].get("choices")
             values[name] = choices[value] if choices else value
 
         return values

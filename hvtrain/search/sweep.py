@@ -77,7 +77,7 @@ def main() -> int:
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         **facts,
     }
-    launcher = ("-np", str(options.np), *options.hosts)
+    shared_arguments = ["-np", str(options.np), *options.hosts, "--", *overrides]
     # The same command gets the same folder, so that it continues the sweep.
     folder = local_folder(
         options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output"
@@ -88,8 +88,8 @@ def main() -> int:
     # interrupted.
     with RunLock() as lock:
         _take(lock, folder)
-        study = Study(folder, space, facts, options.seed, prune_after)
-        return Trials(study, goal, launcher, overrides, folder, num_trials, results).run()
+        study = Study(folder, facts, options.seed, prune_after)
+        return Trials(study, goal, shared_arguments, folder, num_trials, results).run()
 
 
 def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
@@ -189,8 +189,7 @@ class Trials:
     Attributes:
         study: chooses settings and stores trials.
         goal: the metric to optimize.
-        launcher: options for `hvtrain launch`.
-        overrides: settings of all runs.
+        shared_arguments: the arguments of `hvtrain launch` that all trials share.
         folder: the output folder.
         num_trials: number of results to reach, including those from an earlier start.
         results: the content of sweep.json.
@@ -198,8 +197,7 @@ class Trials:
 
     study: Study
     goal: Goal
-    launcher: Sequence[str]
-    overrides: Sequence[str]
+    shared_arguments: Sequence[str]
     folder: Path
     num_trials: int
     results: dict[str, Any]
@@ -286,7 +284,7 @@ class Trials:
 
     def _launch_arguments(self, settings: dict[str, Any]) -> list[str]:
         """Returns the arguments with which `hvtrain launch` trains with these settings."""
-        return [*self.launcher, "--", *self.overrides, *as_overrides(settings)]
+        return [*self.shared_arguments, *as_overrides(settings)]
 
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"
