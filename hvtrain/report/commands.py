@@ -84,18 +84,13 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
-    # Runs of different tasks have different metrics, each in its own column.
-    metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
-    # Runs may also choose their best checkpoints by different metrics.
-    best_metrics = dict.fromkeys(
-        run.result["best"]["metric"] for run in runs if run.result.get("best")
-    )
-
     return render(
         "report/comparison.html.j2",
         runs=list(zip(folder_labels(runs), runs)),
-        metrics=metrics,
-        bests=best_metrics,
+        # Runs of different tasks have different metrics, each in its own column.
+        metrics=dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})),
+        # Runs may also choose their best checkpoints by different metrics.
+        bests=dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best")),
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart)) for chart in charts_of_several(runs)],
         settings=differing([run.config for run in runs]),
