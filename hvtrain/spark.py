@@ -285,10 +285,7 @@ class RankLines:
     _reported: set[str] = field(default_factory=set)
 
     def write(self, line: str) -> None:
-        mark = MARK.match(line)
-        if mark:
-            line = line[mark.end() :]
-
+        line = MARK.sub("", line)
         error = re.match(r"hvtrain: (?:rank \d+: )?(.*)", line)
         if error:
             if error[1] in self._reported:
