@@ -84,9 +84,13 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
+    # A run's label is its folder's path, relative to the innermost folder that contains all of them.
+    common = os.path.commonpath([run.folder.parent for run in runs])
+    labels = [str(run.folder.relative_to(common)) for run in runs]
+
     return render(
         "report/comparison.html.j2",
-        runs=list(zip(folder_labels(runs), runs)),
+        runs=list(zip(labels, runs)),
         # Runs of different tasks have different metrics, each in its own column.
         metrics=dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})),
         # Runs may also choose their best checkpoints by different metrics.
@@ -96,12 +100,6 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
         settings=differing([run.config for run in runs]),
         script=(FOLDER / "sort.js").read_text("utf-8"),
     )
-
-
-def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns each run folder's path, relative to the innermost folder that contains them all."""
-    common = os.path.commonpath([run.folder.parent for run in runs])
-    return [str(run.folder.relative_to(common)) for run in runs]
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
