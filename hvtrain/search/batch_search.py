@@ -236,19 +236,14 @@ class Sizes:
         try:
             step(next(iter(run.batches_from(0))))
         except tf.errors.OpError as error:
-            if not is_out_of_memory(error):
+            is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
+            if not is_exhausted and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             # The error is in this rank's log only; all ranks learn which ranks had one.
             log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
             return False
 
         return True
-
-
-def is_out_of_memory(error: tf.errors.OpError) -> bool:
-    """True if the error says that a device had no memory left."""
-    is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
-    return is_exhausted or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:

@@ -237,11 +237,6 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     )
 
 
-def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
-    """Returns the best finished trial, if there is one."""
-    return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
-
-
 def as_overrides(settings: Values) -> list[str]:
     """Formats the searched settings for a trial's command line."""
     return [override(name, value) for name, value in settings.items()]

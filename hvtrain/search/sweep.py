@@ -28,11 +28,12 @@ from hvtrain.launch.child import (
 )
 from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, read_space
 from hvtrain.search.study import (
+    FINISHED,
     IsHopeless,
     Study,
     as_overrides,
-    best_of,
     in_short,
+    ranked,
     result_lines,
     trial_record,
     write_picture,
@@ -308,7 +309,8 @@ class Trials:
             trial_record(trial, self.study.settings(trial), self._run_folder(trial.number))
             for trial in self.study.trials()
         ]
-        best = best_of(trials, self.goal.direction)
+        finished = [trial for trial in trials if trial["state"] == FINISHED]
+        best = next(iter(ranked(finished, self.goal.direction)), None)
         if best:
             # The command that trains with these settings again. Secrets are hidden, since it is
             # printed and saved; the user has to fill them in.
