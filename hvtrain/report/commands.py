@@ -51,8 +51,8 @@ def report_runs() -> int:
     parser = Parser(
         "python -m hvtrain report",
         description="""\
-Writes the report of a run again, report.html and curves.png, from the files in its folder; also of a run that is still
-going or has failed. Several runs are compared on one page: a sortable table of figures, curves in common charts, and
+Rewrites the report of a run, report.html and curves.png, from the files in its folder, even if the run is still going
+or has failed. Several runs are compared on one page: a sortable table of figures, charts with a curve for each run, and
 the settings that differ.""",
     )
     parser.add_argument(
@@ -139,7 +139,7 @@ def list_runs() -> int:
     parser = Parser(
         "python -m hvtrain runs",
         description="""\
-Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
+Lists the runs in a folder. Each is running, finished, stopped (on request) or failed. The score is the task's
 metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
         epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
     )

@@ -80,13 +80,13 @@ def try_sizes(
         overrides: settings on the command line, for the suggested commands.
 
     Raises:
-        ConfigError: the strategy's ranks do not take steps by themselves.
+        ConfigError: the strategy's ranks do not each train on their own batch.
         TrainingError: not even the first size could be tried.
     """
-    # Other strategies run steps on servers or replicas, whose memory is not that of this process.
+    # Other strategies compute on workers or replicas, whose memory is not that of this process.
     if not strategy.is_plain:
         raise ConfigError(
-            "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
+            f"find_batch needs ranks that each train on their own batch, which strategy={strategy.name} lacks; "
             "choose strategy=horovod, elastic or single"
         )
 
@@ -262,6 +262,8 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
         f"fastest: train.batch_size={best.batch_size}, with {best.examples_per_second:,.0f} examples/s"
     )
     log.info(f"  {python} -m hvtrain {settings}")
-    log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
+    log.info(
+        "another batch size changes what optimizer.learning_rate means; to find a rate for it:"
+    )
     log.info(f"  {python} -m hvtrain find_lr {settings}")
     log.info(f"picture and figures in {run.folder}")

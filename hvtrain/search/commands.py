@@ -26,7 +26,7 @@ def find_lr() -> int:
     parser = _trial_parser(
         "find_lr",
         """\
-Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both for the global batch),
 until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
 prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
 A schedule's warm-up and decay are applied to this rate.""",
@@ -136,8 +136,8 @@ def find_batch() -> int:
     parser = _trial_parser(
         "find_batch",
         """\
-Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
-than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
+Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or exceeds the
+data set. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
 that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
 A size that would exceed the memory of the host or of its container is not begun.""",
         """\
@@ -145,10 +145,10 @@ A size that would exceed the memory of the host or of its container is not begun
   horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
 """,
     )
-    add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
+    add_number(parser, "--first", at_least(1), "first size, in examples per rank", 1)
     add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
     add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    about = "memory of all ranks of a host; default: what is free"
+    about = "memory that the ranks of a host may use together; default: what is free"
     add_number(parser, "--memory", positive, about, metavar="GIB")
     options = parser.parse_with_overrides()
     config = as_search(_composed(options), options.first, options.steps)

@@ -154,11 +154,11 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     log.info(
-        "the loss fell fastest, and is suggested, at "
-        f"optimizer.learning_rate={suggestion.rate / factor:.2g}{note}"
+        f"suggested: optimizer.learning_rate={suggestion.rate / factor:.2g}{note}, "
+        "where the loss fell fastest"
     )
     log.info(
-        f"it was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
+        f"the loss was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
     )
     return suggestion
 

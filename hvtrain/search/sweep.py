@@ -146,9 +146,9 @@ def _parser() -> Parser:
         "python -m hvtrain sweep",
         usage="%(prog)s sweep=SPACE [trials=N] [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="""\
-Trains with one choice of settings after the other, each on N ranks, and finds good ones by optuna (TPE). Ends trials
-that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the line that trains
-with the best settings again. trials: results in all, those that are there included; default: 20.""",
+Trains with one combination of settings after another, each on N ranks, and finds good ones with optuna (TPE). Stops
+trials that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the command that
+trains with the best settings again. trials: the number of results to reach, earlier ones included; default: 20.""",
         epilog=f"""\
 {RUN_SETTINGS}
 SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
@@ -160,7 +160,7 @@ examples:
   python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
   python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
 
-The same command again goes on with a sweep that was ended; docs/sweep.md has more.
+The same command continues a sweep that was interrupted; see docs/sweep.md.
 """,
     )
     option = parser.add_argument
@@ -169,15 +169,17 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
     option(
         "--metric",
         metavar="NAME",
-        help="a column of history.csv; default: checkpoint.best, that of the task",
+        help="a column of history.csv; default: checkpoint.best, or else the task's metric",
     )
     option(
-        "--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name"
+        "--direction",
+        choices=(MAX, MIN),
+        help="whether its highest or lowest value is best; default: judged by its name",
     )
     about = "finished trials before others are pruned, from epoch 2 on"
     add_number(parser, "--prune-after", at_least(1), about, 5)
-    option("--no-pruning", action="store_true", help="each trial trains to its end")
-    add_number(parser, "--seed", at_least(0), "of the choice of settings", 0)
+    option("--no-pruning", action="store_true", help="let every trial train to its end")
+    add_number(parser, "--seed", at_least(0), "seed for choosing settings", 0)
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
 
     return parser
@@ -212,7 +214,7 @@ class Trials:
         self._collect()
         # Results from an earlier start count, so the same command continues a sweep.
         already = len(self.results["trials"])
-        note = f"; {already} of them are there" if already else ""
+        note = f", {already} done already" if already else ""
         print(
             f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
             flush=True,
@@ -235,7 +237,7 @@ class Trials:
         print("", *result_lines(self.results), "", f"results in {self.folder}: {files}", sep="\n")
         if exit_code:
             sys.stderr.write(
-                "hvtrain: interrupted; all trials so far are kept, and the same command goes on\n"
+                "hvtrain: interrupted; all trials so far are kept, and the same command continues\n"
             )
             return exit_code
 
