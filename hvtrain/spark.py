@@ -100,7 +100,7 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         raise ConfigError(
             f"pyspark is not installed here ({error}); start with spark-submit, or install scripts/lock/spark.txt"
         ) from error
-    # A retried task would find the other ranks gone.
+    # Spark must not retry a task: it would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     if os.environ.get("PYTHONPATH"):
@@ -176,7 +176,7 @@ class SparkModel:
     """A finished run that predicts on Spark's executors.
 
     Args:
-        run: the run folder, which the driver and all executors must see.
+        run: the run folder, which must be visible to the driver and all executors.
         trust: True if the run's settings may name code that is neither hvtrain's nor Keras's. Such code is executed.
     """
 
@@ -251,7 +251,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
     batch_size = run.config.train.evaluation_batch_size
     for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
-        # Written to a file, so that columns are read and checked as in predict.
+        # Goes through a file, so that columns are read and checked as by the command predict.
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
             pa.parquet.write_table(
                 pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name
@@ -279,7 +279,7 @@ def _open_run(model: SparkModel):
 
 @dataclass
 class RankLines:
-    """Writes the ranks' lines on the driver, without the launchers' marks, and each error only once."""
+    """Writes the ranks' lines on the driver, without launchers' marks and each error only once."""
 
     stream: TextIO
     _reported: set[str] = field(default_factory=set)

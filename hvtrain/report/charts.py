@@ -68,7 +68,7 @@ def write_panels(
     Args:
         panels: at least one; a panel whose axes say enough has the title "".
         path: a PNG file. Readers see either the old picture or the new one, never part of it.
-        most_columns: number of panels in a row, if there are enough.
+        most_columns: maximum number of panels in a row.
         panel_size: width and height of a panel, in inches.
     """
     # A Figure made without pyplot needs no display, and need not be closed.
@@ -102,8 +102,8 @@ def page_svg(
     Args:
         title: the text for screen readers; the page shows it beside the chart.
         draw: draws on the axes, in the colors of this module.
-        size: width and height in inches. The page scales the chart, so they only set its aspect ratio
-            and the relative size of its text.
+        size: width and height in inches. The page scales the chart, so they only set its aspect
+            ratio and the relative size of its text.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -256,13 +256,13 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
 def _draw(chart: Chart, axes) -> None:
     for series in chart.series:
         axes.plot(
-            # Nothing to draw if a run lacks this metric.
+            # Nothing for a run that lacks this metric.
             *zip(*series.points),
             # If there are more curves than colors, the colors repeat with dashed lines.
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            # Few points are marked: a single one has no line that would show it.
+            # Short curves get markers, since a single point has no line that would show it.
             marker="o" if len(series.points) < 3 else None,
             markersize=3.5,
             label=series.label,

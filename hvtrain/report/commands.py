@@ -1,7 +1,7 @@
 """`python -m hvtrain report` and `runs`: pages about runs, and a list of the runs in a folder.
 
-report writes the page of one run again, or compares several runs on one page: a sortable table,
-curves in common charts, and the settings that differ. Everything comes from files in the run
+report rewrites the page of one run, or compares several runs on one page: a sortable table, charts
+with a curve for each run, and the settings that differ. Everything comes from files in the run
 folders, so neither TensorFlow nor the data set is needed.
 """
 
@@ -29,7 +29,7 @@ DEFAULT_FOLDER = "runs"
 # Number of folder levels below DIR that are searched.
 DEPTH = 3
 
-# A run as --json prints it, with COLUMNS. Unknown values are None; an unknown date is empty.
+# A run as --json prints it; keys are COLUMNS. Unknown values are None; an unknown date is empty.
 Row = dict[str, Any]
 COLUMNS = (
     "run",
@@ -74,8 +74,8 @@ the settings that differ.""",
         print(path)
         return 0
 
-    # A single run gets a page with all its figures. For a run in object storage, the page goes to
-    # this folder, so that the local copy of the run stays unchanged.
+    # A single run gets a page with all its figures. The page of a run in object storage goes to the
+    # current folder, so that the local copy of the run stays unchanged.
     folder = Path() if is_remote(folders[0]) else runs[0].folder
     written = write_page(runs[0], page_path(options.output or folder / REPORT_FILE))
     print(" and ".join(map(str, written)))
@@ -84,7 +84,7 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
-    # A run's label is its folder's path, relative to the innermost folder that contains all of them.
+    # A run is shown by its folder's path, relative to the innermost folder that has all of them.
     common = os.path.commonpath([run.folder.parent for run in runs])
     labels = [str(run.folder.relative_to(common)) for run in runs]
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 # Lines of a run's description that depend on the batch size, and so are not logged.
 _DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
-# Texts with which CUDA's libraries report that a device has no memory left.
+# Texts with which CUDA's libraries report that a device has run out of memory.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
@@ -69,7 +69,7 @@ def try_sizes(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
-    """Tries sizes from train.batch_size on, doubling each time, and returns the trials (every rank).
+    """Tries batch sizes from train.batch_size on, doubling, and returns the trials (every rank).
 
     Args:
         config: the settings of the run, made by commands.as_search.
@@ -135,7 +135,7 @@ def try_sizes(
 
 @dataclass
 class Sizes:
-    """Measures batch sizes one after another, and says what prevents the next (every rank).
+    """Tries batch sizes one after another on the same model (every rank).
 
     Attributes:
         run: the run; each size replaces its plan.
@@ -154,7 +154,7 @@ class Sizes:
         self._gpu = tf.config.list_logical_devices("GPU")
 
     def try_size(self, size: int) -> str:
-        """Trains some steps with this size and adds a trial; returns why it cannot, or "" if it did."""
+        """Trains some steps with this size and adds a trial; returns why not, "" if it did."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
@@ -167,7 +167,7 @@ class Sizes:
         return self._lacking_memory(size) or self._measure(replace(run, plan=plan), size)
 
     def _lacking_memory(self, size: int) -> str:
-        """Returns on which host this size would need too much memory; "" if on none."""
+        """Returns which host lacks the memory for this size, as predicted; "" if none does."""
         # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted:
         # running out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
@@ -185,7 +185,7 @@ class Sizes:
         )
 
     def _measure(self, run: Run, size: int) -> str:
-        """Trains with the plan of this size and adds a trial; returns on which ranks it does not fit, or ""."""
+        """Trains by the run's plan and adds a trial; returns which ranks lack memory, "" if none."""
         # Resets the peaks, so that they will be those of this size.
         forget_peak()
         if self._gpu:

@@ -64,8 +64,8 @@ A schedule's warm-up and decay are applied to this rate.""",
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     """Returns the settings of a trial run, for find_lr and find_batch.
 
-    A trial run has no checkpoints, no notices, and no callbacks. run.dir is not set here: a name with
-    the current time could differ between ranks, so the chief chooses it.
+    A trial run has no checkpoints, notices or callbacks. run.dir is not set here: a name that
+    contains the time could differ between ranks, so the chief chooses it.
 
     Args:
         config: the user's run.
@@ -101,7 +101,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
 
 
 def _trial_parser(command: str, description: str, examples: str) -> Parser:
-    """Makes a parser with the options that both commands share."""
+    """Returns a parser with the options that both commands share."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -119,7 +119,7 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
 
 
 def _composed(options: argparse.Namespace) -> RunConfig:
-    """Composes the user's run, in the folder of --output."""
+    """Composes the user's run, with the folder from --output."""
     if options.output and any(text.startswith("run.dir=") for text in options.overrides):
         raise ConfigError("run.dir=DIR and --output DIR are the same setting; give one of them")
     return composed([*options.overrides, *options.output])

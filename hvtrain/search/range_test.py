@@ -1,4 +1,4 @@
-"""The learning-rate range test: records the loss at each step of a run, and suggests a rate from these losses."""
+"""The learning-rate range test: records the loss at each step, and suggests a learning rate."""
 
 import logging
 import math
@@ -181,8 +181,8 @@ def write(
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         # Only the last loss can be infinite or NaN, which no axis can reach.
         if len(averages) > 1:
-            # Scaled to the first half. A loss that diverges later is cut
-            # off, as it would flatten the rest.
+            # Scaled to the first half: a loss that diverges later is cut off,
+            # since it would flatten the rest of the curve.
             before = averages[: len(averages) // 2]
             axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(before)))
         axes.legend()

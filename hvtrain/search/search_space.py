@@ -23,7 +23,7 @@ Setting = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The definitions of the searched settings by name, and the file that they are in."""
+    """The definitions of the searched settings by name, and the file from which they were read."""
 
     path: Path
     settings: Mapping[str, Setting]
@@ -50,7 +50,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         overrides: the command line, which may have --config-dir.
 
     Raises:
-        ConfigError: there is no such file, or a setting in it is wrong.
+        ConfigError: there is no such file, or one of its lines is invalid.
     """
     import yaml
     from omegaconf import OmegaConf

@@ -55,8 +55,8 @@ class Study:
         facts: what all trials have in common, such as the metric, its direction, the ranks, the
             settings, and the searched settings as `space`.
         seed: the seed for choosing settings.
-        prune_after: number of trials that must have finished before others are pruned by the median;
-            None: no pruning.
+        prune_after: number of trials that must have finished before the median of their values
+            prunes others; None: no pruning.
 
     Raises:
         ConfigError: the folder holds another sweep or other files.
@@ -81,8 +81,8 @@ class Study:
         }
         self._study = _open_study(folder, facts)
 
-        # The folder is locked, so no other process is running these: a
-        # killed sweep has left them behind.
+        # The folder is locked, so no other process is running these: a sweep
+        # that was killed has left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
@@ -152,7 +152,7 @@ class Study:
         return self._study.tell(trial, value)
 
     def _try_again_later(self, trial) -> None:
-        # Its run folder is not used again; a later trial gets the same settings.
+        # A later trial gets the same settings, and a run folder of its own.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 

@@ -1,6 +1,6 @@
 """`python -m hvtrain sweep`: finds the settings with which a run learns best. Each trial is a run on N ranks.
 
-Trials run one after another, and are judged after each epoch.
+Trials run one after another and are judged after each epoch.
 """
 
 import math
@@ -52,7 +52,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 def main() -> int:
     """Checks everything, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
     # Copied first, since composing may change sys.argv, and the sweep's
-    # record has the command as given.
+    # record shows the command as it was given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
@@ -85,8 +85,8 @@ def main() -> int:
     )
     prune_after = None if options.no_pruning else options.prune_after
 
-    # Held until the last trial has ended: two sweeps in a folder would treat each other's trials as
-    # interrupted.
+    # Held until the last trial has ended: two sweeps in one folder would treat each other's trials
+    # as interrupted.
     with RunLock() as lock:
         _take(lock, folder)
         study = Study(folder, facts, options.seed, prune_after)
@@ -227,8 +227,8 @@ class Trials:
         except KeyboardInterrupt:
             exit_code = INTERRUPTED
 
-        # The data files are written after each trial. Drawing takes a while,
-        # so it is done once at the end.
+        # The data files are written after each trial; the picture, which takes
+        # longer, only at the end.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_picture(self.results, self.folder / "sweep.png")

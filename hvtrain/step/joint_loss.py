@@ -81,7 +81,7 @@ def joint_loss(
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that needs all ranks' examples: the strategy lacks them."""
+    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy lacks."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
             f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} "

@@ -44,6 +44,7 @@ class StepTimes(NamedTuple):
 
     @property
     def whole(self) -> float:
+        """Seconds of all phases."""
         return self.own_work + self.communication
 
 
@@ -263,6 +264,7 @@ class Split:
 
 
 def seconds_per_step(times: Sequence[StepTimes]) -> float:
+    """Returns the duration of a step, given each rank's mean times: that on the slowest rank."""
     return max(rank.whole for rank in times)
 
 

@@ -155,7 +155,7 @@ class ReadAhead:
         # Parts in the order in which they were announced.
         self._parts: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
-        # It starts its threads, which would not survive a fork, only when it is used.
+        # Starts its threads only when it is first used: threads would not survive a fork.
         self._pool = ThreadPoolExecutor(READ_AT_ONCE)
 
     def announce(self, names: Iterable[str]) -> None:
@@ -176,7 +176,8 @@ class ReadAhead:
         try:
             return future.result()
         except BaseException:
-            # The stream ends here, and the process should not wait for parts that will not be used.
+            # The reader gives up here, and the process should not wait for
+            # parts that nobody will use.
             with self._lock:
                 for part in self._parts.values():
                     part.cancel()

@@ -74,7 +74,8 @@ class Strategy:
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # How many of the plan's ranks this process stands for, known after start: it takes their batches as one.
+    # How many of the plan's ranks this process stands for, known after start. It takes their
+    # batches as one.
     num_replicas: int = 1
     unit: str = "ranks"  # What the batch of a step is divided among.
     # True if a rank's batch is split into parts that another rank may compute after a restart.
