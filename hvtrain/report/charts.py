@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -211,7 +211,7 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     write_panels(panels, path, 3, (4.4, 2.9))
 
 
-def _with_points(charts: Iterable[Chart]) -> list[Chart]:
+def _with_points(charts: list[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 

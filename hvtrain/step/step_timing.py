@@ -210,7 +210,7 @@ class Split:
 
     @classmethod
     def of(
-        cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool
+        cls, ranks: Sequence[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool
     ) -> "Split":
         """Combines the mean times of a step, and the hosts, of all ranks.
 

@@ -262,10 +262,10 @@ class Strategy:
         Summed over the ranks, they are the state of one process on all the data. So the result is exact
         even if shards differ in size, unlike a mean of means.
         """
-        local_state = _values(model.metrics_variables)
-        _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
+        local_state = _metric_state(model)
+        _set_metric_state(model, self.comm.sum_arrays(local_state))
         results = {name: float(value) for name, value in model.get_metrics_result().items()}
-        _assign(model.metrics_variables, local_state)
+        _set_metric_state(model, local_state)
         return results
 
     def evaluate(
@@ -275,7 +275,7 @@ class Strategy:
 
         The training metrics of an unfinished epoch keep their state.
         """
-        training_state = _values(model.metrics_variables)
+        training_state = _metric_state(model)
         num_batches = int(dataset.cardinality())
         num_blank = 0
         if self.calls_together(model):
@@ -288,11 +288,11 @@ class Strategy:
         else:
             names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
         if num_blank:
-            own_state = _values(model.metrics_variables)
+            own_state = _metric_state(model)
             loop.evaluate_blank(model, dataset.element_spec, num_blank)
-            _assign(model.metrics_variables, own_state)
+            _set_metric_state(model, own_state)
         results = self.metrics_over_ranks(model)
-        _assign(model.metrics_variables, training_state)
+        _set_metric_state(model, training_state)
         # `names` leaves out metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
 
@@ -381,10 +381,10 @@ def refuse_several_processes(strategy: str, instead: str) -> None:
         )
 
 
-def _values(variables: list[keras.Variable]) -> list[np.ndarray]:
-    return [variable.numpy() for variable in variables]
+def _metric_state(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in model.metrics_variables]
 
 
-def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
-    for variable, value in zip(variables, values):
+def _set_metric_state(model: keras.Model, state: list[np.ndarray]) -> None:
+    for variable, value in zip(model.metrics_variables, state):
         variable.assign(value)
