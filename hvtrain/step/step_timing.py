@@ -104,11 +104,14 @@ class StepMarks:
         communication = float(self._seconds)
         return StepTimes(steps, data, whole - data - communication, communication)
 
-    def now(self, after: Sequence[Any]) -> tf.Tensor:
-        """Returns the time in seconds, read once `after` (values, operations) is computed; 0 if not timed."""
+    def now(self, after: Any) -> tf.Tensor:
+        """Returns the time in seconds; 0 if not timed.
+
+        It is read once `after`, any structure of values and operations, is computed.
+        """
         # Grouped on the values' own device, so that one signal goes to
         # the CPU, not one for each value.
-        with tf.control_dependencies([tf.group(*after)]), tf.device("/CPU:0"):
+        with tf.control_dependencies([tf.group(after)]), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
     def arrived(self, data: Any, began: tf.Tensor) -> Any:
@@ -121,7 +124,7 @@ class StepMarks:
         Returns:
             The batch to continue with.
         """
-        now = self.now(tf.nest.flatten(data, expand_composites=True))
+        now = self.now(data)
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._arrived.assign_add(1)
             self._examples.assign_add(tf.shape(tf.nest.flatten(data)[0], tf.int64)[0])
@@ -130,7 +133,7 @@ class StepMarks:
 
     def ready(self, gradients: Sequence[Any]) -> tf.Tensor:
         """Marks that this rank's gradients are ready to be reduced; returns the time."""
-        now = self.now(tf.nest.flatten(list(gradients), expand_composites=True))
+        now = self.now(gradients)
         with tf.control_dependencies([now]):
             self._ready.assign_add(1)
         return now
@@ -158,7 +161,7 @@ class StepMarks:
         Args:
             result: tensors that the previous step computed.
         """
-        now = self.now(tf.nest.flatten(result))
+        now = self.now(result)
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             began, arrived, is_open = tf.unstack(self._step)
             # Before the first step is_open is 0, and nothing is added.
