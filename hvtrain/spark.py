@@ -120,7 +120,11 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def run_ranks(
-    context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False
+    context: Any,
+    config: RunConfig,
+    overrides: Sequence[str],
+    num_ranks: int | None,
+    mpi: bool = False,
 ) -> int:
     """Runs one rank in each of num_ranks tasks of a SparkContext.
 
@@ -232,7 +236,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
 
     config.run.dir = str(run_dir)
     config.dataset["file"] = str(rows)
-    code = run_ranks(frame.sparkSession.sparkContext, config, list(overrides), num_ranks)
+    code = run_ranks(frame.sparkSession.sparkContext, config, overrides, num_ranks)
     if code:
         raise RankError(
             f"the training in {run_dir} ended with exit code {code}; see the messages above"
@@ -336,7 +340,7 @@ def rank_environment(mpi: bool) -> dict[str, str]:
     return variables
 
 
-def train_rank(config: RunConfig, overrides: list[str], folder: str) -> None:
+def train_rank(config: RunConfig, overrides: Sequence[str], folder: str) -> None:
     """Runs one rank, in its own process beside a Spark task.
 
     Exits with the rank's code unless it succeeds.

@@ -244,7 +244,7 @@ def as_overrides(settings: Values) -> list[str]:
 
 def results_table(results: Results) -> list[list[str]]:
     """Returns the table of trials as rows of cells: the header, then the trials from the best on."""
-    names = list(results["space"])
+    names = results["space"]
     rows = [["trial", results["metric"], "epochs", "s", *names]]
 
     for trial in ranked(results["trials"], results["direction"]):
@@ -291,7 +291,7 @@ def write_results(results: Results, folder: Path) -> None:
     """Writes sweep.json and sweep.csv."""
     write_json(folder / "sweep.json", results)
 
-    names = list(results["space"])
+    names = results["space"]
     rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
 
     for trial in results["trials"]:

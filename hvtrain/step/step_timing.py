@@ -138,7 +138,7 @@ class StepMarks:
             self._ready.assign_add(1)
         return now
 
-    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor, last: Sequence[Any]) -> list[Any]:
+    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor, last: list[Any]) -> list[Any]:
         """Marks that gradients are reduced.
 
         Args:
@@ -153,7 +153,7 @@ class StepMarks:
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._seconds.assign_add(now - ready)
             self._reduced.assign_add(1)
-        return self._after(now, list(last))
+        return self._after(now, last)
 
     def ended(self, result: Any) -> tf.Tensor:
         """Marks the end of the previous step, if any, and the start of the next; returns the time.
