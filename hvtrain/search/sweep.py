@@ -63,8 +63,8 @@ def main() -> int:
         )
 
     space = read_space(path, overrides)
-    configs = _compose_examples(space, overrides)
-    goal = goal_of(configs[0], options.metric, options.direction)
+    config = _compose_examples(space, overrides)[0]
+    goal = goal_of(config, options.metric, options.direction)
     # Trials are comparable only if these are the same, so the study stores them.
     facts = {
         "metric": goal.metric,
@@ -81,7 +81,7 @@ def main() -> int:
     shared_arguments = ["-np", str(options.np), *options.hosts, "--", *overrides]
     # The same command gets the same folder, so that it continues the sweep.
     folder = local_folder(
-        options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output"
+        options.output or f"sweeps/{space.path.stem}-{config.run.name}", "--output"
     )
     prune_after = None if options.no_pruning else options.prune_after
 

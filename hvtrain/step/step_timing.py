@@ -128,7 +128,7 @@ class StepMarks:
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._arrived.assign_add(1)
             self._examples.assign_add(tf.shape(tf.nest.flatten(data)[0], tf.int64)[0])
-            self._step.assign(tf.stack([began, now, 1.0]))
+            self._step.assign([began, now, 1.0])
         return self._after(now, data)
 
     def ready(self, gradients: Sequence[Any]) -> tf.Tensor:
