@@ -209,7 +209,7 @@ class Split:
     slowest_host: str
     slowest_seconds: float
     median_seconds: float
-    caution: str = ""
+    caution: str
 
     @classmethod
     def of(

@@ -69,27 +69,27 @@ class Strategy:
     """
 
     # The strategy's name in messages.
-    name: str = "single"
+    name = "single"
     # Counts and times of this process's steps. Created by start.
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
     # How many of the plan's ranks this process stands for, known after start. It takes their
     # batches as one.
-    num_replicas: int = 1
-    unit: str = "ranks"  # What the batch of a step is divided among.
+    num_replicas = 1
+    unit = "ranks"  # What the batch of a step is divided among.
     # True if a rank's batch is split into parts that another rank may compute after a restart.
-    cuts_batches: bool = False
+    cuts_batches = False
     # False if batches need the same shape in all steps (no bucketing by length).
-    takes_lengths: bool = True
-    takes_short_batches: bool = True  # False if all steps need batches of one size.
+    takes_lengths = True
+    takes_short_batches = True  # False if all steps need batches of one size.
     # False if restart() is impossible, or would change nothing.
-    can_restart: bool = True
+    can_restart = True
     # How a run under this strategy differs from the same run under others; for the summary and the record.
     differences: Sequence[str] = ()
     # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
-    sync_every: int = 1
-    num_synchronizations: int = 0
+    sync_every = 1
+    num_synchronizations = 0
     # For each worker of parameter servers, the number of this start's steps that used its gradient.
     steps_by_worker: Sequence[int] = ()
 
