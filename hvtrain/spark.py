@@ -103,8 +103,9 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
     # Spark must not retry a task: it would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
-    if os.environ.get("PYTHONPATH"):
-        builder = builder.config("spark.executorEnv.PYTHONPATH", os.environ["PYTHONPATH"])
+    python_path = os.environ.get("PYTHONPATH")
+    if python_path:
+        builder = builder.config("spark.executorEnv.PYTHONPATH", python_path)
     try:
         session = builder.getOrCreate()
     except PySparkRuntimeError as error:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -244,25 +243,27 @@ class Trials:
         return 0 if self.results["best"] else 1
 
     def _run_next(self) -> None:
-        title = f"{len(self.results['trials']) + 1} of {self.num_trials}"
-        self.study.try_next(partial(self._run_trial, title))
+        self.study.try_next(self._run_trial)
         progress("")
         self._collect()
-        trial = self.results["trials"][-1]
+        trials = self.results["trials"]
+        trial = trials[-1]
         outcome = trial["error"]
         if trial["value"] is not None:
             outcome = f"{self.goal.metric} {trial['value']:.5g}"
         print(
-            f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}",
+            f"{len(trials)} of {self.num_trials}: trial {trial['number']} {trial['state']}, {outcome}; "
+            f"{self._so_far()}",
             flush=True,
         )
 
     def _run_trial(
-        self, title: str, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
+        self, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
     ) -> float | None:
         """Runs a trial and shows its progress; returns its value, or None if it was pruned."""
         values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-        title = f"{title}: trial {number} ({values})"
+        order = len(self.results["trials"]) + 1
+        title = f"{order} of {self.num_trials}: trial {number} ({values})"
         progress(f"{title}; {self._so_far()} ...")
 
         def judge(epoch: int, value: float) -> bool:
