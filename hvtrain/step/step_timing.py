@@ -90,7 +90,7 @@ class StepMarks:
             int(self._arrived),
             int(self._ready),
             int(self._reduced),
-            int(self._totals.numpy()[2]),
+            int(self._totals[2]),
         )
 
     @property
