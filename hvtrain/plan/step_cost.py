@@ -226,8 +226,8 @@ def slowdown(num_ranks: int, deviation: float) -> float:
     """Returns the expected step time of the slowest of num_ranks ranks, relative to the mean.
 
     All ranks wait for that one. Step times are assumed to be normally distributed, with this
-    relative deviation. The heavier tail that Chen et al. (2016, "Revisiting Distributed Synchronous SGD",
-    arXiv:1604.00981) measured on real clusters is not modeled.
+    relative deviation. The heavier tail that Chen et al. (2016, "Revisiting Distributed Synchronous
+    SGD", arXiv:1604.00981) measured on real clusters is not modeled.
 
     >>> round(slowdown(512, 0.03), 3)
     1.091

@@ -154,7 +154,7 @@ class Sizes:
         self._gpu = tf.config.list_logical_devices("GPU")
 
     def try_size(self, size: int) -> str:
-        """Trains some steps with this size and adds a trial; returns why not, "" if it did."""
+        """Trains some steps with this size and adds a trial; if it cannot, returns why, else ""."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
@@ -167,7 +167,7 @@ class Sizes:
         return self._lacking_memory(size) or self._measure(replace(run, plan=plan), size)
 
     def _lacking_memory(self, size: int) -> str:
-        """Returns which host lacks the memory for this size, as predicted; "" if none does."""
+        """Predicts the memory for this size; returns which host lacks it, or ""."""
         # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted:
         # running out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
@@ -185,7 +185,7 @@ class Sizes:
         )
 
     def _measure(self, run: Run, size: int) -> str:
-        """Trains by the run's plan and adds a trial; returns which ranks lack memory, "" if none."""
+        """Trains by the run's plan and adds a trial; returns which ranks lack memory, or ""."""
         # Resets the peaks, so that they will be those of this size.
         forget_peak()
         if self._gpu:
