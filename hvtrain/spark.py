@@ -23,9 +23,7 @@ if __name__ == "__main__":
     # A script's folder comes first on sys.path. Here that is hvtrain/, where `import
     # keras` would find hvtrain.keras.
     sys.path = [
-        folder
-        for folder in sys.path
-        if Path(folder or ".").resolve() != Path(__file__).resolve().parent
+        folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent
     ]
 
 from hvtrain.config.choices import run_settings
@@ -102,11 +100,12 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         raise ConfigError(
             f"pyspark is not installed here ({error}); start with spark-submit, or install scripts/lock/spark.txt"
         ) from error
-    # A retried task would find the other ranks gone.
+    # Spark must not retry a task: it would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
-    if os.environ.get("PYTHONPATH"):
-        builder = builder.config("spark.executorEnv.PYTHONPATH", os.environ["PYTHONPATH"])
+    python_path = os.environ.get("PYTHONPATH")
+    if python_path:
+        builder = builder.config("spark.executorEnv.PYTHONPATH", python_path)
     try:
         session = builder.getOrCreate()
     except PySparkRuntimeError as error:
@@ -122,7 +121,11 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def run_ranks(
-    context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False
+    context: Any,
+    config: RunConfig,
+    overrides: Sequence[str],
+    num_ranks: int | None,
+    mpi: bool = False,
 ) -> int:
     """Runs one rank in each of num_ranks tasks of a SparkContext.
 
@@ -178,7 +181,7 @@ class SparkModel:
     """A finished run that predicts on Spark's executors.
 
     Args:
-        run: the run folder, which the driver and all executors must see.
+        run: the run folder, which must be visible to the driver and all executors.
         trust: True if the run's settings may name code that is neither hvtrain's nor Keras's. Such code is executed.
     """
 
@@ -234,7 +237,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
 
     config.run.dir = str(run_dir)
     config.dataset["file"] = str(rows)
-    code = run_ranks(frame.sparkSession.sparkContext, config, list(overrides), num_ranks)
+    code = run_ranks(frame.sparkSession.sparkContext, config, overrides, num_ranks)
     if code:
         raise RankError(
             f"the training in {run_dir} ended with exit code {code}; see the messages above"
@@ -253,7 +256,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
     batch_size = run.config.train.evaluation_batch_size
     for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
-        # Written to a file, so that columns are read and checked as in predict.
+        # Goes through a file, so that columns are read and checked as by the command predict.
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
             pa.parquet.write_table(
                 pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name
@@ -281,16 +284,13 @@ def _open_run(model: SparkModel):
 
 @dataclass
 class RankLines:
-    """Writes the ranks' lines on the driver, without the launchers' marks, and each error only once."""
+    """Writes the ranks' lines on the driver, without launchers' marks and each error only once."""
 
     stream: TextIO
     _reported: set[str] = field(default_factory=set)
 
     def write(self, line: str) -> None:
-        mark = MARK.match(line)
-        if mark:
-            line = line[mark.end() :]
-
+        line = MARK.sub("", line)
         error = re.match(r"hvtrain: (?:rank \d+: )?(.*)", line)
         if error:
             if error[1] in self._reported:
@@ -341,7 +341,7 @@ def rank_environment(mpi: bool) -> dict[str, str]:
     return variables
 
 
-def train_rank(config: RunConfig, overrides: list[str], folder: str) -> None:
+def train_rank(config: RunConfig, overrides: Sequence[str], folder: str) -> None:
     """Runs one rank, in its own process beside a Spark task.
 
     Exits with the rank's code unless it succeeds.

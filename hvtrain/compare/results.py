@@ -271,7 +271,7 @@ def html(comparison: Record) -> str:
         "compare/compare.html.j2",
         comparison=comparison,
         overview=table(comparison),
-        drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],
+        drawn=[(title, page_svg(title, draw, _CHART_SIZE)) for title, draw in panels(comparison)],
     )
 
 

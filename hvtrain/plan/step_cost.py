@@ -1,12 +1,13 @@
-"""Predicts the time of one training step on n ranks: computing, and the reduction that it does not hide. Pure.
+"""Predicts the time of a step on n ranks: computation, and the reduction that it does not hide.
 
-It is a small simulation. The backward pass finishes the gradients of the last layer first; those that
-are ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); buffers are all-reduced one
-after another; the step ends when the last one is reduced and all computing is done.
+Pure. This is a small simulation: the backward pass finishes the gradients of the last layer first;
+those that are ready are fused into a buffer (Horovod's tensor fusion, arXiv:1802.05799); buffers
+are all-reduced one after another; the step ends when the last one is reduced and all computation is
+done.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
@@ -22,13 +23,13 @@ class Gradient:
 
     Attributes:
         num_bytes: Its size.
-        work: Operations since the previous gradient after which it is ready, in any unit.
-        shape: The shape of its variable; empty for a message of several.
+        work: Operations between the previous gradient and this one, in any unit.
+        shape: The shape of its variable; empty for a message that holds several gradients.
     """
 
     num_bytes: int
     work: float
-    shape: tuple[int, ...] = field(default=(), compare=False)
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Work:
     """A step on one rank alone.
 
     Attributes:
-        step_seconds: Its time.
+        step_seconds: Its duration.
         gradients: In the order of the backward pass.
-        forward_share: The share of the step that comes before the backward pass, which computes twice as
-            many products as the forward pass: for the inputs and for the weights.
+        forward_share: Fraction of the step that precedes the backward pass. The default is 1/3:
+            for each product of the forward pass, the backward pass computes two (the gradients of
+            a layer's inputs and of its weights).
     """
 
     step_seconds: float
@@ -54,18 +56,19 @@ class Rules:
     The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
     Attributes:
-        overlap: True if gradients are reduced while others are computed, False if after the last one.
-        fusion_bytes: Size of a buffer; a larger tensor is sent alone. hvtrain's runs fuse nothing (0),
-            but have buckets.
-        cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on
-            average.
-        interference: The fraction by which computing is slower while data moves, since both use memory
-            and cores (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep
-            Learning Training Platforms"). Fitted, like algorithms.LINK_SHARE and the deviation; see
-            docs/plan.md.
+        overlap: True if gradients are reduced while others are still being computed; False if the
+            first reduction waits for the last gradient.
+        fusion_bytes: Size of a buffer; a larger tensor is sent alone. It is 0 in hvtrain's runs,
+            which send buckets instead.
+        cycle_seconds: Interval at which Horovod looks for ready gradients; a gradient waits for
+            half of it on average.
+        interference: The fraction by which computation is slower while data moves, since both use
+            memory and cores (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in
+            Distributed Deep Learning Training Platforms"). Fitted, like algorithms.LINK_SHARE and
+            the deviation; see docs/plan.md.
         deviation: Standard deviation of the ranks' step times, relative to their mean.
-        algorithms: Names in algorithms.ALGORITHMS; the fastest is used for each buffer. The default two
-            are those between which NCCL chooses.
+        algorithms: Names in algorithms.ALGORITHMS; the fastest is used for each buffer. The
+            defaults are the two that NCCL chooses from.
     """
 
     overlap: bool = False
@@ -83,7 +86,7 @@ class Cost:
     Attributes:
         num_ranks: Number of ranks.
         step_seconds: Time of the whole step.
-        compute_seconds: Time that the slowest rank computes, without the reduction.
+        compute_seconds: Computation time of the slowest rank, without the reduction.
         communication_seconds: Time of all reductions, hidden or not.
         exposed_seconds: Time that the reduction adds to the step, interference included.
         num_buffers: Number of reductions.
@@ -102,7 +105,7 @@ class Cost:
 
 
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
-    """Simulates a step on num_ranks ranks, and returns its cost.
+    """Simulates a step on num_ranks ranks and returns its cost.
 
     >>> from hvtrain.plan.algorithms import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
@@ -149,7 +152,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         num_bytes = sum(sizes[first:end])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
-        # Computing is slowed down only while data moves, not during the latency.
+        # Computation is slowed down only while data moves, not during the latency.
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
@@ -158,7 +161,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         free = begin + seconds
         first = end
 
-    # The step ends with the computing or the reduction, whichever is later.
+    # The step ends when both the computation and the last reduction are done.
     step = max(computed, free)
     return Cost(
         num_ranks=num_ranks,
@@ -188,14 +191,15 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """Returns when work that was due at `moment` is done if computing is slowed down for `seconds` from `begin` on.
+    """Returns when work due at `moment` ends if computation is slower for `seconds` from `begin`.
 
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
     """
-    if moment <= begin or not interference:
+    if moment <= begin:
         return moment
-    # The slowdown lasts while data moves, or until the work is done if that comes first.
+    # The slowdown ends when the data have arrived or the work is done, whichever comes first.
+    # Slowed down, work of duration t takes t / (1 - interference).
     return moment + min(
         seconds * interference, (moment - begin) * interference / (1 - interference)
     )
@@ -219,11 +223,11 @@ def expected_maximum(number: int) -> float:
 
 
 def slowdown(num_ranks: int, deviation: float) -> float:
-    """Returns the expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
+    """Returns the expected step time of the slowest of num_ranks ranks, relative to the mean.
 
-    Step times are assumed to be normally distributed, with this relative deviation. The heavier tail
-    that Chen et al. (2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real
-    clusters is not modeled.
+    All ranks wait for that one. Step times are assumed to be normally distributed, with this
+    relative deviation. The heavier tail that Chen et al. (2016, "Revisiting Distributed Synchronous
+    SGD", arXiv:1604.00981) measured on real clusters is not modeled.
 
     >>> round(slowdown(512, 0.03), 3)
     1.091

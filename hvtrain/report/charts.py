@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -28,7 +28,7 @@ _VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SE
 }
 
 # Matplotlib's settings for a page: no ticks, no frame at the top and right, and muted colors.
-_PLAIN = {
+_PLAIN: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": LINE,
     "axes.grid": True,
@@ -36,8 +36,11 @@ _PLAIN = {
     "axes.labelsize": 9,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "font.family": "sans-serif",
     "grid.color": LINE,
     "grid.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "text.color": INK,  # For legends.
     "xtick.color": MUTED,
     "xtick.labelsize": 9,
     "xtick.major.size": 0,
@@ -55,8 +58,6 @@ Points = Sequence[tuple[float, float]]
 MOST_RANKS = 6
 # Metrics without a chart: FLOP/s are proportional to the speed, which has one.
 _NOT_DRAWN = ("flops_per_second", "share_of_peak")
-_WIDTH = 4.4  # In inches, like the height.
-_HEIGHT = 2.6
 
 
 def write_panels(
@@ -67,7 +68,7 @@ def write_panels(
     Args:
         panels: at least one; a panel whose axes say enough has the title "".
         path: a PNG file. Readers see either the old picture or the new one, never part of it.
-        most_columns: number of panels in a row, if there are enough.
+        most_columns: maximum number of panels in a row.
         panel_size: width and height of a panel, in inches.
     """
     # A Figure made without pyplot needs no display, and need not be closed.
@@ -93,29 +94,23 @@ def write_panels(
     write_atomic(path, file.getvalue())
 
 
-def page_svg(title: str, draw: Callable[[Any], None], width: float, height: float) -> str:
+def page_svg(
+    title: str, draw: Callable[[Any], None], size: tuple[float, float] = (4.4, 2.6)
+) -> str:
     """Draws one chart as an SVG element for a page.
 
     Args:
         title: the text for screen readers; the page shows it beside the chart.
         draw: draws on the axes, in the colors of this module.
-        width: width in inches, which with the height sets the aspect ratio: the page scales the chart.
-        height: height in inches.
+        size: width and height in inches. The page scales the chart, so they only set its aspect
+            ratio and the relative size of its text.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    settings: Any = {
-        "svg.fonttype": "none",
-        # Makes ids reproducible, so that the same chart has the same bytes each time.
-        "svg.hashsalt": title,
-        "font.family": "sans-serif",
-        "text.color": INK,  # For legends.
-        **_PLAIN,
-    }
-
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(width, height), layout="constrained")
+    # The salt makes ids reproducible, so that the same chart has the same bytes each time.
+    with mpl.rc_context(_PLAIN | {"svg.hashsalt": title}):
+        figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
@@ -188,7 +183,7 @@ def charts_of_several(runs: Sequence[RunFiles]) -> list[Chart]:
 
 def svg(chart: Chart) -> str:
     """Draws the chart as an SVG element for a page."""
-    return page_svg(chart.title, partial(_draw, chart), _WIDTH, _HEIGHT)
+    return page_svg(chart.title, partial(_draw, chart))
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
@@ -196,7 +191,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
     def draw(axes):
         x, y = zip(*figure["points"])
-        axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
+        axes.scatter(x, y, s=9, color=BLUE, alpha=0.55, linewidths=0)
         dashes = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
         if figure["line"] == "diagonal":
             axes.axline((min(x), min(x)), slope=1, **dashes)
@@ -207,16 +202,16 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
     # The page shows the figure's title already; screen readers need the axes too.
     title = f"{figure['title']}: {figure['y_label']} by {figure['x_label']}"
-    return page_svg(title, draw, _WIDTH, _HEIGHT)
+    return page_svg(title, draw)
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
     """Draws all charts into one picture on white. There must be at least one."""
     panels = [(chart.title, partial(_draw, chart)) for chart in charts]
-    write_panels(panels, path, 3, (_WIDTH, _HEIGHT + 0.3))
+    write_panels(panels, path, 3, (4.4, 2.9))
 
 
-def _with_points(charts: Iterable[Chart]) -> list[Chart]:
+def _with_points(charts: list[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 
@@ -261,13 +256,13 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
 def _draw(chart: Chart, axes) -> None:
     for series in chart.series:
         axes.plot(
-            [epoch for epoch, _ in series.points],
-            [value for _, value in series.points],
+            # Nothing for a run that lacks this metric.
+            *zip(*series.points),
             # If there are more curves than colors, the colors repeat with dashed lines.
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            # Few points are marked: a single one has no line that would show it.
+            # Short curves get markers, since a single point has no line that would show it.
             marker="o" if len(series.points) < 3 else None,
             markersize=3.5,
             label=series.label,

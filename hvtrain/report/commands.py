@@ -1,7 +1,7 @@
 """`python -m hvtrain report` and `runs`: pages about runs, and a list of the runs in a folder.
 
-report writes the page of one run again, or compares several runs on one page: a sortable table,
-curves in common charts, and the settings that differ. Everything comes from files in the run
+report rewrites the page of one run, or compares several runs on one page: a sortable table, charts
+with a curve for each run, and the settings that differ. Everything comes from files in the run
 folders, so neither TensorFlow nor the data set is needed.
 """
 
@@ -29,7 +29,7 @@ DEFAULT_FOLDER = "runs"
 # Number of folder levels below DIR that are searched.
 DEPTH = 3
 
-# A run as --json prints it, with COLUMNS. Unknown values are None; an unknown date is empty.
+# A run as --json prints it; keys are COLUMNS. Unknown values are None; an unknown date is empty.
 Row = dict[str, Any]
 COLUMNS = (
     "run",
@@ -51,8 +51,8 @@ def report_runs() -> int:
     parser = Parser(
         "python -m hvtrain report",
         description="""\
-Writes the report of a run again, report.html and curves.png, from the files in its folder; also of a run that is still
-going or has failed. Several runs are compared on one page: a sortable table of figures, curves in common charts, and
+Rewrites the report of a run, report.html and curves.png, from the files in its folder, even if the run is still going
+or has failed. Several runs are compared on one page: a sortable table of figures, charts with a curve for each run, and
 the settings that differ.""",
     )
     parser.add_argument(
@@ -74,8 +74,8 @@ the settings that differ.""",
         print(path)
         return 0
 
-    # A single run gets a page with all its figures. For a run in object storage, the page goes to
-    # this folder, so that the local copy of the run stays unchanged.
+    # A single run gets a page with all its figures. The page of a run in object storage goes to the
+    # current folder, so that the local copy of the run stays unchanged.
     folder = Path() if is_remote(folders[0]) else runs[0].folder
     written = write_page(runs[0], page_path(options.output or folder / REPORT_FILE))
     print(" and ".join(map(str, written)))
@@ -84,32 +84,22 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
-    labels = folder_labels(runs)
-    # Runs of different tasks have different metrics, each in its own column.
-    metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
-    # Runs may also choose their best checkpoints by different metrics.
-    best_metrics = dict.fromkeys(
-        run.result["best"]["metric"] for run in runs if run.result.get("best")
-    )
-    charts = charts_of_several(runs)
+    # A run is shown by its folder's path, relative to the innermost folder that has all of them.
+    common = os.path.commonpath([run.folder.parent for run in runs])
+    labels = [str(run.folder.relative_to(common)) for run in runs]
 
     return render(
         "report/comparison.html.j2",
         runs=list(zip(labels, runs)),
-        metrics=metrics,
-        bests=best_metrics,
-        labels=labels,
+        # Runs of different tasks have different metrics, each in its own column.
+        metrics=dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})),
+        # Runs may also choose their best checkpoints by different metrics.
+        bests=dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best")),
         num_colors=len(SERIES),
-        drawn=[(chart.title, svg(chart)) for chart in charts],
+        drawn=[(chart.title, svg(chart)) for chart in charts_of_several(runs)],
         settings=differing([run.config for run in runs]),
         script=(FOLDER / "sort.js").read_text("utf-8"),
     )
-
-
-def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns each run folder's path, relative to the innermost folder that contains them all."""
-    common = os.path.commonpath([run.folder.parent for run in runs])
-    return [str(run.folder.relative_to(common)) for run in runs]
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -125,15 +115,12 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     runs_settings = [
         {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
     ]
-    names = dict.fromkeys(name for settings in runs_settings for name in settings)
+    names = dict.fromkeys(
+        name for settings in runs_settings for name in settings if name not in _NOT_COMPARED
+    )
     rows = [(name, [settings.get(name, "") for settings in runs_settings]) for name in names]
     rows.sort(key=lambda row: "" in row[1])
-
-    return [
-        (name, values)
-        for name, values in rows
-        if len(set(values)) > 1 and name not in _NOT_COMPARED
-    ]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 # Scores and speeds are negated, to sort the best run first. A key of None (unknown) comes last.
@@ -152,7 +139,7 @@ def list_runs() -> int:
     parser = Parser(
         "python -m hvtrain runs",
         description="""\
-Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
+Lists the runs in a folder. Each is running, finished, stopped (on request) or failed. The score is the task's
 metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
         epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
     )

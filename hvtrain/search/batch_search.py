@@ -14,7 +14,6 @@ import tensorflow as tf
 from hvtrain import runner
 from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.models.memory import footprint
 from hvtrain.search.batch_sizes import (
@@ -33,14 +32,14 @@ from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.repeated_step import step_without_update
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.run import Run, RunState, Start, describe, summary
+from hvtrain.training.run import Run, RunState, describe, summary
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
 # Lines of a run's description that depend on the batch size, and so are not logged.
 _DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
-# Texts with which CUDA's libraries report that a device has no memory left.
+# Texts with which CUDA's libraries report that a device has run out of memory.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
@@ -70,7 +69,7 @@ def try_sizes(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
-    """Tries sizes from train.batch_size on, doubling each time, and returns the trials (every rank).
+    """Tries batch sizes from train.batch_size on, doubling, and returns the trials (every rank).
 
     Args:
         config: the settings of the run, made by commands.as_search.
@@ -81,42 +80,40 @@ def try_sizes(
         overrides: settings on the command line, for the suggested commands.
 
     Raises:
-        ConfigError: the strategy's ranks do not take steps by themselves.
+        ConfigError: the strategy's ranks do not each train on their own batch.
         TrainingError: not even the first size could be tried.
     """
-    # Other strategies run steps on servers or replicas, whose memory is not that of this process.
+    # Other strategies compute on workers or replicas, whose memory is not that of this process.
     if not strategy.is_plain:
         raise ConfigError(
-            "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
+            f"find_batch needs ranks that each train on their own batch, which strategy={strategy.name} lacks; "
             "choose strategy=horovod, elastic or single"
         )
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model = runner.make_model(run)
     start = runner.restore(run, model, None)
-    description = describe(run, model, start)
-    log.info(
-        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE})
-    )
+    lines = describe(run, model, start).items()
+    log.info(summary({name: text for name, text in lines if name not in _DIFFER_BY_SIZE}))
 
     on_chief = strategy.comm.on_chief
-    sizes = Sizes(run, model, start, limit_bytes)
+    sizes = Sizes(run, model, limit_bytes)
     trials = sizes.trials
     size = run.plan.batch_sizes[0]
-    reason = ""
 
     # Reasons come from gathered values, so every rank has the same one
     # and all leave the loop together.
-    while not reason:
+    while True:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
         else:
-            reason = sizes.obstacle(size) or sizes.measure(size)
-        if not reason:
-            log.info("%s", trials[-1])
-            # Written after each size, because the kernel may kill the ranks during the next.
-            on_chief(lambda: write_sizes(run.folder, trials))
-            size *= 2
+            reason = sizes.try_size(size)
+        if reason:
+            break
+        log.info("%s", trials[-1])
+        # Written after each size, because the kernel may kill the ranks during the next.
+        on_chief(lambda: write_sizes(run.folder, trials))
+        size *= 2
 
     log.info(f"ended: {reason}")
     if not trials:
@@ -138,42 +135,39 @@ def try_sizes(
 
 @dataclass
 class Sizes:
-    """Measures batch sizes one after another, and says what prevents the next (every rank).
+    """Tries batch sizes one after another on the same model (every rank).
 
     Attributes:
         run: the run; each size replaces its plan.
         model: the run's model, with its weights set.
-        start: where the run begins.
         limit_bytes: memory that all ranks of a host may use together; None: what is free.
     """
 
     run: Run
     model: keras.Model
-    start: Start
     limit_bytes: int | None
 
     def __post_init__(self) -> None:
         self.comm = self.run.strategy.comm
         self.trials: list[Trial] = []
         self._peaks = [(0, resident_bytes())]  # Pairs of a size and this rank's peak on the host.
-        self._gpu = tf.config.list_logical_devices("GPU")[:1]
+        self._gpu = tf.config.list_logical_devices("GPU")
 
-    def plan_of(self, size: int) -> StepPlan:
-        """Returns the run's plan with batches of this size. Raises ConfigError if there are too few examples."""
+    def try_size(self, size: int) -> str:
+        """Trains some steps with this size and adds a trial; if it cannot, returns why, else ""."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
-
-        return make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
-
-    def obstacle(self, size: int) -> str:
-        """Returns why the size cannot be tried: too few examples, or too little memory on a host; "" if it can."""
         # Making a plan fails if the data set does not fill a batch of this size.
         try:
-            self.plan_of(size)
+            plan = make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
         except ConfigError as error:
             return str(error).partition(";")[0]
 
+        return self._lacking_memory(size) or self._measure(replace(run, plan=plan), size)
+
+    def _lacking_memory(self, size: int) -> str:
+        """Predicts the memory for this size; returns which host lacks it, or ""."""
         # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted:
         # running out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
@@ -190,9 +184,8 @@ class Sizes:
             f"where {free / GIB:.2f} GiB are left"
         )
 
-    def measure(self, size: int) -> str:
-        """Trains some steps with this size, and adds a trial. Returns why it does not fit on a rank; "" if it does."""
-        run = replace(self.run, plan=self.plan_of(size))
+    def _measure(self, run: Run, size: int) -> str:
+        """Trains by the run's plan and adds a trial; returns which ranks lack memory, or ""."""
         # Resets the peaks, so that they will be those of this size.
         forget_peak()
         if self._gpu:
@@ -206,7 +199,7 @@ class Sizes:
 
         stopwatch = Stopwatch()
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
-        context = RunContext.begin(run, self.model, self.start.step)
+        context = RunContext.begin(run, self.model, 0)
         with explain_errors(context):
             run.strategy.fit(
                 self.model, run.batches_from, run.plan, 0, [context.position, stopwatch], steps
@@ -238,24 +231,19 @@ class Sizes:
             return logs, [gradient for gradient, _ in pairs]
 
         # Compiled like the real step, since XLA plans memory differently.
-        step = tf.function(gradients_alone, jit_compile=bool(model.jit_compile))
+        step = tf.function(gradients_alone, jit_compile=model.jit_compile)
 
         try:
             step(next(iter(run.batches_from(0))))
         except tf.errors.OpError as error:
-            if not is_out_of_memory(error):
+            is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
+            if not is_exhausted and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             # The error is in this rank's log only; all ranks learn which ranks had one.
             log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
             return False
 
         return True
-
-
-def is_out_of_memory(error: tf.errors.OpError) -> bool:
-    """True if the error says that a device had no memory left."""
-    is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
-    return is_exhausted or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
@@ -274,6 +262,8 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
         f"fastest: train.batch_size={best.batch_size}, with {best.examples_per_second:,.0f} examples/s"
     )
     log.info(f"  {python} -m hvtrain {settings}")
-    log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
+    log.info(
+        "another batch size changes what optimizer.learning_rate means; to find a rate for it:"
+    )
     log.info(f"  {python} -m hvtrain find_lr {settings}")
     log.info(f"picture and figures in {run.folder}")

@@ -26,7 +26,7 @@ def find_lr() -> int:
     parser = _trial_parser(
         "find_lr",
         """\
-Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both for the global batch),
 until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
 prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
 A schedule's warm-up and decay are applied to this rate.""",
@@ -44,25 +44,28 @@ A schedule's warm-up and decay are applied to this rate.""",
         raise ConfigError(
             f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range"
         )
-    # Replaces the user's schedule, whose warm-up would hold the rate down.
-    schedule = {
-        "_target_": "hvtrain.core.schedule.RangeTest",
-        "lowest": options.lowest,
-        "highest": options.highest,
-    }
-    config = _composed(options)
+    config = as_trial(
+        _composed(options),
+        options.steps,
+        # Replaces the user's schedule, whose warm-up would hold the rate down.
+        schedule={
+            "_target_": "hvtrain.core.schedule.RangeTest",
+            "lowest": options.lowest,
+            "highest": options.highest,
+        },
+    )
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.range_test import try_rates
-    runner.on_all_ranks(as_trial(config, options.steps, schedule=schedule), try_rates)
+    runner.on_all_ranks(config, try_rates)
     return 0
 
 
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     """Returns the settings of a trial run, for find_lr and find_batch.
 
-    A trial run has no checkpoints, no notices, and no callbacks. run.dir is not set here: a name with
-    the current time could differ between ranks, so the chief chooses it.
+    A trial run has no checkpoints, notices or callbacks. run.dir is not set here: a name that
+    contains the time could differ between ranks, so the chief chooses it.
 
     Args:
         config: the user's run.
@@ -98,7 +101,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
 
 
 def _trial_parser(command: str, description: str, examples: str) -> Parser:
-    """Makes a parser with the options that both commands share."""
+    """Returns a parser with the options that both commands share."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -116,7 +119,7 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
 
 
 def _composed(options: argparse.Namespace) -> RunConfig:
-    """Composes the user's run, in the folder of --output."""
+    """Composes the user's run, with the folder from --output."""
     if options.output and any(text.startswith("run.dir=") for text in options.overrides):
         raise ConfigError("run.dir=DIR and --output DIR are the same setting; give one of them")
     return composed([*options.overrides, *options.output])
@@ -133,8 +136,8 @@ def find_batch() -> int:
     parser = _trial_parser(
         "find_batch",
         """\
-Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
-than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
+Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or exceeds the
+data set. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
 that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
 A size that would exceed the memory of the host or of its container is not begun.""",
         """\
@@ -142,10 +145,10 @@ A size that would exceed the memory of the host or of its container is not begun
   horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
 """,
     )
-    add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
+    add_number(parser, "--first", at_least(1), "first size, in examples per rank", 1)
     add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
     add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    about = "memory of all ranks of a host; default: what is free"
+    about = "memory that the ranks of a host may use together; default: what is free"
     add_number(parser, "--memory", positive, about, metavar="GIB")
     options = parser.parse_with_overrides()
     config = as_search(_composed(options), options.first, options.steps)

@@ -1,4 +1,4 @@
-"""The learning-rate range test: records the loss at each step of a run, and suggests a rate from these losses."""
+"""The learning-rate range test: records the loss at each step, and suggests a learning rate."""
 
 import logging
 import math
@@ -117,7 +117,7 @@ class Recorder(RunCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.rates.append(self._rate)
-        self.losses.append(self.run.strategy.metrics_over_ranks(self.model)["loss"])
+        self.losses.append(self.strategy.metrics_over_ranks(self.model)["loss"])
         if has_diverged(self.losses):
             self.model.stop_training = True
 
@@ -154,11 +154,11 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     log.info(
-        "the loss fell fastest, and is suggested, at "
-        f"optimizer.learning_rate={suggestion.rate / factor:.2g}{note}"
+        f"suggested: optimizer.learning_rate={suggestion.rate / factor:.2g}{note}, "
+        "where the loss fell fastest"
     )
     log.info(
-        f"it was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
+        f"the loss was lowest at {suggestion.lowest_at / factor:.2g}; picture and losses in {run.folder}"
     )
     return suggestion
 
@@ -181,8 +181,8 @@ def write(
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         # Only the last loss can be infinite or NaN, which no axis can reach.
         if len(averages) > 1:
-            # Scaled to the first half. A loss that diverges later is cut
-            # off, as it would flatten the rest.
+            # Scaled to the first half: a loss that diverges later is cut off,
+            # since it would flatten the rest of the curve.
             before = averages[: len(averages) // 2]
             axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(before)))
         axes.legend()

@@ -14,8 +14,6 @@ from hvtrain.errors import ConfigError, in_one_line
 
 MAX = "max"
 MIN = "min"
-_FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
-
 
 # The definition of one searched setting: {low, high}, both inclusive, optionally
 # with log or a step; or {choices}, each of which is a value or a list of values.
@@ -25,7 +23,7 @@ Setting = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The definitions of the searched settings by name, and the file that they are in."""
+    """The definitions of the searched settings by name, and the file from which they were read."""
 
     path: Path
     settings: Mapping[str, Setting]
@@ -52,7 +50,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         overrides: the command line, which may have --config-dir.
 
     Raises:
-        ConfigError: there is no such file, or a setting in it is wrong.
+        ConfigError: there is no such file, or one of its lines is invalid.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -95,7 +93,10 @@ def _space_file(name: str, overrides: Sequence[str]) -> Path:
 def _check_line(location: str, line) -> None:
     """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict) or not (_lists_choices(line) or _is_range(line)):
-        raise ConfigError(f"{location} is {line!r}, which does not define a search; {_FORM}")
+        raise ConfigError(
+            f"{location} is {line!r}, which does not define a search; "
+            "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
+        )
     if "choices" in line:
         return
 
@@ -154,10 +155,6 @@ class Goal:
     is_explicit: bool = False
     first_epoch: int = 1
 
-    def best(self, values: Sequence[float]) -> float:
-        """Returns the best of these values."""
-        return max(values) if self.direction == MAX else min(values)
-
     def values(self, history: Sequence[EpochRecord]) -> dict[int, float]:
         """Returns the metric's finite values by epoch.
 
@@ -173,9 +170,11 @@ class Goal:
                 "data set validation data, or choose one of these with --metric, and another --output"
             )
 
-        values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
-
-        return {epoch: value for epoch, value in values.items() if math.isfinite(value)}
+        return {
+            record.epoch: record.metrics[self.metric]
+            for record in history
+            if math.isfinite(record.metrics.get(self.metric, math.nan))
+        }
 
     def check(self, starts: Sequence[dict[str, Any]]) -> None:
         """Compares the direction with the task's, which is known only once a run has started.
@@ -188,7 +187,7 @@ class Goal:
         """
         # The newest start counts, since an earlier one may have had other settings.
         last = starts[-1] if starts else {}
-        of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
+        of_task = {1: MAX, -1: MIN}.get(last.get("sign"), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
             raise ConfigError(
                 f"judging by its name, {self.metric} is best at its {self.direction}, but the task says {of_task}; add "

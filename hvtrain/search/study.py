@@ -12,7 +12,7 @@ from typing import Any
 from hvtrain.config.compose import override, override_value
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
 from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
-from hvtrain.search.search_space import MAX, SearchSpace, Setting
+from hvtrain.search.search_space import MAX, Setting
 from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.system.text import aligned
 
@@ -36,7 +36,6 @@ _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 # The picture shows at most this many of the searched settings: the most important ones, once known.
 MOST_PANELS = 8
-_PANEL_SIZE = (4.4, 3.4)  # Inches.
 
 # Settings or facts by name.
 Values = Mapping[str, Any]
@@ -53,11 +52,11 @@ class Study:
 
     Args:
         folder: the folder of the study's file.
-        space: the searched settings.
-        facts: what all trials have in common, such as metric, direction, ranks and settings.
+        facts: what all trials have in common, such as the metric, its direction, the ranks, the
+            settings, and the searched settings as `space`.
         seed: the seed for choosing settings.
-        prune_after: number of trials that must have finished before others are pruned by the median;
-            None: no pruning.
+        prune_after: number of trials that must have finished before the median of their values
+            prunes others; None: no pruning.
 
     Raises:
         ConfigError: the folder holds another sweep or other files.
@@ -66,7 +65,6 @@ class Study:
     def __init__(
         self,
         folder: Path,
-        space: SearchSpace,
         facts: Values,
         seed: int,
         prune_after: int | None,
@@ -77,14 +75,14 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
 
         self._states = optuna.trial.TrialState
-        self._space = space
+        self._space = facts["space"]
         self._distributions = {
-            name: _distribution(setting) for name, setting in space.settings.items()
+            name: _distribution(setting) for name, setting in self._space.items()
         }
         self._study = _open_study(folder, facts)
 
-        # The folder is locked, so no other process is running these: a
-        # killed sweep has left them behind.
+        # The folder is locked, so no other process is running these: a sweep
+        # that was killed has left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
@@ -108,7 +106,7 @@ class Study:
         """Returns the searched settings of a trial."""
         values = {}
         for name, value in trial.params.items():
-            choices = self._space.settings[name].get("choices")
+            choices = self._space[name].get("choices")
             values[name] = choices[value] if choices else value
 
         return values
@@ -154,7 +152,7 @@ class Study:
         return self._study.tell(trial, value)
 
     def _try_again_later(self, trial) -> None:
-        # Its run folder is not used again; a later trial gets the same settings.
+        # A later trial gets the same settings, and a run folder of its own.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
@@ -222,8 +220,7 @@ def trial_record(trial: Any, settings: Values, folder: Path) -> dict[str, Any]:
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
-        # JSON keys are strings.
-        "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
+        "epochs": dict(sorted(trial.intermediate_values.items())),
         "seconds": round(trial.duration.total_seconds(), 1),
         "settings": settings,
         "error": trial.user_attrs.get(ERROR),
@@ -240,11 +237,6 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     )
 
 
-def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
-    """Returns the best finished trial, if there is one."""
-    return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
-
-
 def as_overrides(settings: Values) -> list[str]:
     """Formats the searched settings for a trial's command line."""
     return [override(name, value) for name, value in settings.items()]
@@ -252,7 +244,7 @@ def as_overrides(settings: Values) -> list[str]:
 
 def results_table(results: Results) -> list[list[str]]:
     """Returns the table of trials as rows of cells: the header, then the trials from the best on."""
-    names = list(results["space"])
+    names = results["space"]
     rows = [["trial", results["metric"], "epochs", "s", *names]]
 
     for trial in ranked(results["trials"], results["direction"]):
@@ -267,7 +259,7 @@ def results_table(results: Results) -> list[list[str]]:
 
 
 def _epochs(trial: Trial) -> int:
-    return max(map(int, trial["epochs"]), default=0)
+    return max(trial["epochs"], default=0)
 
 
 def in_short(value: Any) -> str:
@@ -299,7 +291,7 @@ def write_results(results: Results, folder: Path) -> None:
     """Writes sweep.json and sweep.csv."""
     write_json(folder / "sweep.json", results)
 
-    names = list(results["space"])
+    names = results["space"]
     rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
 
     for trial in results["trials"]:
@@ -325,7 +317,7 @@ def write_picture(results: Results, path: Path) -> None:
         title = name if share is None else f"{name} ({share:.0%})"
         panels.append((title, partial(_draw_setting, results=results, name=name)))
 
-    write_panels(panels, path, 3, _PANEL_SIZE)
+    write_panels(panels, path, 3, (4.4, 3.4))
 
 
 def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:
@@ -350,7 +342,7 @@ def _draw_history(axes, results: Results) -> None:
     numbers = [trial["number"] for trial in finished]
     axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
 
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     axes.legend(frameon=False, fontsize=8)
 
 

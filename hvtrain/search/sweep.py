@@ -1,6 +1,6 @@
 """`python -m hvtrain sweep`: finds the settings with which a run learns best. Each trial is a run on N ranks.
 
-Trials run one after another, and are judged after each epoch.
+Trials run one after another and are judged after each epoch.
 """
 
 import math
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -28,11 +27,12 @@ from hvtrain.launch.child import (
 )
 from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, read_space
 from hvtrain.search.study import (
+    FINISHED,
     IsHopeless,
     Study,
     as_overrides,
-    best_of,
     in_short,
+    ranked,
     result_lines,
     trial_record,
     write_picture,
@@ -51,7 +51,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 def main() -> int:
     """Checks everything, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
     # Copied first, since composing may change sys.argv, and the sweep's
-    # record has the command as given.
+    # record shows the command as it was given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
@@ -62,8 +62,8 @@ def main() -> int:
         )
 
     space = read_space(path, overrides)
-    configs = _compose_examples(space, overrides)
-    goal = goal_of(configs[0], options.metric, options.direction)
+    config = _compose_examples(space, overrides)[0]
+    goal = goal_of(config, options.metric, options.direction)
     # Trials are comparable only if these are the same, so the study stores them.
     facts = {
         "metric": goal.metric,
@@ -77,19 +77,19 @@ def main() -> int:
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         **facts,
     }
-    launcher = ("-np", str(options.np), *options.hosts)
+    shared_arguments = ["-np", str(options.np), *options.hosts, "--", *overrides]
     # The same command gets the same folder, so that it continues the sweep.
     folder = local_folder(
-        options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output"
+        options.output or f"sweeps/{space.path.stem}-{config.run.name}", "--output"
     )
     prune_after = None if options.no_pruning else options.prune_after
 
-    # Held until the last trial has ended: two sweeps in a folder would treat each other's trials as
-    # interrupted.
+    # Held until the last trial has ended: two sweeps in one folder would treat each other's trials
+    # as interrupted.
     with RunLock() as lock:
         _take(lock, folder)
-        study = Study(folder, space, facts, options.seed, prune_after)
-        return Trials(study, goal, launcher, overrides, folder, num_trials, results).run()
+        study = Study(folder, facts, options.seed, prune_after)
+        return Trials(study, goal, shared_arguments, folder, num_trials, results).run()
 
 
 def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
@@ -145,9 +145,9 @@ def _parser() -> Parser:
         "python -m hvtrain sweep",
         usage="%(prog)s sweep=SPACE [trials=N] [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="""\
-Trains with one choice of settings after the other, each on N ranks, and finds good ones by optuna (TPE). Ends trials
-that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the line that trains
-with the best settings again. trials: results in all, those that are there included; default: 20.""",
+Trains with one combination of settings after another, each on N ranks, and finds good ones with optuna (TPE). Stops
+trials that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the command that
+trains with the best settings again. trials: the number of results to reach, earlier ones included; default: 20.""",
         epilog=f"""\
 {RUN_SETTINGS}
 SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
@@ -159,7 +159,7 @@ examples:
   python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
   python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
 
-The same command again goes on with a sweep that was ended; docs/sweep.md has more.
+The same command continues a sweep that was interrupted; see docs/sweep.md.
 """,
     )
     option = parser.add_argument
@@ -168,15 +168,17 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
     option(
         "--metric",
         metavar="NAME",
-        help="a column of history.csv; default: checkpoint.best, that of the task",
+        help="a column of history.csv; default: checkpoint.best, or else the task's metric",
     )
     option(
-        "--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name"
+        "--direction",
+        choices=(MAX, MIN),
+        help="whether its highest or lowest value is best; default: judged by its name",
     )
     about = "finished trials before others are pruned, from epoch 2 on"
     add_number(parser, "--prune-after", at_least(1), about, 5)
-    option("--no-pruning", action="store_true", help="each trial trains to its end")
-    add_number(parser, "--seed", at_least(0), "of the choice of settings", 0)
+    option("--no-pruning", action="store_true", help="let every trial train to its end")
+    add_number(parser, "--seed", at_least(0), "seed for choosing settings", 0)
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
 
     return parser
@@ -189,8 +191,7 @@ class Trials:
     Attributes:
         study: chooses settings and stores trials.
         goal: the metric to optimize.
-        launcher: options for `hvtrain launch`.
-        overrides: settings of all runs.
+        shared_arguments: the arguments of `hvtrain launch` that all trials share.
         folder: the output folder.
         num_trials: number of results to reach, including those from an earlier start.
         results: the content of sweep.json.
@@ -198,8 +199,7 @@ class Trials:
 
     study: Study
     goal: Goal
-    launcher: Sequence[str]
-    overrides: Sequence[str]
+    shared_arguments: Sequence[str]
     folder: Path
     num_trials: int
     results: dict[str, Any]
@@ -213,7 +213,7 @@ class Trials:
         self._collect()
         # Results from an earlier start count, so the same command continues a sweep.
         already = len(self.results["trials"])
-        note = f"; {already} of them are there" if already else ""
+        note = f", {already} done already" if already else ""
         print(
             f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
             flush=True,
@@ -226,45 +226,44 @@ class Trials:
         except KeyboardInterrupt:
             exit_code = INTERRUPTED
 
-        # The data files are written after each trial. Drawing takes a while,
-        # so it is done once at the end.
+        # The data files are written after each trial; the picture, which takes
+        # longer, only at the end.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_picture(self.results, self.folder / "sweep.png")
             files += ", sweep.png"
 
-        print(
-            "\n"
-            + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
-        )
+        print("", *result_lines(self.results), "", f"results in {self.folder}: {files}", sep="\n")
         if exit_code:
             sys.stderr.write(
-                "hvtrain: interrupted; all trials so far are kept, and the same command goes on\n"
+                "hvtrain: interrupted; all trials so far are kept, and the same command continues\n"
             )
             return exit_code
 
         return 0 if self.results["best"] else 1
 
     def _run_next(self) -> None:
-        title = f"{len(self.results['trials']) + 1} of {self.num_trials}"
-        self.study.try_next(partial(self._run_trial, title))
+        self.study.try_next(self._run_trial)
         progress("")
         self._collect()
-        trial = self.results["trials"][-1]
+        trials = self.results["trials"]
+        trial = trials[-1]
         outcome = trial["error"]
         if trial["value"] is not None:
             outcome = f"{self.goal.metric} {trial['value']:.5g}"
         print(
-            f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}",
+            f"{len(trials)} of {self.num_trials}: trial {trial['number']} {trial['state']}, {outcome}; "
+            f"{self._so_far()}",
             flush=True,
         )
 
     def _run_trial(
-        self, title: str, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
+        self, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
     ) -> float | None:
         """Runs a trial and shows its progress; returns its value, or None if it was pruned."""
         values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-        title = f"{title}: trial {number} ({values})"
+        order = len(self.results["trials"]) + 1
+        title = f"{order} of {self.num_trials}: trial {number} ({values})"
         progress(f"{title}; {self._so_far()} ...")
 
         def judge(epoch: int, value: float) -> bool:
@@ -274,16 +273,22 @@ class Trials:
             return is_hopeless(epoch, value)
 
         folder = self._run_folder(number)
-        # The user waits for the whole sweep, so single trials send no notices.
-        own = [override("run.dir", str(folder)), "notify=[]"]
-        # Started through the launcher, which ends all ranks of a pruned trial.
-        launch = [sys.executable, "-m", "hvtrain", "launch"]
-        command = [*launch, *self._launch_arguments(settings), *own]
+        command = [
+            # Started through the launcher, which ends all ranks of a pruned trial.
+            sys.executable,
+            "-m",
+            "hvtrain",
+            "launch",
+            *self._launch_arguments(settings),
+            override("run.dir", str(folder)),
+            # The user waits for the whole sweep, so single trials send no notices.
+            "notify=[]",
+        ]
         return train_trial(command, folder, self.goal, judge)
 
     def _launch_arguments(self, settings: dict[str, Any]) -> list[str]:
         """Returns the arguments with which `hvtrain launch` trains with these settings."""
-        return [*self.launcher, "--", *self.overrides, *as_overrides(settings)]
+        return [*self.shared_arguments, *as_overrides(settings)]
 
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"
@@ -307,12 +312,13 @@ class Trials:
             trial_record(trial, self.study.settings(trial), self._run_folder(trial.number))
             for trial in self.study.trials()
         ]
-        best = best_of(trials, self.goal.direction)
+        finished = [trial for trial in trials if trial["state"] == FINISHED]
+        best = next(iter(ranked(finished, self.goal.direction)), None)
         if best:
             # The command that trains with these settings again. Secrets are hidden, since it is
             # printed and saved; the user has to fill them in.
-            line = command_line("launch", self._launch_arguments(best["settings"]))
-            best = {**best, "line": line}
+            arguments = self._launch_arguments(best["settings"])
+            best = {**best, "line": command_line("launch", arguments)}
         self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
         write_results(self.results, self.folder)
 
@@ -370,7 +376,8 @@ def train_trial(
     if not values:
         raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
 
-    return goal.best(list(values.values()))
+    better = max if goal.direction == MAX else min
+    return better(values.values())
 
 
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:

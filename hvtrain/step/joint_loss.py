@@ -45,10 +45,8 @@ def joint_loss(
     base = type(loss)
 
     def call(self, y_true, y_pred):
-        losses = base.call(self, y_true, y_pred)
-        self._elements = losses
-        self._elements_mask = get_keras_mask(losses)
-        return losses
+        self._elements = base.call(self, y_true, y_pred)
+        return self._elements
 
     def __call__(self, y_true, y_pred, sample_weight=None):  # noqa: N807
         self._elements = self.denominator = None
@@ -56,10 +54,11 @@ def joint_loss(
         if self._elements is None:
             return value  # The loss overrides __call__ and did not use call().
         mask = get_keras_mask(y_pred)
+        elements_mask = get_keras_mask(self._elements)
         if mask is None:
-            mask = self._elements_mask
-        elif self._elements_mask is not None:
-            mask = mask & self._elements_mask
+            mask = elements_mask
+        elif elements_mask is not None:
+            mask = mask & elements_mask
         self.denominator = _denominator(self._elements, mask, sample_weight, self.reduction)
 
         if not is_taking_gradients():
@@ -82,7 +81,7 @@ def joint_loss(
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that needs all ranks' examples: the strategy lacks them."""
+    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy lacks."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
             f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} "
@@ -95,12 +94,13 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
 
     Keras writes class names into saved models, so a saved model loads with the plain class.
     """
-    identity = {
+    attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        **members,
     }
-    return type(base.__name__, (*mixins, base), {**identity, **members})
+    return type(base.__name__, (*mixins, base), attributes)
 
 
 def overridden_steps(kind: type) -> list[str]:

@@ -44,6 +44,7 @@ class StepTimes(NamedTuple):
 
     @property
     def whole(self) -> float:
+        """Seconds of all phases."""
         return self.own_work + self.communication
 
 
@@ -86,29 +87,31 @@ class StepMarks:
 
     def __call__(self) -> StepCounts:
         return StepCounts(
-            int(self._arrived.numpy()),
-            int(self._ready.numpy()),
-            int(self._reduced.numpy()),
-            int(self._totals.numpy()[2]),
+            int(self._arrived),
+            int(self._ready),
+            int(self._reduced),
+            int(self._totals[2]),
         )
 
     @property
     def num_examples(self) -> int:
         """Number of examples in all batches that arrived."""
-        return int(self._examples.numpy())
+        return int(self._examples)
 
     def times(self) -> StepTimes:
         """Returns the times of all steps since this object was created."""
         data, whole, steps = map(float, self._totals.numpy())
-        communication = float(self._seconds.numpy())
+        communication = float(self._seconds)
         return StepTimes(steps, data, whole - data - communication, communication)
 
-    def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
-        """Returns the time in seconds, read once `after` (values, operations) is computed; 0 if not timed."""
+    def now(self, after: Any) -> tf.Tensor:
+        """Returns the time in seconds; 0 if not timed.
+
+        It is read once `after`, any structure of values and operations, is computed.
+        """
         # Grouped on the values' own device, so that one signal goes to
         # the CPU, not one for each value.
-        dependencies = [tf.group(*after)] if after else []
-        with tf.control_dependencies(dependencies), tf.device("/CPU:0"):
+        with tf.control_dependencies([tf.group(after)]), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
     def arrived(self, data: Any, began: tf.Tensor) -> Any:
@@ -121,21 +124,21 @@ class StepMarks:
         Returns:
             The batch to continue with.
         """
-        now = self.now(tf.nest.flatten(data, expand_composites=True))
+        now = self.now(data)
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._arrived.assign_add(1)
             self._examples.assign_add(tf.shape(tf.nest.flatten(data)[0], tf.int64)[0])
-            self._step.assign(tf.stack([began, now, 1.0]))
+            self._step.assign([began, now, 1.0])
         return self._after(now, data)
 
     def ready(self, gradients: Sequence[Any]) -> tf.Tensor:
         """Marks that this rank's gradients are ready to be reduced; returns the time."""
-        now = self.now(tf.nest.flatten(list(gradients), expand_composites=True))
+        now = self.now(gradients)
         with tf.control_dependencies([now]):
             self._ready.assign_add(1)
         return now
 
-    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor, last: Sequence[Any]) -> list[Any]:
+    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor, last: list[Any]) -> list[Any]:
         """Marks that gradients are reduced.
 
         Args:
@@ -150,7 +153,7 @@ class StepMarks:
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._seconds.assign_add(now - ready)
             self._reduced.assign_add(1)
-        return self._after(now, list(last))
+        return self._after(now, last)
 
     def ended(self, result: Any) -> tf.Tensor:
         """Marks the end of the previous step, if any, and the start of the next; returns the time.
@@ -158,7 +161,7 @@ class StepMarks:
         Args:
             result: tensors that the previous step computed.
         """
-        now = self.now(tf.nest.flatten(result))
+        now = self.now(result)
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             began, arrived, is_open = tf.unstack(self._step)
             # Before the first step is_open is 0, and nothing is added.
@@ -206,11 +209,11 @@ class Split:
     slowest_host: str
     slowest_seconds: float
     median_seconds: float
-    caution: str = ""
+    caution: str
 
     @classmethod
     def of(
-        cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True
+        cls, ranks: Sequence[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool
     ) -> "Split":
         """Combines the mean times of a step, and the hosts, of all ranks.
 
@@ -221,20 +224,19 @@ class Split:
         """
         work = [times.own_work for times, _ in ranks]
         # By own work, since in total a rank that waits for others takes as long as they do.
-        slowest = max(range(len(ranks)), key=lambda rank: work[rank])
+        slowest = work.index(max(work))
         whole = mean(times.whole for times, _ in ranks)
 
         communication = None
         efficiency = None
+        caution = ""
         if sees_exchange:
             communication = mean(times.communication for times, _ in ranks)
             efficiency = round(mean(work) / whole, 4) if whole else 1.0
-
-        caution = ""
-        if sees_exchange and steps_in_a_row < FEW_STEPS:
-            # After a pause the ranks begin at different times, and the first reduction waits for
-            # the last of them.
-            caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
+            if steps_in_a_row < FEW_STEPS:
+                # After a pause the ranks begin at different times, and the first reduction waits
+                # for the last of them.
+                caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
 
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
@@ -265,6 +267,7 @@ class Split:
 
 
 def seconds_per_step(times: Sequence[StepTimes]) -> float:
+    """Returns the duration of a step, given each rank's mean times: that on the slowest rank."""
     return max(rank.whole for rank in times)
 
 

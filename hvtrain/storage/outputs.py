@@ -47,7 +47,7 @@ class Output:
         if self._parent is None:
             return
         folder = self.path.parent
-        files = [file for file in folder.rglob("*") if file.is_file()]
+        files = filter(Path.is_file, folder.rglob("*"))
         try:
             # Files next to the output, such as a description, go last: where they
             # exist, the output is complete.

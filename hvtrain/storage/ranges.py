@@ -95,19 +95,19 @@ class FarFile:
 
     def _open(self) -> Any:
         """Opens the object, and checks that it has not changed."""
-        filesystem, path = self.remote.filesystem, self.remote.path
-        handle = filesystem.open_input_file(path)
+        remote = self.remote
+        handle = remote.filesystem.open_input_file(remote.path)
         # S3 reports the modification time with the size; other stores need a second request.
         changed = handle.metadata().get("Last-Modified", b"").decode().replace("Z", "+00:00")
         if changed:
             seconds = datetime.fromisoformat(changed).timestamp()
         else:
-            seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
+            seconds = (remote.filesystem.get_file_info(remote.path).mtime_ns or 0) / 1e9
         # In whole seconds, since some stores list times with more digits
         # than they report for one object.
         if (handle.size(), int(seconds)) != (self.state.num_bytes, self.state.changed_ns // 10**9):
             raise StorageError(
-                f"{self.remote.address} has changed since this run opened it; start again when nothing writes there"
+                f"{remote.address} has changed since this run opened it; start again when nothing writes there"
             )
         self._checked = time.monotonic()
         self._handle = handle
@@ -155,13 +155,12 @@ class ReadAhead:
         # Parts in the order in which they were announced.
         self._parts: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        # Starts its threads only when it is first used: threads would not survive a fork.
+        self._pool = ThreadPoolExecutor(READ_AT_ONCE)
 
     def announce(self, names: Iterable[str]) -> None:
         """Starts reading these parts. Beyond MOST_AHEAD, the oldest parts that were not taken are dropped."""
         with self._lock:
-            # Created only here, since threads do not survive a fork.
-            self._pool = self._pool or ThreadPoolExecutor(READ_AT_ONCE)
             for name in names:
                 if name not in self._parts:
                     self._parts[name] = self._pool.submit(self._read, name)
@@ -177,7 +176,8 @@ class ReadAhead:
         try:
             return future.result()
         except BaseException:
-            # The stream ends here, and the process should not wait for parts that will not be used.
+            # The reader gives up here, and the process should not wait for
+            # parts that nobody will use.
             with self._lock:
                 for part in self._parts.values():
                     part.cancel()
@@ -185,13 +185,13 @@ class ReadAhead:
             raise
 
 
+@dataclass(eq=False)
 class _Positioned(io.RawIOBase):
-    """A read-only file of num_bytes, whose content at an offset is read(size, offset)."""
+    """A read-only file of num_bytes, whose content at an offset is part(size, offset)."""
 
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
-        self._read = read
-        self._num_bytes = num_bytes
-        self._position = 0
+    part: Callable[[int, int], bytes]
+    num_bytes: int
+    position: int = 0
 
     def readable(self) -> bool:
         return True
@@ -200,9 +200,9 @@ class _Positioned(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}
-        self._position = begins[whence] + offset
-        return self._position
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.num_bytes}
+        self.position = begins[whence] + offset
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
@@ -211,8 +211,8 @@ class _Positioned(io.RawIOBase):
 
     # RawIOBase would read into a buffer of its own and copy that.
     def read(self, size: int = -1) -> bytes:
-        rest = max(0, self._num_bytes - self._position)
+        rest = max(0, self.num_bytes - self.position)
         size = rest if size < 0 else min(size, rest)
-        data = self._read(size, self._position) if size else b""
-        self._position += size
+        data = self.part(size, self.position) if size else b""
+        self.position += size
         return data

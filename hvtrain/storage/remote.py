@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from hvtrain.errors import ConfigError, DataError, StorageError, UserError
-from hvtrain.system.files import ADDRESS
 from hvtrain.system.secrets import WITH_PASSWORD, without_passwords
 
 log = logging.getLogger(__name__)
@@ -115,17 +114,18 @@ class Remote:
                 return []
             return self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True))
 
-        infos = self.attempt(listed)
-        names = {
-            info.path[len(self.path) + 1 :]: info for info in infos if info.type is fs.FileType.File
-        }
-        for name in names:
+        objects = [
+            Object(info.path[len(self.path) + 1 :], info.size, info.mtime_ns or 0)
+            for info in self.attempt(listed)
+            if info.type is fs.FileType.File
+        ]
+        for name, _, _ in objects:
             # The name "" is the address itself.
             if name and not {"..", ""}.isdisjoint(name.split("/")):
                 raise DataError(
                     f"{self.address} has an object {name!r}, which is not a path inside a folder; remove it"
                 )
-        return [Object(name, info.size, info.mtime_ns or 0) for name, info in sorted(names.items())]
+        return sorted(objects)
 
     def download(self, target: Path, num_bytes: int) -> None:
         """Downloads the object to a file. Raises DataError, or OSError if this host's disk fails."""
@@ -133,9 +133,8 @@ class Remote:
         def copy():
             with self.filesystem.open_input_stream(self.path) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, PIECE_BYTES)
-                size = file.tell()
-            if size != num_bytes:
-                raise OSError("only a part of the object arrived")
+                if file.tell() != num_bytes:
+                    raise OSError("only a part of the object arrived")
 
         self.attempt(copy)
 
@@ -200,14 +199,12 @@ class Remote:
 
 def locate(address: str) -> Remote:
     """Returns the object or folder at an address, without reading anything yet. Raises ConfigError."""
-    match = ADDRESS.fullmatch(address)
-    assert match, address
     if WITH_PASSWORD.search(address):
         raise ConfigError(
             f"{without_passwords(address)} has a password in it, which records would keep; leave it out, and use the "
             "store's own variables or files, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    scheme, rest = match.groups()
+    scheme, _, rest = address.partition("://")
     authority, _, path = rest.partition("/")
     filesystem, root = _filesystem(scheme.lower(), authority)
     # The path is not parsed as a URI: unlike a URI, an object name may contain blanks, for example.

@@ -69,26 +69,27 @@ class Strategy:
     """
 
     # The strategy's name in messages.
-    name: str = "single"
+    name = "single"
     # Counts and times of this process's steps. Created by start.
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # How many of the plan's ranks this process stands for, known after start: it takes their batches as one.
-    num_replicas: int = 1
-    unit: str = "ranks"  # What the batch of a step is divided among.
+    # How many of the plan's ranks this process stands for, known after start. It takes their
+    # batches as one.
+    num_replicas = 1
+    unit = "ranks"  # What the batch of a step is divided among.
     # True if a rank's batch is split into parts that another rank may compute after a restart.
-    cuts_batches: bool = False
+    cuts_batches = False
     # False if batches need the same shape in all steps (no bucketing by length).
-    takes_lengths: bool = True
-    takes_short_batches: bool = True  # False if all steps need batches of one size.
+    takes_lengths = True
+    takes_short_batches = True  # False if all steps need batches of one size.
     # False if restart() is impossible, or would change nothing.
-    can_restart: bool = True
+    can_restart = True
     # How a run under this strategy differs from the same run under others; for the summary and the record.
     differences: Sequence[str] = ()
     # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
-    sync_every: int = 1
-    num_synchronizations: int = 0
+    sync_every = 1
+    num_synchronizations = 0
     # For each worker of parameter servers, the number of this start's steps that used its gradient.
     steps_by_worker: Sequence[int] = ()
 
@@ -261,10 +262,10 @@ class Strategy:
         Summed over the ranks, they are the state of one process on all the data. So the result is exact
         even if shards differ in size, unlike a mean of means.
         """
-        local_state = _values(model.metrics_variables)
-        _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
+        local_state = _metric_state(model)
+        _set_metric_state(model, self.comm.sum_arrays(local_state))
         results = {name: float(value) for name, value in model.get_metrics_result().items()}
-        _assign(model.metrics_variables, local_state)
+        _set_metric_state(model, local_state)
         return results
 
     def evaluate(
@@ -274,7 +275,7 @@ class Strategy:
 
         The training metrics of an unfinished epoch keep their state.
         """
-        training_state = _values(model.metrics_variables)
+        training_state = _metric_state(model)
         num_batches = int(dataset.cardinality())
         num_blank = 0
         if self.calls_together(model):
@@ -287,11 +288,11 @@ class Strategy:
         else:
             names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
         if num_blank:
-            own_state = _values(model.metrics_variables)
+            own_state = _metric_state(model)
             loop.evaluate_blank(model, dataset.element_spec, num_blank)
-            _assign(model.metrics_variables, own_state)
+            _set_metric_state(model, own_state)
         results = self.metrics_over_ranks(model)
-        _assign(model.metrics_variables, training_state)
+        _set_metric_state(model, training_state)
         # `names` leaves out metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
 
@@ -380,10 +381,10 @@ def refuse_several_processes(strategy: str, instead: str) -> None:
         )
 
 
-def _values(variables: list[keras.Variable]) -> list[np.ndarray]:
-    return [variable.numpy() for variable in variables]
+def _metric_state(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in model.metrics_variables]
 
 
-def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
-    for variable, value in zip(variables, values):
-        variable.assign(value.astype(variable.dtype))
+def _set_metric_state(model: keras.Model, state: list[np.ndarray]) -> None:
+    for variable, value in zip(model.metrics_variables, state):
+        variable.assign(value)

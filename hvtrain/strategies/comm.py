@@ -58,14 +58,14 @@ class Comm:
 
     def on_rank(self, root: int, action: Callable[[], T]) -> T:
         """Like on_chief, but on rank `root`; an error names that rank unless it is the chief."""
-        outcome: tuple[Any, UserError | None] = (None, None)
+        outcome: Any = None
         if self.topology.rank == root:
             with self.watchdog.phase(CHECKPOINT):
-                outcome = _attempt(action)
+                outcome = (*_attempt(action), self.topology.host)
 
         # The error is sent as a value: if the root raised before the
         # broadcast, the others would wait in it.
-        value, error, host = self.broadcast((*outcome, self.topology.host), root)
+        value, error, host = self.broadcast(outcome, root)
         if error is None:
             return value
         if root:
@@ -77,11 +77,11 @@ class Comm:
         """Runs the action on every rank; if one raises a UserError, all ranks raise it."""
         value, error = _attempt(action)
         failures = self.gather((error, self.topology.host) if error else None)
-        first = next((rank for rank, failure in enumerate(failures) if failure), None)
-        if first is None:
+        if not any(failures):
             return value
 
         # All ranks raise the error of the lowest rank that failed, named unless all of them failed.
+        first = next(rank for rank, failure in enumerate(failures) if failure)
         first_error, host = failures[first]
         kind = type(first_error)
         joint_error = kind(str(first_error))

@@ -58,8 +58,7 @@ class LocalSGDStrategy(HorovodStrategy):
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
-        # The process set of this host's ranks; None without
-        # within_hosts, or if there is only one rank.
+        # The process set of this host's ranks; None without within_hosts.
         self.host_set: Any = None
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
@@ -70,7 +69,7 @@ class LocalSGDStrategy(HorovodStrategy):
             # Must be set before Horovod starts. Only then is it known which ranks share a host.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
-        if self.within_hosts and topology.size > 1:
+        if self.within_hosts:
             self._join_hosts(topology)
         return topology
 
@@ -137,7 +136,7 @@ class LocalSGDStrategy(HorovodStrategy):
     def make_steps(self, model: keras.Model, *arguments: Any) -> Steps:
         self._optimizer = model.optimizer
         # The step at the last settle(), and the reductions that had run by then.
-        self._settled_step = int(model.optimizer.iterations.numpy())
+        self._settled_step = int(model.optimizer.iterations)
         self._num_counted = self._hook.num_ran()
         return super().make_steps(model, *arguments)
 
@@ -146,7 +145,7 @@ class LocalSGDStrategy(HorovodStrategy):
         if hvd.size() == 1:
             return
         optimizer = self._optimizer
-        step = int(optimizer.iterations.numpy())
+        step = int(optimizer.iterations)
         rounds_due, within_due = self._hook.num_due(self._settled_step, step)
         with self.watchdog.phase(EXCHANGE):
             rounds_due += hvd.synchronize(optimizer)

@@ -147,7 +147,7 @@ def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
 def test_ranks_that_take_no_steps_of_their_own_are_refused():
     with pytest.raises(
         ConfigError,
-        match="this strategy has other steps; choose strategy=horovod, elastic or single",
+        match="which strategy=mirrored lacks; choose strategy=horovod, elastic or single",
     ):
         batch_search.try_sizes(None, MirroredStrategy(), None, None, None, ())
 

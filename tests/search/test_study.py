@@ -3,22 +3,21 @@
 import pytest
 
 from hvtrain.errors import ConfigError, LostRankError
-from hvtrain.search.search_space import SearchSpace
 
 pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
 from hvtrain.search.study import Study
 
-FACTS = {"direction": "max", "words": ["model=mlp"], "space": {"x": 1}}
-SETTINGS = {
+SPACE = {
     "x": {"low": -1.0, "high": 3.0},
     "n": {"low": 1, "high": 9, "step": 2},
     "c": {"choices": [[1], [2, 3]]},
 }
+FACTS = {"direction": "max", "words": ["model=mlp"], "space": SPACE}
 
 
 def study(folder, seed=0, prune_after=None, **facts):
     folder.mkdir(exist_ok=True)
-    return Study(folder, SearchSpace(folder, SETTINGS), {**FACTS, **facts}, seed, prune_after)
+    return Study(folder, {**FACTS, **facts}, seed, prune_after)
 
 
 def worth(number, settings, is_hopeless):

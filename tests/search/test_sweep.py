@@ -92,7 +92,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
         "train.batch_size"
     ] == "32"
     code, again = run(None, 1, *command, cwd=tmp_path)
-    assert code == 0 and "2 trials of 2 ranks; 2 of them are there" in again, again
+    assert code == 0 and "2 trials of 2 ranks, 2 done already" in again, again
     assert results["best"]["line"] in again and not (out / "trial-2").exists(), (
         "nothing is left to do"
     )
@@ -137,7 +137,7 @@ def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
     assert (
-        "2 trials of 2 ranks; 1 of them are there" in output
+        "2 trials of 2 ranks, 1 done already" in output
         and "2 of 2: trial 2 finished" in output
     )
     results = json.loads((tmp_path / "out/sweep.json").read_text())

@@ -233,13 +233,13 @@ def test_marks_tell_data_from_compute():
 
 def test_split_names_the_rank_that_others_wait_for():
     ranks = [(StepTimes(1, 0.001, 0.010, 0.009), "s1"), (StepTimes(1, 0.001, 0.018, 0.001), "s2")]
-    split = Split.of(ranks, steps_in_a_row=200)
+    split = Split.of(ranks, steps_in_a_row=200, sees_exchange=True)
     assert split.efficiency == 0.75 and (split.slowest_rank, split.slowest_host) == (1, "s2")
     assert split.in_words(2) == (
         "a step: 20.00 ms = data 1.00, compute 14.00, communication 5.00 (efficiency 75%); slowest: rank 1 on s2, "
         "19.00 ms without communication"
     )
-    assert Split.of(ranks, steps_in_a_row=3).in_words(2) == (
+    assert Split.of(ranks, steps_in_a_row=3, sees_exchange=True).in_words(2) == (
         f"{split.in_words(2)}; 3 steps in a row are too few to judge by: the first waits for slower ranks"
     )
 

@@ -232,7 +232,7 @@ class Throughput(RunCallback):
             is_rank_by_rank = self.strategy.num_computing == topology.size
             sees_exchange = is_rank_by_rank or self.strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.plan.steps_per_epoch)
-            self.report.split = Split.of(list(times_and_hosts), steps_in_a_row, sees_exchange)
+            self.report.split = Split.of(times_and_hosts, steps_in_a_row, sees_exchange)
 
     def _log_slowdown(self, epoch: int) -> None:
         """Logs what has made steps slower than in the fastest epoch, and again only if they become slower still."""
