@@ -56,7 +56,7 @@ class Goodput:
         if last_step_at > now:
             # It is a file's modification time, and this start copied the file here.
             last_step_at = 0.0
-        ended = min(max(until, last_step_at), now)
+        ended = max(until, last_step_at)
         seconds["repeated"] += ended - until
         seconds["restarts"] += now - ended
         return cls(began, now, seconds)

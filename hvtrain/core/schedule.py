@@ -10,7 +10,7 @@ from base is flat. The rate depends only on the step, so a resumed run needs no 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +106,7 @@ class Step(Schedule):
     [1.0, 0.1, 0.01]
     """
 
-    at_epochs: Sequence[float] = field(default=())
+    at_epochs: Sequence[float] = ()
     factor: float = 0.1
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:

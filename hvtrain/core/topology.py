@@ -54,7 +54,7 @@ class Topology:
         >>> [list(Topology(rank, 2, weights=(6, 2)).share(9)) for rank in (0, 1)]
         [[0, 1, 2, 4, 5, 6, 8], [3, 7]]
         """
-        period, first, width = self._pattern()
+        period, first, width = self.pattern()
         if width == 1:
             return range(first, num_items, period)
         return [
@@ -69,11 +69,11 @@ class Topology:
         >>> [Topology(rank, 2, weights=(6, 2)).share_size(9) for rank in (0, 1)]
         [7, 2]
         """
-        period, first, width = self._pattern()
+        period, first, width = self.pattern()
         whole, rest = divmod(num_items, period)
         return whole * width + min(max(rest - first, 0), width)
 
-    def _pattern(self) -> tuple[int, int, int]:
+    def pattern(self) -> tuple[int, int, int]:
         """Returns (period, first, width): of every `period` items, this rank has `width` items from `first` on."""
         weights = reduced(self.weights) or (1,) * self.size
         return sum(weights), sum(weights[: self.rank]), weights[self.rank]
