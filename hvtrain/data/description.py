@@ -8,7 +8,7 @@ import hashlib
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,14 @@ class DataDescription:
             without reading the examples.
     """
 
-    phrases: dict[str, list[str]] = field(default_factory=dict)
-    class_counts: dict[str, list[int]] = field(default_factory=dict)
+    phrases: dict[str, list[str]]
+    class_counts: dict[str, list[int]]
 
     def header(self) -> dict[str, str]:
         """Formats the phrases as lines of a run's header, at most MAX_LINES for each label.
 
-        >>> DataDescription({"features": [f"column {number}" for number in range(90)]}).header()["features"][-24:]
+        >>> columns = [f"column {number}" for number in range(90)]
+        >>> DataDescription({"features": columns}, {}).header()["features"][-24:]
         'column 21, ... 90 in all'
         """
         lines = {}

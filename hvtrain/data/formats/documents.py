@@ -56,16 +56,16 @@ def read_documents(file: str, column: str | None) -> list[str]:
     """
     path = user_path(file)
     if has_columns(path):
-        documents = [text for text in read_texts(path, column) if text]
+        documents = read_texts(path, column)
     elif path.is_dir():
         documents = [read_text(text_file) for text_file in text_files(path)[0]]
     else:
         documents = [read_text(path)]
 
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    texts = [document for document in documents if document and document.strip()]
+    if not texts:
         raise _no_text(file)
-    return documents
+    return texts
 
 
 def _no_text(file: str) -> DataError:

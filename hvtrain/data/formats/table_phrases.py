@@ -19,7 +19,7 @@ MAX_ODD = 3
 # At most this many distinct names of a column are searched for odd spellings.
 MAX_LOOKED_AT = 10_000
 # Numbers that people write in place of missing ones.
-PLACEHOLDERS = (-99, -999, -9999, -99999, 99, 999, 9999, 99999)
+PLACEHOLDERS = {-99, -999, -9999, -99999, 99, 999, 9999, 99999}
 
 
 def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
@@ -29,20 +29,17 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
         schema: the fitted schema.
         cells: cells of the columns, by name.
     """
-    phrases = {column.name: _phrase(column, cells[column.name]) for column in schema.columns}
+    phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
         # Ordinary columns are counted, so that odd ones stand out.
-        ordinary = [column for column in schema.columns if "(" not in phrases[column.name]]
-        counts = Counter(column.kind for column in ordinary)
-        phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
-        phrases |= {kind: f"{count:,} columns: {kind}" for kind, count in counts.items()}
-    result = list(phrases.values())
+        pairs = zip(schema.columns, phrases)
+        counts = Counter(column.kind for column, phrase in pairs if "(" not in phrase)
+        phrases = [phrase for phrase in phrases if "(" in phrase]
+        phrases += [f"{count:,} columns: {kind}" for kind, count in counts.items()]
     if schema.left_out:
-        result.append(
-            "left out: "
-            + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
-        )
-    return result
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
+        phrases.append(f"left out: {reasons}")
+    return phrases
 
 
 def _phrase(column: Column, cells: Cells) -> str:
@@ -115,14 +112,12 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
     finite = values[np.isfinite(values)]
     # The extremes are checked first: np.unique sorts, which would take
     # long for thousands of columns.
-    if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & {*PLACEHOLDERS}:
+    if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & PLACEHOLDERS:
         return []
     numbers, counts = np.unique(finite, return_counts=True)
     for end, others in ((0, numbers[1:]), (-1, numbers[:-1])):
-        if len(others) < 2 or numbers[end] not in PLACEHOLDERS or counts[end] < 2:
-            continue
-        distance = np.abs(others - numbers[end]).min()
-        if distance > np.ptp(others) / 2:
+        is_candidate = numbers[end] in PLACEHOLDERS and counts[end] > 1 and len(others) > 1
+        if is_candidate and np.abs(others - numbers[end]).min() > np.ptp(others) / 2:
             return [
                 f"{numbers[end]:g} in {counts[end]:,} rows, perhaps a gap: leave those cells empty"
             ]
