@@ -108,13 +108,14 @@ class MemorySource(IndexedSource):
         # Training and validation may share their arrays, and hashing is slow, so shared arrays are
         # hashed only once.
         digests = {}
-        for split, part in self.parts().items():
-            key = id(part.elements)
+        parts = self.parts()
+        for split, entry in manifest["splits"].items():
+            elements, rows = parts[split]
+            key = id(elements)
             if key not in digests:
-                digests[key] = digest_arrays(nest.flatten(part.elements))
-            if split in manifest["splits"]:
-                content = np.frombuffer(digests[key].encode(), np.uint8)
-                manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
+                digests[key] = digest_arrays(nest.flatten(elements))
+            content = np.frombuffer(digests[key].encode(), np.uint8)
+            entry["digest"] = digest_arrays([content, rows])
 
         return manifest
 
@@ -158,25 +159,21 @@ class MemorySource(IndexedSource):
         """Loads and checks the whole arrays, sets the spec, and splits validation off train."""
         try:
             loaded = self._load()
-            whole = {}
+            parts = {}
             # Training comes first, since check() compares the other splits with it.
             for split in sorted(loaded, key=lambda split: split != "train"):
                 arrays = nest.map_structure(np.asarray, tuple(loaded[split]))
-                whole[split] = self.check(split, *arrays)
+                elements = self.check(split, *arrays)
+                parts[split] = Part(elements, np.arange(len(nest.flatten(elements)[0])))
         except OSError as error:
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        self._spec = spec_of(self.in_model_type(take(whole["train"], np.arange(0))))
-
-        parts = {
-            split: Part(elements, np.arange(len(nest.flatten(elements)[0])))
-            for split, elements in whole.items()
-        }
+        train = parts["train"]
+        self._spec = spec_of(self.in_model_type(take(train.elements, slice(0))))
 
         # If the arrays include a validation part, nothing is taken out of training.
         if self._num_validation and "validation" not in parts:
-            train = parts["train"]
             num_train = len(train.rows)
             if self._num_validation >= num_train:
                 raise ConfigError(
