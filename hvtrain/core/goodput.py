@@ -84,13 +84,15 @@ class Goodput:
 def in_words(summary: Mapping[str, float]) -> str:
     """Formats a summary() in one line, without parts of less than half a percent.
 
-    >>> in_words({"share": 0.8, "all": 50.0, "steps": 40.0, "data": 0.0, "start": 8.0, "other": 2.0})
+    >>> seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 40.0, "start": 8.0}
+    >>> in_words(Goodput(0.0, 0.0, seconds).summary(50.0))
     '80% of 50 s went into steps; start 16%, other 4%'
     """
-    rest = [
-        name for name in (*PARTS[1:], "other") if summary.get(name, 0.0) >= 0.005 * summary["all"]
-    ]
-    parts = ", ".join(f"{name} {summary[name] / summary['all']:.0%}" for name in rest)
+    parts = ", ".join(
+        f"{name} {summary[name] / summary['all']:.0%}"
+        for name in (*PARTS[1:], "other")
+        if summary[name] >= 0.005 * summary["all"]
+    )
     return f"{summary['share']:.0%} of {duration(summary['all'])} went into steps; {parts}".rstrip(
         "; "
     )
