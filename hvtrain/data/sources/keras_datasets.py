@@ -187,8 +187,7 @@ def _read_idx_folder(folder: Path) -> Arrays:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        # If a file has vanished, read_idx() raises an error that names it.
-        images_path, labels_path = (_find(folder, name) or folder / name for name in names)
+        images_path, labels_path = (_find(folder, name) for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -202,10 +201,10 @@ def _read_idx_folder(folder: Path) -> Arrays:
     return arrays
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    """Returns the file of that name, plain or .gz; None if there is none."""
-    paths = (folder / name, folder / f"{name}.gz")
-    return next(filter(Path.is_file, paths), None)
+def _find(folder: Path, name: str) -> Path:
+    """Returns the path of the plain file or, if there is none, of the .gz file, which may be missing too."""
+    path = folder / name
+    return path if path.is_file() else folder / f"{name}.gz"
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
@@ -324,26 +323,23 @@ def _source(
     Raises:
         DataError: if files are missing, or the download's host does not answer.
     """
-    folder = None
+    load: Callable[[], Arrays]
     if dir is not None:
         folder = user_path(dir)
-    elif files is FASHION_MNIST:
-        # The files of the Debian package are named like MNIST's, so only Fashion-MNIST looks there.
-        folder = DEBIAN_FOLDER
-    if folder and (folder / CIFAR_FOLDER).is_dir():
-        folder /= CIFAR_FOLDER
-    missing = [name for name in files.names if folder and not _find(folder, name)]
-    if missing and dir is not None:
-        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-
-    load: Callable[[], Arrays] = files.load
-    if folder is None or missing:
-        origin = files.fetch()
-    else:
+        if (folder / CIFAR_FOLDER).is_dir():
+            folder /= CIFAR_FOLDER
+        missing = [name for name in files.names if not _find(folder, name).is_file()]
+        if missing:
+            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
         load = partial(files.read, folder)
         origin = f"dataset.dir={folder}"
-        if folder == DEBIAN_FOLDER:
-            origin = f"Debian package dataset-fashion-mnist ({folder})"
+    # The files of the Debian package are named like MNIST's, so only Fashion-MNIST looks there.
+    elif files is FASHION_MNIST and DEBIAN_FOLDER.is_dir():
+        load = partial(files.read, DEBIAN_FOLDER)
+        origin = f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
+    else:
+        load = files.load
+        origin = files.fetch()
     return ArraySource(
         files.name,
         load,
