@@ -97,9 +97,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             channels = [kind["shape"][-1] for kind in (now, before)]
             if channels[0] != channels[1]:
                 texts.append(f"{prefix}images have {channels[0]} channels, were {channels[1]}")
-            sizes = [kind.get("large", 0.0) for kind in (now, before)]
+            smaller, larger = sorted(kind.get("large", 0.0) for kind in (now, before))
             # Black images say nothing about the range.
-            if min(sizes) > 0 and max(sizes) > RANGE_FACTOR * min(sizes):
+            if smaller > 0 and larger > RANGE_FACTOR * smaller:
                 ranges = [f"{kind['low']:.3g} to {kind['high']:.3g}" for kind in (now, before)]
                 texts.append(f"{prefix}values are {ranges[0]}, were {ranges[1]}")
     return texts

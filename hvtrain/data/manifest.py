@@ -157,7 +157,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
     # Only manifests of few files list them.
     old_files = old.get("files")
     new_files = new.get("files")
-    if old_files is not None and new_files is not None:
+    if old_files and new_files:
         for name in sorted(old_files | new_files):
             if name not in new_files:
                 changes.append(f"{split}: {name} is gone")

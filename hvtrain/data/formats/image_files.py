@@ -91,10 +91,9 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
                 formats[image.format or "?"] += 1
                 sizes.add(image.size)
                 num_turned += image.getexif().get(ExifTags.Base.Orientation, 1) > 1
-                is_deep = image.format == "PNG" and content[24:25] == DEEP_PNG
-            if is_deep:
-                values = tf.io.decode_png(content, dtype=tf.uint16)
-                deep_images.append((int(tf.reduce_max(values)), location))
+                if image.format == "PNG" and content[24:25] == DEEP_PNG:
+                    values = tf.io.decode_png(content, dtype=tf.uint16)
+                    deep_images.append((int(tf.reduce_max(values)), location))
         except StorageError:
             raise
         except Exception:

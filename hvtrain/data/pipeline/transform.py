@@ -4,6 +4,7 @@ Transform.preprocessing() returns Keras layers that normalize in the same way, f
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,7 @@ class Transform:
 
         mean, scale = np.broadcast_arrays(np.float32(self.mean), np.float32(self.scale))
         if mean.any() or (scale != 1).any():
-            layers += _normalization_layers(mean, scale, image_shape)
+            layers += _normalization_layers(mean, scale)
         return Preprocessing(shape, layers, values, limits)
 
 
@@ -125,15 +126,9 @@ class Unchanged(Transform):
         return inputs
 
 
-def _normalization_layers(
-    mean: np.ndarray, scale: np.ndarray, image_shape: ImageShape
-) -> list[keras.Layer]:
+def _normalization_layers(mean: np.ndarray, scale: np.ndarray) -> list[keras.Layer]:
     """Returns layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
     axis = {0: None, 1: -1}.get(mean.ndim, (1, 2, 3))
-    if mean.ndim > 1:
-        mean = np.broadcast_to(mean, image_shape)
-        scale = np.broadcast_to(scale, image_shape)
-
     layers = []
     if scale.min() < _EPSILON:
         # Multiplying by a power of two is exact.
@@ -194,14 +189,11 @@ def check_image_shape(image_shape: object) -> ImageShape:
     Raises:
         ConfigError: It is not the shape of an image.
     """
-    try:
+    with suppress(TypeError, ValueError):
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"dataset.image_shape={image_shape} is not [height, width, channels]"
-        ) from error
-    if height < 1 or width < 1 or channels not in (1, 3, 4):
-        raise ConfigError(
-            f"dataset.image_shape={image_shape}: height and width of at least 1 and 1, 3 or 4 channels are needed"
-        )
-    return height, width, channels
+        if height > 0 and width > 0 and channels in (1, 3, 4):
+            return height, width, channels
+    raise ConfigError(
+        f"dataset.image_shape={image_shape} is not [height, width, channels]; sides of at least 1 and 1, 3 or 4 "
+        "channels are needed"
+    )

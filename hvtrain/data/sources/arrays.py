@@ -160,7 +160,7 @@ class ArraySource(MemorySource):
         """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         is_integer = self._fitted["dtype"].dtype.kind in "iu"
-        top = float(self._max_value) if is_integer else 1.0
+        top = self._max_value if is_integer else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> Parts:
@@ -174,7 +174,7 @@ class ArraySource(MemorySource):
 
         # The shape of the user's examples, before a channel axis is added.
         if split == "train":
-            self._example_shape = self._example_shape or np.shape(images)[1:]
+            self._example_shape = self._example_shape or images.shape[1:]
         if images.ndim == 3:
             images = images[..., None]
         if images.shape[1:] != self.image_shape:

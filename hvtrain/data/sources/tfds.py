@@ -95,7 +95,6 @@ class PreparedDataset(FunctionSource):
             facts = {"num_classes": label.num_classes, "class_names": label.names}
 
         super().__init__(UserFunction(self._read, dataset), None, facts)
-        self.name = dataset
         self.origin = str(builder.data_path)
 
     def _read(
