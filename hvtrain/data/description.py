@@ -4,13 +4,12 @@
 no TensorFlow.
 """
 
-import hashlib
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -101,16 +100,6 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
     flat = targets.ravel()
     is_class = (flat >= 0) & (flat < num_classes)
     return np.bincount(flat[is_class].astype(np.int64), minlength=num_classes)
-
-
-def array_digest(arrays: Iterable[Any]) -> bytes:
-    """Hashes the values of arrays, such as those of one example, to 12 bytes; text is hashed by value too."""
-    digest = hashlib.blake2b(digest_size=12)
-    for array in map(np.asarray, arrays):
-        # The bytes of an object array are only the addresses of its objects.
-        content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-        digest.update(content)
-    return digest.digest()
 
 
 def class_labels(source: "Source") -> list[str]:

@@ -105,16 +105,19 @@ def with_files(
     return manifest
 
 
-def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """Returns the SHA-256 of the types, shapes and contents of arrays; of large ones, only evenly spaced rows count."""
+def digest_arrays(arrays: Iterable[Any]) -> str:
+    """Returns the SHA-256 of the types, shapes and contents of arrays or numbers, such as those of one example.
+
+    Of large arrays, only evenly spaced rows count.
+    """
     digest = hashlib.sha256()
-    for array in arrays:
+    for array in map(np.atleast_1d, arrays):
         digest.update(f"{array.dtype} {array.shape}".encode())
         # The first row is always hashed.
         step = -(-array.nbytes // MAX_BYTES) or 1
-        rows = np.ascontiguousarray(array[::step])
+        rows = array[::step]
         # The memory of an array of Python objects holds only their addresses.
-        digest.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.data)
+        digest.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.tobytes())
     return digest.hexdigest()
 
 
