@@ -171,12 +171,9 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
 
     # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A
     # whole archive ends with a block of zeros.
-    mark = _read_at(file, BLOCK_BYTES, end)
-    is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
-    return (
-        members,
-        None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged",
-    )
+    if _read_at(file, BLOCK_BYTES, end) == bytes(BLOCK_BYTES):
+        return members, None
+    return members, f"has no header at byte {end:,}: it is truncated or damaged"
 
 
 def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:

@@ -313,6 +313,9 @@ class Augmentation:
             self._layers.append(pure)
             spec = pure.output_spec
 
+        self.mixes = targets.are_mixed
+        """True if targets are returned as floats, mixed from several examples."""
+
         last_shape = tuple(spec[IMAGES].shape)
         if last_shape != (None, *image_shape):
             raise ConfigError(
@@ -320,11 +323,6 @@ class Augmentation:
                 f"augment, and the model takes {image_shape}; pad images before a crop, or end "
                 "with keras.layers.Resizing"
             )
-
-    @property
-    def mixes(self) -> bool:
-        """True if targets are returned as floats, mixed from several examples."""
-        return self._targets.are_mixed
 
     def __call__(self, images: Tensor, targets: Any, seed: Tensor) -> tuple[Tensor, Any]:
         """Applies all layers to images and targets. Pure function of the arguments; seed is int64 [2]."""

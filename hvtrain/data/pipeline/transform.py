@@ -18,6 +18,8 @@ from hvtrain.data.source import ImageShape, Preprocessing
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
+# Usual numbers of channels.
+CHANNELS = (1, 3, 4)
 # The label of mask pixels that are ignored, as in PASCAL VOC.
 IGNORED = 255
 # Number of images passed to the scaler at a time.
@@ -191,7 +193,7 @@ def check_image_shape(image_shape: object) -> ImageShape:
     """
     with suppress(TypeError, ValueError):
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
-        if height > 0 and width > 0 and channels in (1, 3, 4):
+        if height > 0 and width > 0 and channels in CHANNELS:
             return height, width, channels
     raise ConfigError(
         f"dataset.image_shape={image_shape} is not [height, width, channels]; sides of at least 1 and 1, 3 or 4 "

@@ -12,7 +12,7 @@ import tensorflow as tf
 from safetensors import numpy as safetensors
 
 from hvtrain.config.validate import check_choice
-from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
+from hvtrain.data.pipeline.transform import CHANNELS, IGNORED, STANDARDIZE, Transform, fit
 from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check_class_names
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
@@ -21,8 +21,6 @@ from hvtrain.errors import DataError
 # "train" is required.
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
-# Usual numbers of channels.
-CHANNELS = (1, 3, 4)
 # Pixels above this show that a split's range is not 0 ... 1.
 NOT_FRACTIONS = 30
 

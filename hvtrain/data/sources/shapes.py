@@ -61,8 +61,9 @@ def shapes(
     check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)
 
     check_counts(1, num_train=num_train)
-    check_counts(num_validation=num_validation, num_test=num_test)
-    check_counts(noise=noise, border=border, seed=seed)
+    check_counts(
+        num_validation=num_validation, num_test=num_test, noise=noise, border=border, seed=seed
+    )
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
 
     def load():

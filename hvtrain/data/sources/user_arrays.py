@@ -346,7 +346,7 @@ def from_frame(
                 raise DataError(f"{where} has no rows; leave it out")
             cells = _frame_cells(where, frame, int(np.prod(shape)), image_column)
             options.setdefault("example_shape", cells[0].shape)
-            arrays[f"x_{split}"] = np.stack(list(map(np.ravel, cells))).reshape(-1, *shape)
+            arrays[f"x_{split}"] = np.stack([cell.reshape(shape) for cell in cells])
             arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
 
     return from_arrays(**arrays, name=name, images=True, **options)
