@@ -7,8 +7,8 @@ from typing import Any
 
 from hvtrain.system.text import duration
 
-# How rank 0's time is divided. "steps" counts each step of the run once; steps that
-# a restart lost are "repeated".
+# How rank 0's time is divided. "steps" counts each step of the run once; the time of steps that
+# a restart lost, and that run again, is "repeated".
 PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
 
 
@@ -30,8 +30,8 @@ class Goodput:
     def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
         """Continues from a checkpoint's record(); without a valid one, starts from zero.
 
-        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", since its steps are done
-        again; from there to this start it counts as "restarts".
+        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", because
+        those steps run again; from then to this start it counts as "restarts".
 
         Args:
             saved: What record() returned, as read from the checkpoint.
@@ -54,7 +54,7 @@ class Goodput:
         # have begun before the checkpoint.
         now = max(now, until)
         if last_step_at > now:
-            # It is a file's modification time, and this start copied the file here.
+            # It is a file's modification time, and is this late if this start copied the file here.
             last_step_at = 0.0
         ended = max(until, last_step_at)
         seconds["repeated"] += ended - until
@@ -82,7 +82,7 @@ class Goodput:
 
 
 def in_words(summary: Mapping[str, float]) -> str:
-    """Formats a summary() in one line, without parts of less than half a percent.
+    """Formats a summary() in one line, leaving out parts below half a percent.
 
     >>> seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 40.0, "start": 8.0}
     >>> in_words(Goodput(0.0, 0.0, seconds).summary(50.0))

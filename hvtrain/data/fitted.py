@@ -1,7 +1,7 @@
 """Keeps the values that a source fitted to its training data, such as a mean, in the run folder.
 
-The data may change later, but a trained model expects the preprocessing it was trained with. So a run
-that is resumed, or used for predictions, takes the values saved when it started.
+The data may change later, but a trained model needs the preprocessing that it was trained with. So
+a run that is resumed, or used for predictions, takes the values saved when it first started.
 """
 
 import json
@@ -66,7 +66,7 @@ def apply(source: Source, files: Mapping[str, bytes]) -> None:
     """
     try:
         source.fit_as(files)
-    except Exception as error:  # NumPy, Keras and sentencepiece each raise errors of their own.
+    except Exception as error:  # NumPy, Keras and sentencepiece raise many types.
         names = ", ".join(sorted(files))
         raise StorageError(
             f"the run's {FOLDER}/ ({names}) cannot be used for {source.name}: {in_one_line(error)}; restore that folder"

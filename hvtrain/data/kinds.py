@@ -22,8 +22,8 @@ from hvtrain.system.files import read_json, write_json
 log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
-# Images have another range if their large values differ by more than this factor. 0 ... 1
-# and 0 ... 255 differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches
+# Images count as having another range if their large values differ by more than this factor. It is
+# 255 between 0 ... 1 and 0 ... 255, and 16 between 0 ... 1 and the digits' 0 ... 16. Few batches
 # are that much darker by nature.
 RANGE_FACTOR = 12
 # The quantile of absolute values that is compared. The maximum says little: with per-pixel
@@ -106,7 +106,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Returns advice for weights that do not fit the model; empty unless an input's shape differs from the run's."""
+    """Returns advice for weights that do not fit the model; empty if inputs have their old shapes."""
     for name, kind in spec_kinds(source).items():
         old_kind = kept.get("inputs", {}).get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))

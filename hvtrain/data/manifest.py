@@ -1,6 +1,6 @@
 """Identifies a data set by a manifest that is small enough for a checkpoint, and compares manifests.
 
-A manifest is a mapping with those of these keys for which the data set has a value:
+A manifest is a mapping with these keys, each only if the data set has a value for it:
 
 - "name", "image_shape", "num_classes"
 - "elements": types and shapes of an example, if it is not an image with a class
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 # For more files than this, a checkpoint keeps only a digest, not the list.
 MAX_FILES = 1000
-# Sizes are read of at most this many files, evenly spaced, since a network file system may be slow.
+# The sizes of at most this many files, evenly spaced, are looked up, since a network file system
+# may be slow.
 MAX_SIZES = 10_000
 # About this many bytes of an array are hashed, in evenly spaced rows.
 MAX_BYTES = 2**28

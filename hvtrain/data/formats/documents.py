@@ -126,7 +126,7 @@ def read_labelled(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
-    # Classes with few texts are usual, but a column whose values are mostly unique is not a label.
+    # Classes with few texts are common, but a column of mostly unique values is not a label.
     if len(names) > max(FEW_NAMES, len(rows) // 2):
         raise ConfigError(
             f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
@@ -139,6 +139,7 @@ def read_labelled(
 
 
 def has_columns(path: Path) -> bool:
+    """True for a table or a JSON-lines file, in which texts are in a named column or key."""
     return path.is_file() and (is_table(path) or path.suffix.lower() in JSON_LINES)
 
 
@@ -183,7 +184,7 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """Cuts documents in order, as if they were one text, whose end goes to validation and test.
+    """Cuts documents in order, as if they were one text: its end goes to validation and test.
 
     A document may be spread over several splits.
 
@@ -213,8 +214,8 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(lengths))
-    # One long document may cover the span of a whole split, which then stays empty. Then documents
-    # are counted instead of characters.
+    # One long document may cover the whole span of a split, which would then stay empty. In that
+    # case, documents are counted instead of characters.
     for sizes in (lengths, [1] * len(lengths)):
         # Documents are laid end to end in random order; each goes to the
         # split that contains its middle.

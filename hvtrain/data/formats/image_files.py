@@ -1,4 +1,4 @@
-"""Reads images with Pillow: those that TensorFlow cannot decode, and a sample of a data set.
+"""Reads images with Pillow: those that TensorFlow cannot decode, and a sample of each data set.
 
 The sample is read before training. It shows formats and sizes, and reveals images that would be
 misread.
@@ -20,12 +20,12 @@ from hvtrain.errors import DataError, StorageError, first_line
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
-# The largest number of pixels in an image, as in TensorFlow.
+# The largest number of pixels in an image; TensorFlow has the same limit.
 MAX_PIXELS = 2**29
 # Pillow refuses images of more than twice this limit. Its default limit is meant for photographs.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
-# Images in a data set's sample; few, since a network file system may be slow.
+# Number of images in a data set's sample; small, since a network file system may be slow.
 MAX_SAMPLE = 16
 # The bit depth in the header of a 16-bit PNG, at byte 24.
 DEEP_PNG = b"\x10"
@@ -82,7 +82,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     formats = Counter[str]()
     sizes = set()
     num_turned = 0
-    deep_images = []  # The largest value and the location of each 16-bit image.
+    deep_images = []  # The largest value of each 16-bit image, and its location.
     for location, content in images:
         try:
             if isinstance(content, str):
@@ -137,7 +137,7 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     Args:
         data: The bytes of the image and one extra byte, since NumPy strips trailing zero bytes.
         channels: 1, 3 or 4.
-        exif: Whether to turn the image upright according to its EXIF orientation.
+        exif: Whether to turn the image upright, as its EXIF orientation says.
 
     Raises:
         tf.errors.InvalidArgumentError: The image cannot be decoded.

@@ -11,12 +11,13 @@ from hvtrain.data.formats.cell_texts import CLOCK, numbers_in, share
 from hvtrain.data.formats.columns import Cells, Column
 from hvtrain.data.formats.schema import Schema
 
-# If there are more columns than this, ordinary ones are only counted by kind.
+# In a table of more columns than this, ordinary ones are only counted, by kind.
 MAX_PHRASES = 20
+# At most this many classes of the target are shown, the most frequent first.
 MAX_CLASS_PHRASES = 5
 # At most this many odd cells of a column are shown.
 MAX_ODD = 3
-# At most this many distinct names of a column are searched for odd spellings.
+# At most this many distinct names of a column are searched for odd ones.
 MAX_LOOKED_AT = 10_000
 # Numbers that people write in place of missing ones.
 PLACEHOLDERS = {-99, -999, -9999, -99999, 99, 999, 9999, 99999}
@@ -31,7 +32,7 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     """
     phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
-        # Ordinary columns are counted, so that odd ones stand out.
+        # Columns without particulars in parentheses are only counted, so that the others stand out.
         pairs = zip(schema.columns, phrases)
         counts = Counter(column.kind for column, phrase in pairs if "(" not in phrase)
         phrases = [phrase for phrase in phrases if "(" in phrase]
@@ -125,6 +126,7 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
 
 
 def _noun(column: Column, cells: Cells) -> str:
+    """Names a column's kind, with the number of its categories or the length of its vectors."""
     if column.is_category:
         noun = "names" if column.kind == "name" else "codes"
         return f"{pc.count_distinct(cells.values).as_py():,} {noun}"
@@ -137,6 +139,7 @@ def odd_texts(cells: Cells) -> list[str]:
 
 
 def _treatment(column: Column) -> str:
+    """Says what is done about the gaps of a column."""
     if not column.fill:
         return "rows left out"
     if column.is_category and column.missing == "indicator":

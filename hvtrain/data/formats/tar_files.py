@@ -1,9 +1,9 @@
-"""Locates the members of a data set's shards, which are tar files, so that one ranged read gets a member.
+"""Locates the members of a data set's tar files, its shards, so that one ranged read fetches a member.
 
-A shard's members are found once, by reading its headers, and kept in .SHARD.index beside it, or in the
-user's cache if that folder is read-only. An index holds the shard's size and modification time, and is
-rebuilt if they change. The webdataset library, by contrast, reads shards from beginning to end, and so
-does not know how many examples they hold.
+A shard's members are found once, by reading its headers, and are listed in .SHARD.index beside it,
+or in the user's cache if that folder is read-only. The index also holds the shard's size and
+modification time, and is rebuilt if these change. The webdataset library, by contrast, reads shards
+from beginning to end, and so does not know how many examples they hold.
 """
 
 import fcntl
@@ -27,8 +27,8 @@ from hvtrain.system.files import read_bytes, write_atomic
 
 # Members up to this size, such as labels, are kept in the index.
 MAX_TEXT_BYTES = 4096
-# Members of a shard in object storage up to this size are kept while its headers are read: most of
-# their bytes lie in the blocks that are read for the headers, and need not be requested again.
+# Members up to this size, of a shard in object storage, are kept while its headers are read: most
+# of their bytes lie in blocks that are read anyway, and then need not be requested again.
 MAX_KEPT_BYTES = READ_AHEAD_BYTES
 BLOCK_BYTES = 512
 
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
 # The first bytes of gzip, bzip2, xz and zstd files.
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
-# A regular file in a tar file: its name, offset and size, and its bytes as text if it is small.
+# A regular file in a tar file: its name, offset and size, and, if it is small, its bytes as "text".
 Member = dict[str, Any]
 
 

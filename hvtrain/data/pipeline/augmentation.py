@@ -36,8 +36,8 @@ MASKS = "segmentation_masks"
 
 Batch = Mapping[str, Any]
 
-# TensorFlow marks these operations as stateful, but they keep no state of their own. The functions
-# that some of them call are searched as well.
+# TensorFlow marks these operations as stateful, but they keep no state of their own. Some call
+# functions, which are searched as well.
 _HARMLESS = {
     "Assert",
     "Case",
@@ -135,7 +135,7 @@ class PureLayer:
                 f"{self.name} fails on {images}: {cause_of(error)}; change its settings, or leave it out"
             ) from error
 
-        # A number drawn by Python or NumPy would become a constant in the graph.
+        # A number that Python or NumPy draws during tracing becomes a constant in the graph.
         if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
             raise ConfigError(
                 f"{self.name} draws random numbers from Python or NumPy: the same for all steps of a run, and "
@@ -187,7 +187,7 @@ def _stateful_operations(traced: Any) -> list[str]:
 
 @dataclass
 class Labels:
-    """Targets of whole images. They are mixed if a layer mixes images, as MixUp does.
+    """Targets that belong to whole images; they are mixed if a layer mixes images, as MixUp does.
 
     Args:
         soften: Turns targets into floats that can be mixed. None if the targets cannot be mixed.

@@ -96,7 +96,7 @@ class ArraySource(MemorySource):
 
     @property
     def _has_labels(self) -> bool:
-        """True if each image has one class. num_classes may also have been set by more_facts."""
+        """True if each image has one class: num_classes was given, or is one of more_facts."""
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
@@ -110,7 +110,7 @@ class ArraySource(MemorySource):
                 "mean": np.asarray(mean),
                 "scale": np.asarray(scale),
                 "range": np.array([images.min(), images.max()], np.float64),
-                # The file stores the type of an empty array.
+                # Empty: only its type matters, which the file stores with each array.
                 "dtype": np.zeros(0, images.dtype),
             }
         )
@@ -120,8 +120,8 @@ class ArraySource(MemorySource):
         self.transform = replace(self.transform, mean=fitted["mean"], scale=fitted["scale"])
 
     def fitted(self) -> dict[str, bytes]:
-        # Usually, the first stream fits the normalization, but a run with
-        # nothing left to do opens no stream.
+        # Usually, the first stream has fitted the normalization, but a run
+        # with nothing left to do opens no stream.
         if not self._fitted:
             self.fit(self.parts()["train"])
         return {FITTED_FILE: safetensors.save(self._fitted)}

@@ -78,7 +78,7 @@ digits_traits = partial(_digits, "digits_traits", True)
 
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
-    # The file is read directly: importing the package would take longer than training on its data.
+    # Read without importing scikit-learn, which would take longer than training on this data.
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)

@@ -42,7 +42,7 @@ Example = Sequence[np.ndarray]
 
 
 class NotesFailure:
-    """Keeps the errors that a stream's Python code raises, of which TensorFlow passes on only the text."""
+    """Keeps the errors of a stream's Python code, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
@@ -142,7 +142,7 @@ class FileSource(NotesFailure, StreamedSource):
         }
 
     def retry_reader(self, split: str, topology: Topology) -> Read:
-        """Opens the reader for single examples of a batch on which reader() failed; by default, reader() itself."""
+        """Opens the reader for single examples of a failed batch; by default, that of reader()."""
         return self.reader(split, topology)
 
     @property
@@ -210,7 +210,7 @@ class FileSource(NotesFailure, StreamedSource):
     def _repairer(
         self, split: str, topology: Topology, is_training: bool
     ) -> Callable[..., Example]:
-        """Returns a function that reads a failed batch in Python, example by example, and returns the good ones.
+        """Returns a function that reads a failed batch again, one by one, and returns good examples.
 
         Args:
             is_training: True if good examples replace those that fail, so that the batch stays full.

@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST and CIFAR-10, from the user's files or from Keras's cache and download.
 
-Keras downloads to the final file name, so another rank could read half a file. A file lock in the
-cache makes ranks take turns: those of one host, and those of several hosts if their shared home
-folder supports locks.
+Keras downloads straight to the final file name, so another rank could read an incomplete file. A
+lock file in the cache makes ranks take turns: those of one host, and those of several hosts if
+their shared home folder supports locks.
 
 CIFAR-10's binary version, which users can provide, needs no unpickling. Keras's copy is pickled, but
 Keras checks the archive's SHA-256 first.
@@ -94,7 +94,7 @@ class KerasFiles(NamedTuple):
         with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock, so that the ranks of an offline host fail together, not one by one.
+            # Outside the lock, so that the ranks of an offline host fail together, not in turn.
             if not answers(self.host):
                 raise DataError(
                     f"{self.name} is not on this machine, and {self.host} does not answer; {self.advice}"
@@ -148,8 +148,8 @@ def _locked_cache() -> Iterator[Path]:
     """Holds the lock of the cache folder while the context is open; yields the folder."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    # O_NOFOLLOW: in a folder that others can write to, the name may be a
-    # link to one of this user's files.
+    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's
+    # files.
     path = folder / ".hvtrain.lock"
     flags = os.O_CREAT | os.O_NOFOLLOW
     try:

@@ -44,8 +44,8 @@ class MemorySource(IndexedSource):
     """A source of examples from a function that returns whole arrays.
 
     The function is called when counts, types or a stream are first needed. Opening the first stream
-    cuts this rank's shards and drops the whole arrays. float64 becomes float32, and int64 becomes
-    int32.
+    cuts this rank's shards and drops the whole arrays. In the shards, float64 becomes float32, and
+    int64 becomes int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -105,8 +105,7 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # Training and validation may share their arrays, and hashing is slow, so shared arrays are
-        # hashed only once.
+        # Hashing is slow, so arrays that training and validation share are hashed only once.
         digests = {}
         parts = self.parts()
         for split, entry in manifest["splits"].items():

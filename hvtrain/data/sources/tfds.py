@@ -76,7 +76,7 @@ class PreparedDataset(FunctionSource):
                 f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}"
             )
 
-        # Types are compared by name, so that the library need not be imported here.
+        # Types are compared by name, so that this file need not import the library's classes.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)

@@ -1,6 +1,7 @@
 """Data sets from a user's memory: from_arrays for arrays, from_frame for data frames.
 
-Arrays may also be sparse matrices, arrays of objects, one-hot rows or class names, if their meaning is clear.
+Arrays may also be sparse matrices, arrays of objects, one-hot rows or class names, as long as their
+meaning is clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         if (w is not None) != has_weights:
             raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
 
-        # tf.nest treats a sparse matrix or a data frame as a single value.
+        # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
                 partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part)
@@ -164,8 +165,8 @@ def _whole_list(part: Any) -> Any:
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
-    # A list of arrays is a structure, which tf.nest has to see as a
-    # tuple: tf.data would stack a list.
+    # A list of arrays is a structure. It becomes a tuple, since tf.data
+    # would stack the arrays of a list.
     if any(len(getattr(item, "shape", ())) for item in part):
         return tuple(part)
     rows = np.empty(len(part), object)
@@ -265,6 +266,7 @@ def _class_targets(
 
 
 def _is_column(array: np.ndarray) -> bool:
+    """True for one value per example: shape [n] or [n, 1]."""
     return array.shape[1:] in ((), (1,))
 
 

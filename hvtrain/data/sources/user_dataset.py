@@ -306,7 +306,7 @@ def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
     >>> _shard_keys(Topology(1, 2, weights=(6, 2)), "train")
     [ShardKey(shard=3, num_shards=4, split='train')]
     """
-    # The pattern's weights are reduced, so that weights of 6 and 2 make 4 shards, not 8.
+    # Weights of 6 and 2 make 4 shards, not 8: pattern() reduces them.
     num_shards, first, number = topology.pattern()
     return [ShardKey(shard, num_shards, split) for shard in range(first, first + number)]
 
