@@ -624,6 +624,7 @@ ARRAYS = [
     (X, NAMES.astype(object), {}, X, Y),
     (X, NAMES.astype("S"), {}, X, Y),
     (X, NAMES, {"class_names": ["cow", "bee", "ant"]}, X, 2 - Y),
+    (X, NAMES, {"class_names": np.array(["cow", "bee", "ant"])}, X, 2 - Y),
     (X, np.eye(3)[Y], THREE, X, Y),
     (X, np.eye(3, dtype=int)[Y], THREE, X, Y),
     (X, Y.astype(np.float64), THREE, X, Y),

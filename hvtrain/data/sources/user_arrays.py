@@ -78,6 +78,9 @@ def from_arrays(
         },
     )
 
+    if class_names is not None:
+        # An array, such as LabelEncoder.classes_, could not be tested for truth.
+        class_names = list(class_names)
     # The training part decides what the arrays mean.
     y = arrays["train"][1]
     if isinstance(y, np.ndarray) and _is_column(y):
