@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,8 @@ def user_path(text: str | Path) -> Path:
 
     ~ stays if the user has no home directory, as in a container whose user is not in /etc/passwd.
     """
-    path = path_of(text)
-    with suppress(RuntimeError):
-        return path.expanduser()
-    return path
+    # Not Path.expanduser(), which raises an error for a user without a home directory.
+    return Path(os.path.expanduser(path_of(text)))  # noqa: PTH111
 
 
 def data_path(text: str, far: tuple[str, ...] = ()) -> Path:

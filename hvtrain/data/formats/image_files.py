@@ -158,9 +158,9 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
                 f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); "
                 "write it with 8 bits"
             )
+    except UnidentifiedImageError:
+        pass  # Pillow's message for an unknown format is left out: it contains a memory address.
     except Exception as error:  # Pillow raises errors of many types, even SyntaxError.
-        # Pillow's message for an unknown format is left out: it contains a memory address.
-        if not isinstance(error, UnidentifiedImageError):
-            problem = f"Image cannot be decoded: {first_line(error)}"
+        problem = f"Image cannot be decoded: {first_line(error)}"
     # TensorFlow's own decoder raises the same type of error.
     raise tf.errors.InvalidArgumentError(None, None, problem)

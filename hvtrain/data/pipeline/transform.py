@@ -181,7 +181,7 @@ def fit(
     # In pieces, so that the scaler's float64 copy stays small.
     for start in range(0, len(rows), FIT_ROWS):
         piece = images[rows[start : start + FIT_ROWS]]
-        scaler.partial_fit(piece.reshape(-1, int(np.prod(feature_shape))))
+        scaler.partial_fit(piece.reshape(-1, np.prod(feature_shape)))
     return scaler.mean_.reshape(feature_shape), scaler.scale_.reshape(feature_shape)
 
 
