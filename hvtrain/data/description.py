@@ -50,13 +50,12 @@ class DataDescription:
             if not phrases or label == "splits":
                 continue
             separator = "; " if label == "warnings" else ", "
-            cut = f" ... {len(phrases):,} in all"
             # Names of files and columns are not broken at hyphens.
             lines[label] = textwrap.fill(
                 separator.join(phrases),
                 HEADER_WIDTH,
                 max_lines=MAX_LINES,
-                placeholder=cut,
+                placeholder=f" ... {len(phrases):,} in all",
                 break_on_hyphens=False,
             )
         return lines

@@ -80,8 +80,8 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     # Sorted, so that the order in which the file system lists files does not matter.
     for path in sorted(paths):
         # Names are relative, so that a copy in another folder counts as the same data set.
-        is_inside = folder in Path(path).parents
-        name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
+        file = Path(path)
+        name = file.relative_to(folder).as_posix() if folder in file.parents else file.name
         sizes[name] = _file_bytes(path) if path in measured else None
 
     digest = hashlib.sha256()

@@ -86,22 +86,21 @@ def _odd_names(values: pa.Array) -> list[str]:
     if 0.5 <= share(is_number) < 1:
         others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
         details.append(f"numbers except {' and '.join(map(repr, others))}")
-    pair = spelled_alike(names.to_pylist())
-    return [*details, pair] if pair else details
+    return details + _spelled_alike(names.to_pylist())
 
 
-def spelled_alike(names: Sequence[str]) -> str:
-    """Quotes the first two names that differ only in case or spaces; empty if there are none.
+def _spelled_alike(names: Sequence[str]) -> list[str]:
+    """Quotes the first two names that differ only in case or spaces, in a list; empty without any.
 
-    >>> spelled_alike(["no", "yes", "No "])
-    "'no' beside 'No '"
+    >>> _spelled_alike(["no", "yes", "No "])
+    ["'no' beside 'No '"]
     """
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault("".join(name.casefold().split()), name)
         if other != name:
-            return f"{other!r} beside {name!r}"
-    return ""
+            return [f"{other!r} beside {name!r}"]
+    return []
 
 
 def _odd_numbers(values: np.ndarray) -> list[str]:
@@ -166,7 +165,5 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
     if len(schema.classes) > len(shares):
         shares.append("...")
-    pair = spelled_alike(schema.classes)
-    if pair:
-        shares.append(pair)
+    shares += _spelled_alike(schema.classes)
     return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)})"

@@ -34,7 +34,7 @@ IMAGES = "images"
 LABELS = "labels"
 MASKS = "segmentation_masks"
 
-Batch = Mapping[str, Any]
+Batch = dict[str, Any]
 
 # TensorFlow marks these operations as stateful, but they keep no state of their own. Some call
 # functions, which are searched as well.
@@ -95,7 +95,7 @@ class PureLayer:
         }
 
     def __call__(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
-        return self._traced(dict(batch), seed)
+        return self._traced(batch, seed)
 
     def _apply(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
         """Calls the layer with random numbers from the seed, and notes which parts it leaves unchanged."""

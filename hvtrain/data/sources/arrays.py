@@ -17,10 +17,6 @@ from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
 
-# Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1].
-# "train" is required.
-Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
-
 # Pixels above this show that a split's range is not 0 ... 1.
 NOT_FRACTIONS = 30
 
@@ -38,7 +34,7 @@ class ArraySource(MemorySource):
     Args:
         name: name of the data set, for messages and the manifest.
         load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
-            are optional.
+            are optional. Images are [n, h, w] or [n, h, w, c]; labels are integers [n] or [n, 1].
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
         standardize: "per_pixel" or "per_channel" (to mean 0 and standard deviation 1), "scale" (by

@@ -5,8 +5,8 @@ from importlib.metadata import distribution
 
 import numpy as np
 
-from hvtrain.data.sources.arrays import Arrays, ArraySource
-from hvtrain.data.sources.memory import SPLIT_SEED
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.memory import SPLIT_SEED, Elements
 from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797
@@ -44,7 +44,7 @@ def _digits(
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
-    def load() -> Arrays:
+    def load() -> Elements:
         images, labels = read()
         targets = labels
         if has_traits:

@@ -28,7 +28,8 @@ import numpy as np
 
 from hvtrain.data.manifest import user_path
 from hvtrain.data.source import ImageShape
-from hvtrain.data.sources.arrays import Arrays, ArraySource
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.memory import Elements
 from hvtrain.errors import DataError, first_line
 
 # Timeout for an answer of the download's host, and for each read.
@@ -80,7 +81,7 @@ class KerasFiles(NamedTuple):
     """The host of the download."""
     advice: str
     """Another way to get the data, for error messages."""
-    read: Callable[[Path], Arrays]
+    read: Callable[[Path], Elements]
     """Reads a folder that the user provides."""
     names: Sequence[str] = IDX_NAMES
     """The files in such a folder."""
@@ -183,7 +184,7 @@ def answers(host: str) -> bool:
     return answered.is_set()
 
 
-def _read_idx_folder(folder: Path) -> Arrays:
+def _read_idx_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
@@ -253,7 +254,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     return values.reshape(sizes)
 
 
-def _read_cifar_folder(folder: Path) -> Arrays:
+def _read_cifar_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 32, 32, 3] and labels [n] of both splits from the binary version's files."""
     file_bytes = CIFAR_IMAGES * CIFAR_RECORD_BYTES
     arrays = {}
@@ -323,7 +324,7 @@ def _source(
     Raises:
         DataError: if files are missing, or the download's host does not answer.
     """
-    load: Callable[[], Arrays]
+    load: Callable[[], Elements]
     if dir is not None:
         folder = user_path(dir)
         if (folder / CIFAR_FOLDER).is_dir():

@@ -213,7 +213,7 @@ class MemorySource(IndexedSource):
             with np.errstate(over="ignore"):
                 is_finite = np.isfinite(as_models_take(array))
             if not is_finite.all():
-                row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
+                row = np.argmin(is_finite.reshape(len(array), -1).all(axis=1))
                 raise DataError(
                     f"{where}: the {name} of example {row} hold NaN or infinite values (as float32); fix or drop it"
                 )

@@ -108,7 +108,7 @@ def draw(
     distance_functions = list(DISTANCES.values())
 
     for _ in range(rng.integers(1, MAX_SHAPES + 1)):
-        label = int(rng.integers(1, len(DISTANCES) + 1))
+        label = rng.integers(1, len(DISTANCES) + 1)
         radius = rng.uniform(*RADII) * min(height, width)
         center_y, center_x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
         cosine, sine = _draw_direction(rng)

@@ -166,7 +166,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
             f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}"
         ) from error
 
-    folder = user_path(data_dir or str(tfds.core.constants.DATA_DIR))
+    folder = user_path(data_dir or tfds.core.constants.DATA_DIR)
     problem = "is not prepared"
     try:
         builder = tfds.builder(dataset, data_dir=str(folder))
