@@ -211,7 +211,7 @@ class ImagesWithMasks(ArraySource):
         where = f"{self.name}, {split} ({self.origin})"
         height, width, _ = self.image_shape
 
-        has_integers = np.issubdtype(masks.dtype, np.integer)
+        has_integers = masks.dtype.kind in "iu"
         if not has_integers or masks.shape[1:] != (height, width):
             raise DataError(
                 f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, "
@@ -250,7 +250,7 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
             f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer for each "
             "example (for rows of scores: labels.argmax(axis=1))"

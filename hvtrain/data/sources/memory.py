@@ -129,8 +129,8 @@ class MemorySource(IndexedSource):
             self.fit(parts["train"])
             shards = {}
             for split_name, part in parts.items():
-                local = np.asarray(topology.share(len(part.rows)), np.int64)
-                shard = self.in_model_type(take(part.elements, part.rows[local]))
+                rows = part.rows[self.shard_rows(split_name, topology)]
+                shard = self.in_model_type(take(part.elements, rows))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
                     shards[split_name] = nest.map_structure(tf.constant, shard)
@@ -207,7 +207,7 @@ class MemorySource(IndexedSource):
                 raise DataError(
                     f"{where}: {name} hold {size} values per example, in train {self._sizes[name]}; make them equal"
                 )
-            if not np.issubdtype(array.dtype, np.floating):
+            if array.dtype.kind != "f":
                 continue
             # Models take float32, in which a large float64 is infinite.
             with np.errstate(over="ignore"):

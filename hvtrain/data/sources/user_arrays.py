@@ -95,7 +95,7 @@ def from_arrays(
             arrays[split] = inputs, numbers, *weights
 
     x, y = arrays["train"][:2]
-    has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
+    has_integers = isinstance(y, np.ndarray) and y.dtype.kind in "iu"
     has_labels = has_integers and _is_column(y)
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
     has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
