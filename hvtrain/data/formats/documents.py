@@ -171,7 +171,7 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
             table = pa.json.read_json(path, read_options=options)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
+                f"{path} cannot be read: {first_line(error)}; each line must be a JSON object"
             ) from error
     else:
         table = read_table(path, "dataset.file", column=column or "")

@@ -109,7 +109,7 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
         return []
     aliases = "; ".join(map(", ".join, SPLIT_NAMES.values()))
     return [
-        f"left out, because they are in no split: {listed(names)} (each split has the first of its names: {aliases})"
+        f"left out, because they are in no split: {listed(names)} (each split is read from the first of: {aliases})"
     ]
 
 

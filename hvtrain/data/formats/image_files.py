@@ -106,7 +106,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
         largest, location = max(deep_images)
         if largest < LEAST_DEEP_VALUE:
             raise DataError(
-                f"{location} has 16 bits a channel and no value above {largest:,}, which would "
+                f"{location} has 16 bits per channel and no value above {largest:,}, which would "
                 f"become {largest >> 8} of 255; rescale the images to 8 bits "
                 "(value x 255 / largest possible value)"
             )
@@ -155,7 +155,7 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
             problem = (
-                f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); "
+                f"Image has more than 8 bits per channel ({image.format}, mode {image.mode}); "
                 "write it with 8 bits"
             )
     except UnidentifiedImageError:

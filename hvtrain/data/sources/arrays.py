@@ -147,7 +147,7 @@ class ArraySource(MemorySource):
         shown = ", ".join(texts)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
         if 0 < min(largest) <= 1 and max(largest) > NOT_FRACTIONS:
-            description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
+            description["warnings"] = [f"the splits hold values in different ranges: {shown}"]
         return description
 
     def value_range(self) -> tuple[float, float] | None:
@@ -221,7 +221,7 @@ class ImagesWithMasks(ArraySource):
         if masks.size and not 0 <= masks.min() <= masks.max() <= IGNORED:
             raise DataError(
                 f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes "
-                f"from 0, and {IGNORED} where a pixel does not count"
+                f"from 0, and {IGNORED} for pixels to be ignored"
             )
 
         # Many tools paint the foreground white, 255. If 255 were

@@ -205,7 +205,7 @@ class MemorySource(IndexedSource):
             size = math.prod(array.shape[1:])
             if size != self._sizes.setdefault(name, size):
                 raise DataError(
-                    f"{where}: {name} hold {size} values per example, in train {self._sizes[name]}; make them equal"
+                    f"{where}: {name} hold {size} values per example, but {self._sizes[name]} in train; make them equal"
                 )
             if array.dtype.kind != "f":
                 continue
@@ -242,7 +242,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
     wrapped = narrow != array
     if wrapped.any():
         raise DataError(
-            f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {RENUMBER}"
+            f"the integer {array[wrapped][0]} does not fit in the 32 bits that models take; {RENUMBER}"
         )
     return narrow
 

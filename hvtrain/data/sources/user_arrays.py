@@ -204,7 +204,7 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
+        raise DataError(f"{where} has rows of different lengths; pad them to one length") from error
 
     if array.dtype.kind not in TAKEN_KINDS:
         raise DataError(
