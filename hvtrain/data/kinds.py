@@ -48,15 +48,16 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
     """Returns the kind of each input in a batch, by name, with the range of its numbers."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
-        kinds[name] = input_kind(array.dtype, array.shape[1:])
-        if array.size and kinds[name]["type"] != NAMES:
+        kind = input_kind(array.dtype, array.shape[1:])
+        if array.size and kind["type"] != NAMES:
             step = -(-array.size // MAX_VALUES)
             sizes = np.abs(array.ravel()[::step].astype(np.float32))
-            kinds[name] |= {
+            kind |= {
                 "low": float(np.nanmin(array)),
                 "high": float(np.nanmax(array)),
                 "large": float(np.nanquantile(sizes, LARGE)),
             }
+        kinds[name] = kind
     return kinds
 
 

@@ -24,7 +24,7 @@ from tensorflow import Tensor, TensorSpec
 from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
-from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
+from hvtrain.data.pipeline.streams import LAYERS, derive_seed, finish, unconverted
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import ImageShape, StreamRequest
 from hvtrain.errors import ConfigError, cause_of
@@ -355,6 +355,5 @@ class Augmentation:
                 return (images, seed), targets, *weights
             return *self(images, targets, seed), *weights
 
-        steps = Dataset.range(request.start_step, FOREVER)
-        numbered = Dataset.zip(steps, batches)
+        numbered = batches.enumerate(request.start_step)
         return finish(numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE), request.topology)

@@ -51,7 +51,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         check_least("dataset.shift_pixels", self.shift_pixels, 0)
-        if not np.all(np.asarray(self.scale) > 0):
+        if not np.min(self.scale) > 0:
             raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
     def augment(self, images: Tensor, seed: Tensor) -> Tensor:

@@ -222,11 +222,10 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
         DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
     """
     magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
-    header_bytes = 4 + 4 * num_dims
     try:
         open_file = gzip.open if path.suffix == ".gz" else Path.open
         with open_file(path, "rb") as file:
-            header = file.read(header_bytes)
+            header = file.read(4 + 4 * num_dims)
             if header[:4] != magic:
                 raise DataError(
                     f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of "
