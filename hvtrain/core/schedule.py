@@ -92,7 +92,6 @@ class Schedule:
         return 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
     """The peak rate from the end of the warm-up to the end of the run."""
 

@@ -20,10 +20,9 @@ from hvtrain.errors import DataError, StorageError, first_line
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
-# The largest number of pixels in an image; TensorFlow has the same limit.
-MAX_PIXELS = 2**29
-# Pillow refuses images of more than twice this limit. Its default limit is meant for photographs.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+# Pillow refuses images of more than twice this many pixels, so its limit is now 2**29, as in
+# TensorFlow. The default is meant for photographs.
+Image.MAX_IMAGE_PIXELS = 2**28
 
 # Number of images in a data set's sample; small, since a network file system may be slow.
 MAX_SAMPLE = 16
@@ -34,8 +33,6 @@ LEAST_DEEP_VALUE = 2**14
 
 # Pillow's modes, by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
-DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 # The first bytes of files that are often mistaken for images, and what such a file is. The first
 # match counts, so b"<svg" comes before b"<".
 NOT_IMAGES = {
@@ -112,22 +109,15 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
             )
 
     names = " and ".join(name for name, _ in formats.most_common())
-    phrases = [f"{names} of {_size_phrase(sizes)} ({formats.total()} sampled), {sizing.phrase()}"]
+    by_area = sorted(sizes, key=math.prod)
+    # The smallest and the largest size; only one if all images have the same.
+    ends = dict.fromkeys(f"{width}x{height}" for width, height in (by_area[0], by_area[-1]))
+    sides = f"{' to '.join(ends)} pixels"
+    phrases = [f"{names} of {sides} ({formats.total()} sampled), {sizing.phrase()}"]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")
     return phrases
-
-
-def _size_phrase(sizes: set[tuple[int, int]]) -> str:
-    """Formats the smallest and the largest size as width x height.
-
-    >>> _size_phrase({(640, 480), (20, 10)})
-    '20x10 to 640x480 pixels'
-    """
-    ordered = sorted(sizes, key=math.prod)
-    names = dict.fromkeys(f"{width}x{height}" for width, height in (ordered[0], ordered[-1]))
-    return f"{' to '.join(names)} pixels"
 
 
 @tf.autograph.experimental.do_not_convert
@@ -150,7 +140,8 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     problem = f"Image cannot be decoded: it is {kind}"
     try:
         with Image.open(io.BytesIO(content)) as image:
-            if image.mode not in DEEP_MODES:
+            # In the modes I, I;16 and F, pixels have more than 8 bits, which convert() would clip.
+            if not image.mode.startswith(("I", "F")):
                 picture = ImageOps.exif_transpose(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)

@@ -10,7 +10,6 @@ from hvtrain.data.sources.memory import SPLIT_SEED, Elements
 from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797
-MAX_VALUE = 16.0  # The largest value of a pixel.
 # Traits of digits, as targets of several labels per image.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
@@ -64,7 +63,7 @@ def _digits(
         num_classes=None if has_traits else 10,
         origin="inside scikit-learn",
         standardize=standardize,
-        max_value=MAX_VALUE,
+        max_value=16.0,
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         class_names=None if has_traits else tuple("0123456789"),

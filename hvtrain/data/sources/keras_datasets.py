@@ -124,10 +124,11 @@ class KerasFiles(NamedTuple):
         return {"train": train, "test": test}
 
 
-def cache_folder() -> Path:
-    """Returns the folder where keras.utils.get_file keeps data sets.
+@contextmanager
+def _locked_cache() -> Iterator[Path]:
+    """Holds the lock of the folder where keras.utils.get_file keeps data sets; yields the folder.
 
-    The folder is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
+    It is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
 
     Raises:
         DataError: if /tmp/.keras belongs to another user, or is a link.
@@ -141,13 +142,7 @@ def cache_folder() -> Path:
                 f"{home} is not a folder of this user; set KERAS_HOME to a writable folder of this user"
             )
 
-    return home / "datasets"
-
-
-@contextmanager
-def _locked_cache() -> Iterator[Path]:
-    """Holds the lock of the cache folder while the context is open; yields the folder."""
-    folder = cache_folder()
+    folder = home / "datasets"
     folder.mkdir(parents=True, exist_ok=True)
     # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's
     # files.

@@ -16,8 +16,6 @@ from hvtrain.data.sources.user_dataset import FunctionSource
 from hvtrain.data.sources.user_shards import UserFunction
 from hvtrain.errors import ConfigError, DataError, first_line
 
-INSTALL = "install scripts/lock/data.txt (docs/data.md)"
-
 
 class PreparedDataset(FunctionSource):
     """A data set prepared by tensorflow_datasets, of which each rank reads an equal part.
@@ -163,7 +161,8 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ConfigError(
-            f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}"
+            f"dataset=tfds needs the package tensorflow-datasets ({error}); install "
+            "scripts/lock/data.txt (docs/data.md)"
         ) from error
 
     folder = user_path(data_dir or tfds.core.constants.DATA_DIR)
