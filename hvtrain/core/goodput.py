@@ -72,12 +72,11 @@ class Goodput:
         4.0
         """
         whole = max(now - self.began, 1e-9)
-        other = max(0.0, whole - sum(self.seconds.values()))
         return {
             "share": self.seconds["steps"] / whole,
             "all": whole,
             **self.seconds,
-            "other": other,
+            "other": max(0.0, whole - sum(self.seconds.values())),
         }
 
 

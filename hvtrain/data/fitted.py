@@ -100,9 +100,9 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
         return
     for index, (old, new) in enumerate(zip_longest(old_names, new_names)):
         if old != new:
-            change = f"class {index} is {new or 'none'}, was {old or 'none'}"
             refuse_or_warn(
-                f"{source.name} has other classes than the run was trained on: {change}",
+                f"{source.name} has other classes than the run was trained on: class {index} is "
+                f"{new or 'none'}, was {old or 'none'}",
                 "restore them",
                 refuse,
             )

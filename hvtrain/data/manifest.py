@@ -63,8 +63,9 @@ def check_names(paths: Iterable[str | Path]) -> None:
             str(path).encode()
         except UnicodeEncodeError:
             # Shown as bytes: the message itself has to be UTF-8.
-            name = repr(os.fsencode(path))
-            raise DataError(f"{name} is a file whose name is not UTF-8; rename it") from None
+            raise DataError(
+                f"{os.fsencode(path)!r} is a file whose name is not UTF-8; rename it"
+            ) from None
 
 
 def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
@@ -152,8 +153,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
         before = old.get(key, 0)
         now = new.get(key, 0)
         if before != now:
-            noun = key.removeprefix("num_")
-            changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
+            changes.append(f"{split} {verb} {now:,} {key.removeprefix('num_')}, was {before:,}")
 
     # Only manifests of few files list them.
     old_files = old.get("files")

@@ -112,8 +112,9 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     by_area = sorted(sizes, key=math.prod)
     # The smallest and the largest size; only one if all images have the same.
     ends = dict.fromkeys(f"{width}x{height}" for width, height in (by_area[0], by_area[-1]))
-    sides = f"{' to '.join(ends)} pixels"
-    phrases = [f"{names} of {sides} ({formats.total()} sampled), {sizing.phrase()}"]
+    phrases = [
+        f"{names} of {' to '.join(ends)} pixels ({formats.total()} sampled), {sizing.phrase()}"
+    ]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")

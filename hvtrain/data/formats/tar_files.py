@@ -158,9 +158,14 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                 # The data of a sparse file are not contiguous.
                 if not header.isreg() or header.issparse():
                     continue
-                name = header.name.encode(errors="backslashreplace").decode()
-                text = _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None
-                members.append({"name": name, "offset": offset, "size": size, "text": text})
+                members.append(
+                    {
+                        "name": header.name.encode(errors="backslashreplace").decode(),
+                        "offset": offset,
+                        "size": size,
+                        "text": _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None,
+                    }
+                )
                 if far and far.kept and size <= MAX_KEPT_BYTES:
                     far.keep(_read_at(file, size, offset), offset)
             end = tar.offset

@@ -41,7 +41,6 @@ IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
-UNSIGNED_BYTES = 8  # The code for this type in an idx file.
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
@@ -216,7 +215,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     Raises:
         DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
     """
-    magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
+    magic = bytes([0, 0, 8, num_dims])  # 8 is the code for unsigned bytes.
     try:
         open_file = gzip.open if path.suffix == ".gz" else Path.open
         with open_file(path, "rb") as file:

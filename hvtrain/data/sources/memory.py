@@ -26,7 +26,6 @@ Elements = Mapping[str, Parts]
 
 # Fixed, so that every run holds out the same examples, whatever the run's seed.
 SPLIT_SEED = 0
-PART_NAMES = ("inputs", "targets", "weights")
 
 RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) does"
 
@@ -195,7 +194,7 @@ class MemorySource(IndexedSource):
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by the part and the path within it, such as "inputs.age".
-        arrays = inputs_of(dict(zip(PART_NAMES, elements)))
+        arrays = inputs_of(dict(zip(("inputs", "targets", "weights"), elements)))
         if len({len(array) for array in arrays.values()}) > 1:
             lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
             raise DataError(f"{where}: {lengths}; each example needs one of each")

@@ -174,8 +174,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     except (ValueError, OSError, ImportError, AssertionError) as error:
         problem = f"cannot be opened ({' '.join(str(error).split())[:120]})"
 
-    name = dataset.partition(":")[0]
     raise DataError(
-        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, "
+        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({dataset.partition(':')[0]!r}, "
         f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the folder that holds it"
     )

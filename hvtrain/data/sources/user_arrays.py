@@ -18,9 +18,6 @@ from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indi
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError, DataError
 
-# NumPy's kind characters for numbers, booleans and text.
-TAKEN_KINDS = "biufUS"
-
 
 def from_arrays(
     x_train: Any,
@@ -188,8 +185,10 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
         DataError: The values are of another kind, or have no rows.
     """
     if np.ma.is_masked(values):
-        fix = "fill them (values.filled(...)), or drop the rows"
-        raise DataError(f"{where} has {np.ma.count_masked(values):,} masked values; {fix}")
+        raise DataError(
+            f"{where} has {np.ma.count_masked(values):,} masked values; fill them "
+            "(values.filled(...)), or drop the rows"
+        )
     # NumPy would make a sparse matrix a single object.
     if hasattr(values, "toarray"):
         values = values.toarray()
@@ -206,7 +205,8 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     except ValueError as error:
         raise DataError(f"{where} has rows of different lengths; pad them to one length") from error
 
-    if array.dtype.kind not in TAKEN_KINDS:
+    # Neither booleans, numbers nor text.
+    if array.dtype.kind not in "biufUS":
         raise DataError(
             f"{where} holds {array.dtype}; numbers or text are needed (of dates, such as days: "
             "(x - x.min()) / numpy.timedelta64(1, 'D'))"
