@@ -82,8 +82,8 @@ class Topology:
     def pattern(self) -> tuple[int, int, int]:
         """Returns the repeating pattern (period, first, width) of this rank's share.
 
-        Of each `period` items, the rank has `width`, beginning with item `first`. Weights are reduced,
-        which makes the period as short as possible.
+        Of each `period` items, the rank has `width`, beginning with item `first`. Weights are
+        reduced, which makes the period as short as possible.
 
         >>> Topology(1, 2, weights=(6, 2)).pattern()
         (4, 3, 1)

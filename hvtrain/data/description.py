@@ -66,7 +66,7 @@ def describe(source: "Source") -> DataDescription:
     phrases = {label: list(texts) for label, texts in source.description().items()}
     counts = class_counts(source)
     names = class_labels(source)
-    # Some sources describe their targets themselves.
+    # Some sources, such as tables, describe their targets themselves.
     if counts.get("train") and not {"classes", "target"} & phrases.keys():
         phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = phrases.pop("warnings", [])

@@ -107,7 +107,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Returns advice for weights that do not fit the model; empty if inputs have their old shapes."""
+    """Returns advice for weights that do not fit; empty if inputs have the shapes of the run."""
     for name, kind in spec_kinds(source).items():
         old_kind = kept.get("inputs", {}).get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))

@@ -105,9 +105,9 @@ def with_files(
 
 
 def digest_arrays(arrays: Iterable[Any]) -> str:
-    """Returns the SHA-256 of the types, shapes and contents of arrays or numbers, such as those of one example.
+    """Returns the SHA-256 of the types, shapes and contents of arrays, such as those of an example.
 
-    Of large arrays, only evenly spaced rows count.
+    They may also be numbers or text. Of large arrays, only evenly spaced rows count.
     """
     digest = hashlib.sha256()
     for array in map(np.atleast_1d, arrays):

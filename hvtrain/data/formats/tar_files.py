@@ -1,4 +1,4 @@
-"""Locates the members of a data set's tar files, its shards, so that one ranged read fetches a member.
+"""Locates the members of a data set's shards, tar files, so that one ranged read fetches a member.
 
 A shard's members are found once, by reading its headers, and are listed in .SHARD.index beside it,
 or in the user's cache if that folder is read-only. The index also holds the shard's size and

@@ -33,7 +33,8 @@ from hvtrain.data.source import (
 from hvtrain.errors import DataError, StorageError, UserError
 from hvtrain.system import resources
 
-# A batch of a DealtSource ends with the codes of its examples: (number of the piece << ROW_BITS) + row.
+# A batch of a DealtSource ends with the codes of its examples, which are
+# (number of the piece << ROW_BITS) + row.
 ROW_BITS = 40
 
 Piece = TypeVar("Piece")
@@ -210,7 +211,7 @@ class FileSource(NotesFailure, StreamedSource):
     def _repairer(
         self, split: str, topology: Topology, is_training: bool
     ) -> Callable[..., Example]:
-        """Returns a function that reads a failed batch again, one by one, and returns good examples.
+        """Returns a function that reads a failed batch again, one by one, for its good examples.
 
         Args:
             is_training: True if good examples replace those that fail, so that the batch stays full.

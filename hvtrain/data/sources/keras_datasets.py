@@ -197,7 +197,7 @@ def _read_idx_folder(folder: Path) -> Elements:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """Returns the path of the plain file or, if there is none, of the .gz file, which may be missing too."""
+    """Returns the path of the plain file or, without one, of the .gz file, which may not exist."""
     path = folder / name
     return path if path.is_file() else folder / f"{name}.gz"
 

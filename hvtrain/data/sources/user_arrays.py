@@ -41,8 +41,8 @@ def from_arrays(
     """Makes a source from arrays in memory: inputs x, targets y and, optionally, weights w of the examples.
 
     x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of
-    the model's inputs. The caller's arrays stay in memory beside the shard; for large ones, give
-    MemorySource or ArraySource a function that loads them.
+    the model's inputs. The caller's arrays stay in memory beside the shard; for many images, give
+    ArraySource a function that loads them.
 
     Example:
         source = from_arrays(x_train, y_train, x_test, y_test, num_validation=5000)
