@@ -67,9 +67,9 @@ def apply(source: Source, files: Mapping[str, bytes]) -> None:
     try:
         source.fit_as(files)
     except Exception as error:  # NumPy, Keras and sentencepiece raise many types.
-        names = ", ".join(sorted(files))
         raise StorageError(
-            f"the run's {FOLDER}/ ({names}) cannot be used for {source.name}: {in_one_line(error)}; restore that folder"
+            f"the run's {FOLDER}/ ({', '.join(sorted(files))}) cannot be used for {source.name}: "
+            f"{in_one_line(error)}; restore that folder"
         ) from error
 
 

@@ -306,7 +306,7 @@ def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarr
             f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
             "names to class_names"
         )
-    indices = np.array(list(map(list(names).index, texts)), np.int64)
+    indices = np.array(list(map(names.index, texts)), np.int64)
     return indices[inverse].reshape(targets.shape)
 
 
