@@ -17,13 +17,13 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import (
     DataDescription,
-    array_digest,
     class_labels,
     count_classes,
     describe,
     missing_classes,
 )
 from hvtrain.data.kinds import NAMES, input_kind, inputs_of
+from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source, StreamRequest, Unreadable
@@ -101,7 +101,7 @@ class SplitFacts:
     values: dict[str, Values] = field(default_factory=dict)
     class_counts: np.ndarray | None = None
     num_outside: int = 0
-    digests: list[tuple[bytes, bytes]] = field(default_factory=list)
+    digests: list[tuple[str, str]] = field(default_factory=list)
     shown: list[Example] = field(default_factory=list)
 
     @property
@@ -115,7 +115,7 @@ class SplitFacts:
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
         """Finds examples whose inputs `other` has too; returns their number here, and that of the first one there."""
-        first: dict[bytes, int] = {}
+        first: dict[str, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
         own = enumerate(self.digests)
@@ -140,11 +140,11 @@ class SplitFacts:
         # Files are often listed class by class, so the first examples may all be of one class.
         most = math.ceil(NUM_SHOWN / max(num_classes, 1))
         for example, target in rows_of((inputs, targets)):
-            target_digest = array_digest(nest.flatten(target))
+            target_digest = digest_arrays(nest.flatten(target))
             alike = [row for row in self.shown if self.digests[row.number][1] == target_digest]
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
-            self.digests.append((array_digest(nest.flatten(example)), target_digest))
+            self.digests.append((digest_arrays(nest.flatten(example)), target_digest))
 
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)

@@ -20,7 +20,7 @@ from hvtrain.checks.joint_batch import CASES, check_joint_batch, largest_differe
 from hvtrain.checks.table import CheckError, Checks
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import StreamRequest, from_arrays
-from hvtrain.data.description import array_digest
+from hvtrain.data.manifest import digest_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.models.rates import factors_of, multiply_rates
@@ -279,7 +279,7 @@ def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
 def _data(run: OwnRun) -> str:
     """Checks that shards add up, and that few examples of the ranks' first batches are read by several ranks."""
     hashes = {
-        array_digest(example)
+        digest_arrays(example)
         for batch in run.batches().as_numpy_iterator()
         for example in zip(*tf.nest.flatten(batch))
     }

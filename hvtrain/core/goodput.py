@@ -7,8 +7,8 @@ from typing import Any
 
 from hvtrain.system.text import duration
 
-# How rank 0's time is divided. "steps" counts each step of the run once; steps that
-# a restart lost are "repeated".
+# How rank 0's time is divided. "steps" counts each step of the run once; the time of steps that
+# a restart lost, and that run again, is "repeated".
 PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
 
 
@@ -30,8 +30,8 @@ class Goodput:
     def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
         """Continues from a checkpoint's record(); without a valid one, starts from zero.
 
-        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", since its steps are done
-        again; from there to this start it counts as "restarts".
+        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", because
+        those steps run again; from then to this start it counts as "restarts".
 
         Args:
             saved: What record() returned, as read from the checkpoint.
@@ -54,9 +54,9 @@ class Goodput:
         # have begun before the checkpoint.
         now = max(now, until)
         if last_step_at > now:
-            # It is a file's modification time, and this start copied the file here.
+            # It is a file's modification time, and is this late if this start copied the file here.
             last_step_at = 0.0
-        ended = min(max(until, last_step_at), now)
+        ended = max(until, last_step_at)
         seconds["repeated"] += ended - until
         seconds["restarts"] += now - ended
         return cls(began, now, seconds)
@@ -72,25 +72,26 @@ class Goodput:
         4.0
         """
         whole = max(now - self.began, 1e-9)
-        other = max(0.0, whole - sum(self.seconds.values()))
         return {
             "share": self.seconds["steps"] / whole,
             "all": whole,
             **self.seconds,
-            "other": other,
+            "other": max(0.0, whole - sum(self.seconds.values())),
         }
 
 
 def in_words(summary: Mapping[str, float]) -> str:
-    """Formats a summary() in one line, without parts of less than half a percent.
+    """Formats a summary() in one line, leaving out parts below half a percent.
 
-    >>> in_words({"share": 0.8, "all": 50.0, "steps": 40.0, "data": 0.0, "start": 8.0, "other": 2.0})
+    >>> seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 40.0, "start": 8.0}
+    >>> in_words(Goodput(0.0, 0.0, seconds).summary(50.0))
     '80% of 50 s went into steps; start 16%, other 4%'
     """
-    rest = [
-        name for name in (*PARTS[1:], "other") if summary.get(name, 0.0) >= 0.005 * summary["all"]
-    ]
-    parts = ", ".join(f"{name} {summary[name] / summary['all']:.0%}" for name in rest)
+    parts = ", ".join(
+        f"{name} {summary[name] / summary['all']:.0%}"
+        for name in (*PARTS[1:], "other")
+        if summary[name] >= 0.005 * summary["all"]
+    )
     return f"{summary['share']:.0%} of {duration(summary['all'])} went into steps; {parts}".rstrip(
         "; "
     )

@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step.
 
-LearningRate (training/setup.py) puts it into the graph; tests call it directly.
+LearningRate (training/setup.py) puts it into the graph; plan and the tests call it with numbers.
 
 Every schedule begins with a linear warm-up, step by step, as in Goyal et al. 2017, "Accurate, Large
 Minibatch SGD", section 2.2. It rises from the base rate (that of one rank), or from warmup_from, to
@@ -10,13 +10,13 @@ from base is flat. The rate depends only on the step, so a resumed run needs no 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# The functions that schedules need, for Python numbers. keras.ops has them for tensors.
+# What schedules use of keras.ops, for Python numbers.
 SCALARS = SimpleNamespace(
     minimum=min,
     maximum=max,
@@ -66,7 +66,7 @@ class Schedule:
         """Learning rate at which the warm-up begins."""
         if self.warmup_from is None:
             return self.base
-        # A recipe's first rate may exceed the peak rate of a batch smaller than any in the recipe.
+        # The first rate of a recipe for large batches may exceed the peak rate of a small one.
         return min(self.warmup_from, self.peak)
 
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
@@ -92,21 +92,20 @@ class Schedule:
         return 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
     """The peak rate from the end of the warm-up to the end of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
-    """The peak rate, multiplied by `factor` once more at each of the given epochs of the run.
+    """The peak rate, multiplied by `factor` again at each of the given epochs of the run.
 
     >>> schedule = Step(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=90, at_epochs=(3, 6))
     >>> [round(schedule(step), 6) for step in (29, 30, 60)]
     [1.0, 0.1, 0.01]
     """
 
-    at_epochs: Sequence[float] = field(default=())
+    at_epochs: Sequence[float] = ()
     factor: float = 0.1
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
@@ -168,5 +167,5 @@ class RangeTest(Schedule):
 def rate_factor(model: Any) -> Any:
     """Returns the variable by which callbacks scale the scheduled rate; None if there is none."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    # Not `learning_rate`, which is only the current value: the factor is LearningRate's.
+    # The public `learning_rate` is only the current value; LearningRate itself holds the factor.
     return getattr(optimizer._learning_rate, "factor", None)

@@ -20,10 +20,16 @@ CHIEF = "chief"
 class Topology:
     """Place of one process (rank) in a job; the default is a job with a single process.
 
-    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights:
-    proportions of the ranks' shares of the data, by rank; empty: equal shares.
+    Args:
+        rank: 0 ... size - 1, over all hosts.
+        size: number of ranks.
+        local_rank: 0 ... local_size - 1, on this host.
+        local_size: number of ranks on this host.
+        host: name of this host.
+        weights: proportions of the ranks' shares of the data, by rank; empty: equal shares.
 
-    Raises ValueError if a rank is out of range.
+    Raises:
+        ValueError: a rank is out of range.
     """
 
     rank: int = 0
@@ -54,7 +60,7 @@ class Topology:
         >>> [list(Topology(rank, 2, weights=(6, 2)).share(9)) for rank in (0, 1)]
         [[0, 1, 2, 4, 5, 6, 8], [3, 7]]
         """
-        period, first, width = self._pattern()
+        period, first, width = self.pattern()
         if width == 1:
             return range(first, num_items, period)
         return [
@@ -69,12 +75,19 @@ class Topology:
         >>> [Topology(rank, 2, weights=(6, 2)).share_size(9) for rank in (0, 1)]
         [7, 2]
         """
-        period, first, width = self._pattern()
+        period, first, width = self.pattern()
         whole, rest = divmod(num_items, period)
         return whole * width + min(max(rest - first, 0), width)
 
-    def _pattern(self) -> tuple[int, int, int]:
-        """Returns (period, first, width): of every `period` items, this rank has `width` items from `first` on."""
+    def pattern(self) -> tuple[int, int, int]:
+        """Returns the repeating pattern (period, first, width) of this rank's share.
+
+        Of each `period` items, the rank has `width`, beginning with item `first`. Weights are
+        reduced, which makes the period as short as possible.
+
+        >>> Topology(1, 2, weights=(6, 2)).pattern()
+        (4, 3, 1)
+        """
         weights = reduced(self.weights) or (1,) * self.size
         return sum(weights), sum(weights[: self.rank]), weights[self.rank]
 
@@ -140,7 +153,8 @@ class Roles:
         >>> Roles(2, 1).label(3), Roles(2).label(1)
         ('worker 1 (rank 3)', 'rank 1')
         """
-        # Without servers, a worker's index is its rank.
+        # Without servers, a worker's index is its rank. The rank may be out of range, since it is
+        # read from a launcher's output.
         if self.num_ps and rank < len(self.names):
             return f"{self.names[rank]} (rank {rank})"
         return f"rank {rank}"

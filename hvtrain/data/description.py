@@ -4,13 +4,12 @@
 no TensorFlow.
 """
 
-import hashlib
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,13 +34,14 @@ class DataDescription:
             without reading the examples.
     """
 
-    phrases: dict[str, list[str]] = field(default_factory=dict)
-    class_counts: dict[str, list[int]] = field(default_factory=dict)
+    phrases: dict[str, list[str]]
+    class_counts: dict[str, list[int]]
 
     def header(self) -> dict[str, str]:
         """Formats the phrases as lines of a run's header, at most MAX_LINES for each label.
 
-        >>> DataDescription({"features": [f"column {number}" for number in range(90)]}).header()["features"][-24:]
+        >>> columns = [f"column {number}" for number in range(90)]
+        >>> DataDescription({"features": columns}, {}).header()["features"][-24:]
         'column 21, ... 90 in all'
         """
         lines = {}
@@ -50,13 +50,12 @@ class DataDescription:
             if not phrases or label == "splits":
                 continue
             separator = "; " if label == "warnings" else ", "
-            cut = f" ... {len(phrases):,} in all"
             # Names of files and columns are not broken at hyphens.
             lines[label] = textwrap.fill(
                 separator.join(phrases),
                 HEADER_WIDTH,
                 max_lines=MAX_LINES,
-                placeholder=cut,
+                placeholder=f" ... {len(phrases):,} in all",
                 break_on_hyphens=False,
             )
         return lines
@@ -67,7 +66,7 @@ def describe(source: "Source") -> DataDescription:
     phrases = {label: list(texts) for label, texts in source.description().items()}
     counts = class_counts(source)
     names = class_labels(source)
-    # Some sources describe their targets themselves.
+    # Some sources, such as tables, describe their targets themselves.
     if counts.get("train") and not {"classes", "target"} & phrases.keys():
         phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = phrases.pop("warnings", [])
@@ -100,16 +99,6 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
     flat = targets.ravel()
     is_class = (flat >= 0) & (flat < num_classes)
     return np.bincount(flat[is_class].astype(np.int64), minlength=num_classes)
-
-
-def array_digest(arrays: Iterable[Any]) -> bytes:
-    """Hashes the values of arrays, such as those of one example, to 12 bytes; text is hashed by value too."""
-    digest = hashlib.blake2b(digest_size=12)
-    for array in map(np.asarray, arrays):
-        # The bytes of an object array are only the addresses of its objects.
-        content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-        digest.update(content)
-    return digest.digest()
 
 
 def class_labels(source: "Source") -> list[str]:

@@ -1,7 +1,7 @@
 """Keeps the values that a source fitted to its training data, such as a mean, in the run folder.
 
-The data may change later, but a trained model expects the preprocessing it was trained with. So a run
-that is resumed, or used for predictions, takes the values saved when it started.
+The data may change later, but a trained model needs the preprocessing that it was trained with. So
+a run that is resumed, or used for predictions, takes the values saved when it first started.
 """
 
 import json
@@ -66,10 +66,10 @@ def apply(source: Source, files: Mapping[str, bytes]) -> None:
     """
     try:
         source.fit_as(files)
-    except Exception as error:  # NumPy, Keras and sentencepiece each raise errors of their own.
-        names = ", ".join(sorted(files))
+    except Exception as error:  # NumPy, Keras and sentencepiece raise many types.
         raise StorageError(
-            f"the run's {FOLDER}/ ({names}) cannot be used for {source.name}: {in_one_line(error)}; restore that folder"
+            f"the run's {FOLDER}/ ({', '.join(sorted(files))}) cannot be used for {source.name}: "
+            f"{in_one_line(error)}; restore that folder"
         ) from error
 
 
@@ -100,9 +100,9 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
         return
     for index, (old, new) in enumerate(zip_longest(old_names, new_names)):
         if old != new:
-            change = f"class {index} is {new or 'none'}, was {old or 'none'}"
             refuse_or_warn(
-                f"{source.name} has other classes than the run was trained on: {change}",
+                f"{source.name} has other classes than the run was trained on: class {index} is "
+                f"{new or 'none'}, was {old or 'none'}",
                 "restore them",
                 refuse,
             )

@@ -22,8 +22,8 @@ from hvtrain.system.files import read_json, write_json
 log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
-# Images have another range if their large values differ by more than this factor. 0 ... 1
-# and 0 ... 255 differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches
+# Images count as having another range if their large values differ by more than this factor. It is
+# 255 between 0 ... 1 and 0 ... 255, and 16 between 0 ... 1 and the digits' 0 ... 16. Few batches
 # are that much darker by nature.
 RANGE_FACTOR = 12
 # The quantile of absolute values that is compared. The maximum says little: with per-pixel
@@ -48,15 +48,16 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
     """Returns the kind of each input in a batch, by name, with the range of its numbers."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
-        kinds[name] = input_kind(array.dtype, array.shape[1:])
-        if array.size and kinds[name]["type"] != NAMES:
+        kind = input_kind(array.dtype, array.shape[1:])
+        if array.size and kind["type"] != NAMES:
             step = -(-array.size // MAX_VALUES)
             sizes = np.abs(array.ravel()[::step].astype(np.float32))
-            kinds[name] |= {
+            kind |= {
                 "low": float(np.nanmin(array)),
                 "high": float(np.nanmax(array)),
                 "large": float(np.nanquantile(sizes, LARGE)),
             }
+        kinds[name] = kind
     return kinds
 
 
@@ -97,16 +98,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             channels = [kind["shape"][-1] for kind in (now, before)]
             if channels[0] != channels[1]:
                 texts.append(f"{prefix}images have {channels[0]} channels, were {channels[1]}")
-            sizes = [kind.get("large", 0.0) for kind in (now, before)]
+            smaller, larger = sorted(kind.get("large", 0.0) for kind in (now, before))
             # Black images say nothing about the range.
-            if min(sizes) > 0 and max(sizes) > RANGE_FACTOR * min(sizes):
+            if smaller > 0 and larger > RANGE_FACTOR * smaller:
                 ranges = [f"{kind['low']:.3g} to {kind['high']:.3g}" for kind in (now, before)]
                 texts.append(f"{prefix}values are {ranges[0]}, were {ranges[1]}")
     return texts
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Returns advice for weights that do not fit the model; empty unless an input's shape differs from the run's."""
+    """Returns advice for weights that do not fit; empty if inputs have the shapes of the run."""
     for name, kind in spec_kinds(source).items():
         old_kind = kept.get("inputs", {}).get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))

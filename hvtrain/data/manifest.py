@@ -1,6 +1,6 @@
 """Identifies a data set by a manifest that is small enough for a checkpoint, and compares manifests.
 
-A manifest is a mapping with those of these keys for which the data set has a value:
+A manifest is a mapping with these keys, each only if the data set has a value for it:
 
 - "name", "image_shape", "num_classes"
 - "elements": types and shapes of an example, if it is not an image with a class
@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ log = logging.getLogger(__name__)
 
 # For more files than this, a checkpoint keeps only a digest, not the list.
 MAX_FILES = 1000
-# Sizes are read of at most this many files, evenly spaced, since a network file system may be slow.
+# The sizes of at most this many files, evenly spaced, are looked up, since a network file system
+# may be slow.
 MAX_SIZES = 10_000
 # About this many bytes of an array are hashed, in evenly spaced rows.
 MAX_BYTES = 2**28
@@ -42,10 +42,8 @@ def user_path(text: str | Path) -> Path:
 
     ~ stays if the user has no home directory, as in a container whose user is not in /etc/passwd.
     """
-    path = path_of(text)
-    with suppress(RuntimeError):
-        return path.expanduser()
-    return path
+    # Not Path.expanduser(), which raises an error for a user without a home directory.
+    return Path(os.path.expanduser(path_of(text)))  # noqa: PTH111
 
 
 def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
@@ -65,8 +63,9 @@ def check_names(paths: Iterable[str | Path]) -> None:
             str(path).encode()
         except UnicodeEncodeError:
             # Shown as bytes: the message itself has to be UTF-8.
-            name = repr(os.fsencode(path))
-            raise DataError(f"{name} is a file whose name is not UTF-8; rename it") from None
+            raise DataError(
+                f"{os.fsencode(path)!r} is a file whose name is not UTF-8; rename it"
+            ) from None
 
 
 def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
@@ -82,8 +81,8 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     # Sorted, so that the order in which the file system lists files does not matter.
     for path in sorted(paths):
         # Names are relative, so that a copy in another folder counts as the same data set.
-        is_inside = folder in Path(path).parents
-        name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
+        file = Path(path)
+        name = file.relative_to(folder).as_posix() if folder in file.parents else file.name
         sizes[name] = _file_bytes(path) if path in measured else None
 
     digest = hashlib.sha256()
@@ -105,16 +104,19 @@ def with_files(
     return manifest
 
 
-def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """Returns the SHA-256 of the types, shapes and contents of arrays; of large ones, only evenly spaced rows count."""
+def digest_arrays(arrays: Iterable[Any]) -> str:
+    """Returns the SHA-256 of the types, shapes and contents of arrays, such as those of an example.
+
+    They may also be numbers or text. Of large arrays, only evenly spaced rows count.
+    """
     digest = hashlib.sha256()
-    for array in arrays:
+    for array in map(np.atleast_1d, arrays):
         digest.update(f"{array.dtype} {array.shape}".encode())
         # The first row is always hashed.
         step = -(-array.nbytes // MAX_BYTES) or 1
-        rows = np.ascontiguousarray(array[::step])
+        rows = array[::step]
         # The memory of an array of Python objects holds only their addresses.
-        digest.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.data)
+        digest.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.tobytes())
     return digest.hexdigest()
 
 
@@ -151,13 +153,12 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
         before = old.get(key, 0)
         now = new.get(key, 0)
         if before != now:
-            noun = key.removeprefix("num_")
-            changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
+            changes.append(f"{split} {verb} {now:,} {key.removeprefix('num_')}, was {before:,}")
 
     # Only manifests of few files list them.
     old_files = old.get("files")
     new_files = new.get("files")
-    if old_files is not None and new_files is not None:
+    if old_files and new_files:
         for name in sorted(old_files | new_files):
             if name not in new_files:
                 changes.append(f"{split}: {name} is gone")

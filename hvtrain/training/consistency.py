@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvtrain.checkpoint.receipts import Facts
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import kinds
-from hvtrain.data.description import array_digest, listed
-from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
+from hvtrain.data.description import listed
+from hvtrain.data.manifest import differences, digest_arrays, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.comm import Comm
@@ -168,8 +168,8 @@ def check_first_batches(run: Run, start_step: int) -> None:
     if comm.topology.size == 1 or source.same_on_all_ranks:
         return
 
-    digest = array_digest(tf.nest.flatten(first))
-    first_rank: dict[bytes, int] = {}
+    digest = digest_arrays(tf.nest.flatten(first))
+    first_rank: dict[str, int] = {}
     for rank, rank_digest in enumerate(comm.gather(digest)):
         if first_rank.setdefault(rank_digest, rank) != rank:
             raise DataError(

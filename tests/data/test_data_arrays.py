@@ -135,7 +135,7 @@ def test_integers_beyond_32_bits_are_refused(value):
     """They would become others: ids of users are often hashes."""
     ids, labels = np.array([[1], [value]]), np.array([0, 1])
     with pytest.raises(
-        DataError, match=f"{value} is among the integers, and models take those of 32 bits; number"
+        DataError, match=f"the integer {value} does not fit in the 32 bits that models take; number"
     ):
         as_models_take(ids)
     examples = checked_pipeline(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")

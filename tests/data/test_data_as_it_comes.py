@@ -128,12 +128,12 @@ DEEP = [
     (
         ".png",
         Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16)),
-        "16 bits a channel and no value above",
+        "16 bits per channel and no value above",
     ),
     (
         ".tif",
         Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)),
-        "more than 8 bits a channel",
+        "more than 8 bits per channel",
     ),
 ]
 
@@ -184,7 +184,7 @@ FOLDERS = [
         "train/a/1.png validation/a/1.png val/a/2.png",
         {},
         (1, 1, 0),
-        "they are in no split: val (each split has the first of its names: train, training; validation, val,",
+        "they are in no split: val (each split is read from the first of: train, training; validation, val,",
     ),
     (
         "train/a/1.png holdout/a/1.png x.png",
@@ -546,7 +546,7 @@ TEXTS = [
     (
         {"t.json": '[{"tale": "a tree"}]'},
         "tale",
-        "t.json cannot be read: .*; an object in each line is needed",
+        "t.json cannot be read: .*; each line must be a JSON object",
     ),
 ]
 
@@ -624,6 +624,7 @@ ARRAYS = [
     (X, NAMES.astype(object), {}, X, Y),
     (X, NAMES.astype("S"), {}, X, Y),
     (X, NAMES, {"class_names": ["cow", "bee", "ant"]}, X, 2 - Y),
+    (X, NAMES, {"class_names": np.array(["cow", "bee", "ant"])}, X, 2 - Y),
     (X, np.eye(3)[Y], THREE, X, Y),
     (X, np.eye(3, dtype=int)[Y], THREE, X, Y),
     (X, Y.astype(np.float64), THREE, X, Y),
@@ -675,7 +676,7 @@ REFUSED_ARRAYS = [
     ),
     (np.array([{}, {}]), Y[:2], {}, r"x_train holds values of several types \(dict\)"),
     (np.ma.masked_array(X, X > 20), Y, {}, "x_train has 3 masked values; fill them"),
-    ([[1, 2], [3]], Y[:2], {}, "x_train has rows of unlike lengths; pad them"),
+    ([[1, 2], [3]], Y[:2], {}, "x_train has rows of different lengths; pad them"),
     ([[1, 2], [3, None]], Y[:2], {}, "x_train has no value in row 1; fill the gap"),
     ((row for row in X), Y, {}, r"x_train \(generator\) has no rows; each example needs one"),
     (1.0, Y, {}, r"x_train \(float\) has no rows; each example needs one"),
@@ -714,7 +715,7 @@ def test_what_is_odd_about_arrays_is_said():
     described = describe(from_arrays(X, Y + 1, num_classes=4))
     assert described.phrases["warnings"] == ["train has no 0"]
     pictures = RANDOM.integers(0, 256, (6, 4, 4, 3))
-    assert "the splits hold values of unlike ranges: train 0" in warnings(
+    assert "the splits hold values in different ranges: train 0" in warnings(
         from_arrays(pictures / 255, Y, pictures, Y)
     )
 

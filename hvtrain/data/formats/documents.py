@@ -56,16 +56,16 @@ def read_documents(file: str, column: str | None) -> list[str]:
     """
     path = user_path(file)
     if has_columns(path):
-        documents = [text for text in read_texts(path, column) if text]
+        documents = read_texts(path, column)
     elif path.is_dir():
         documents = [read_text(text_file) for text_file in text_files(path)[0]]
     else:
         documents = [read_text(path)]
 
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    texts = [document for document in documents if document and document.strip()]
+    if not texts:
         raise _no_text(file)
-    return documents
+    return texts
 
 
 def _no_text(file: str) -> DataError:
@@ -126,7 +126,7 @@ def read_labelled(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
-    # Classes with few texts are usual, but a column whose values are mostly unique is not a label.
+    # Classes with few texts are common, but a column of mostly unique values is not a label.
     if len(names) > max(FEW_NAMES, len(rows) // 2):
         raise ConfigError(
             f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
@@ -139,6 +139,7 @@ def read_labelled(
 
 
 def has_columns(path: Path) -> bool:
+    """True for a table or a JSON-lines file, in which texts are in a named column or key."""
     return path.is_file() and (is_table(path) or path.suffix.lower() in JSON_LINES)
 
 
@@ -170,7 +171,7 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
             table = pa.json.read_json(path, read_options=options)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
+                f"{path} cannot be read: {first_line(error)}; each line must be a JSON object"
             ) from error
     else:
         table = read_table(path, "dataset.file", column=column or "")
@@ -183,7 +184,7 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """Cuts documents in order, as if they were one text, whose end goes to validation and test.
+    """Cuts documents in order, as if they were one text: its end goes to validation and test.
 
     A document may be spread over several splits.
 
@@ -213,8 +214,8 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(lengths))
-    # One long document may cover the span of a whole split, which then stays empty. Then documents
-    # are counted instead of characters.
+    # One long document may cover the whole span of a split, which would then stay empty. In that
+    # case, documents are counted instead of characters.
     for sizes in (lengths, [1] * len(lengths)):
         # Documents are laid end to end in random order; each goes to the
         # split that contains its middle.

@@ -1,6 +1,6 @@
-"""Finds the splits of a data folder, skips files that operating systems leave, and reports unused entries.
+"""Finds the splits of a data folder, skips the junk of operating systems, reports unused entries.
 
-Also looks up the classes of a folder's files in a label file, where there are no class folders.
+Also looks up the classes of files in a label file, for folders without class folders.
 """
 
 import re
@@ -19,7 +19,7 @@ SPLIT_NAMES = {
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testing"),
 }
-# Entries that Windows and macOS leave in folders, in lower case.
+# Entries that Windows and macOS leave behind in folders, in lower case.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
 
 # A file's name begins with its split. No letter may follow an
@@ -48,6 +48,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def is_junk(name: str) -> bool:
+    """True for the name of a hidden entry, or one of JUNK."""
     return name.startswith(".") or name.lower() in JUNK
 
 
@@ -102,13 +103,13 @@ def find_split_files(
 
 
 def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
-    """Returns one warning that names the files and folders that are in no split; none if all are used."""
+    """Returns one warning, in a list, that names the entries of no split; empty if all are used."""
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
         return []
     aliases = "; ".join(map(", ".join, SPLIT_NAMES.values()))
     return [
-        f"left out, because they are in no split: {listed(names)} (each split has the first of its names: {aliases})"
+        f"left out, because they are in no split: {listed(names)} (each split is read from the first of: {aliases})"
     ]
 
 
@@ -140,7 +141,7 @@ def with_labels(
             for row in rows
             if len(row) > 1
         }
-        # Empty, which is the name of no class, for files that are not in the list.
+        # Files that are not in the list get an empty text, which names no class.
         texts = [by_name.get(path.name, by_name.get(path.stem, "")) for path in paths]
     if len(texts) != len(paths):
         raise DataError(
@@ -165,7 +166,7 @@ def with_labels(
 def read_text(path: Path) -> str:
     """Reads a text file. Raises DataError if it cannot be read, or is not UTF-8."""
     try:
-        # Programs of Windows write a byte order mark first.
+        # Windows programs may write a byte order mark first; utf-8-sig drops it.
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

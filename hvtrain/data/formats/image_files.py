@@ -1,4 +1,4 @@
-"""Reads images with Pillow: those that TensorFlow cannot decode, and a sample of a data set.
+"""Reads images with Pillow: those that TensorFlow cannot decode, and a sample of each data set.
 
 The sample is read before training. It shows formats and sizes, and reveals images that would be
 misread.
@@ -20,12 +20,11 @@ from hvtrain.errors import DataError, StorageError, first_line
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
-# The largest number of pixels in an image, as in TensorFlow.
-MAX_PIXELS = 2**29
-# Pillow refuses images of more than twice this limit. Its default limit is meant for photographs.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+# Pillow refuses images of more than twice this many pixels, so its limit is now 2**29, as in
+# TensorFlow. The default is meant for photographs.
+Image.MAX_IMAGE_PIXELS = 2**28
 
-# Images in a data set's sample; few, since a network file system may be slow.
+# Number of images in a data set's sample; small, since a network file system may be slow.
 MAX_SAMPLE = 16
 # The bit depth in the header of a 16-bit PNG, at byte 24.
 DEEP_PNG = b"\x10"
@@ -34,8 +33,6 @@ LEAST_DEEP_VALUE = 2**14
 
 # Pillow's modes, by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
-DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 # The first bytes of files that are often mistaken for images, and what such a file is. The first
 # match counts, so b"<svg" comes before b"<".
 NOT_IMAGES = {
@@ -82,7 +79,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     formats = Counter[str]()
     sizes = set()
     num_turned = 0
-    deep_images = []  # The largest value and the location of each 16-bit image.
+    deep_images = []  # The largest value of each 16-bit image, and its location.
     for location, content in images:
         try:
             if isinstance(content, str):
@@ -91,10 +88,9 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
                 formats[image.format or "?"] += 1
                 sizes.add(image.size)
                 num_turned += image.getexif().get(ExifTags.Base.Orientation, 1) > 1
-                is_deep = image.format == "PNG" and content[24:25] == DEEP_PNG
-            if is_deep:
-                values = tf.io.decode_png(content, dtype=tf.uint16)
-                deep_images.append((int(tf.reduce_max(values)), location))
+                if image.format == "PNG" and content[24:25] == DEEP_PNG:
+                    values = tf.io.decode_png(content, dtype=tf.uint16)
+                    deep_images.append((int(tf.reduce_max(values)), location))
         except StorageError:
             raise
         except Exception:
@@ -107,28 +103,22 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
         largest, location = max(deep_images)
         if largest < LEAST_DEEP_VALUE:
             raise DataError(
-                f"{location} has 16 bits a channel and no value above {largest:,}, which would "
+                f"{location} has 16 bits per channel and no value above {largest:,}, which would "
                 f"become {largest >> 8} of 255; rescale the images to 8 bits "
                 "(value x 255 / largest possible value)"
             )
 
     names = " and ".join(name for name, _ in formats.most_common())
-    phrases = [f"{names} of {_size_phrase(sizes)} ({formats.total()} sampled), {sizing.phrase()}"]
+    by_area = sorted(sizes, key=math.prod)
+    # The smallest and the largest size; only one if all images have the same.
+    ends = dict.fromkeys(f"{width}x{height}" for width, height in (by_area[0], by_area[-1]))
+    phrases = [
+        f"{names} of {' to '.join(ends)} pixels ({formats.total()} sampled), {sizing.phrase()}"
+    ]
     if num_turned:
         state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")
     return phrases
-
-
-def _size_phrase(sizes: set[tuple[int, int]]) -> str:
-    """Formats the smallest and the largest size as width x height.
-
-    >>> _size_phrase({(640, 480), (20, 10)})
-    '20x10 to 640x480 pixels'
-    """
-    ordered = sorted(sizes, key=math.prod)
-    names = dict.fromkeys(f"{width}x{height}" for width, height in (ordered[0], ordered[-1]))
-    return f"{' to '.join(names)} pixels"
 
 
 @tf.autograph.experimental.do_not_convert
@@ -138,7 +128,7 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     Args:
         data: The bytes of the image and one extra byte, since NumPy strips trailing zero bytes.
         channels: 1, 3 or 4.
-        exif: Whether to turn the image upright according to its EXIF orientation.
+        exif: Whether to turn the image upright, as its EXIF orientation says.
 
     Raises:
         tf.errors.InvalidArgumentError: The image cannot be decoded.
@@ -151,17 +141,18 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     problem = f"Image cannot be decoded: it is {kind}"
     try:
         with Image.open(io.BytesIO(content)) as image:
-            if image.mode not in DEEP_MODES:
+            # In the modes I, I;16 and F, pixels have more than 8 bits, which convert() would clip.
+            if not image.mode.startswith(("I", "F")):
                 picture = ImageOps.exif_transpose(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
             problem = (
-                f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); "
+                f"Image has more than 8 bits per channel ({image.format}, mode {image.mode}); "
                 "write it with 8 bits"
             )
+    except UnidentifiedImageError:
+        pass  # Pillow's message for an unknown format is left out: it contains a memory address.
     except Exception as error:  # Pillow raises errors of many types, even SyntaxError.
-        # Pillow's message for an unknown format is left out: it contains a memory address.
-        if not isinstance(error, UnidentifiedImageError):
-            problem = f"Image cannot be decoded: {first_line(error)}"
+        problem = f"Image cannot be decoded: {first_line(error)}"
     # TensorFlow's own decoder raises the same type of error.
     raise tf.errors.InvalidArgumentError(None, None, problem)

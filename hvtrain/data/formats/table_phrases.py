@@ -11,15 +11,16 @@ from hvtrain.data.formats.cell_texts import CLOCK, numbers_in, share
 from hvtrain.data.formats.columns import Cells, Column
 from hvtrain.data.formats.schema import Schema
 
-# If there are more columns than this, ordinary ones are only counted by kind.
+# In a table of more columns than this, ordinary ones are only counted, by kind.
 MAX_PHRASES = 20
+# At most this many classes of the target are shown, the most frequent first.
 MAX_CLASS_PHRASES = 5
 # At most this many odd cells of a column are shown.
 MAX_ODD = 3
-# At most this many distinct names of a column are searched for odd spellings.
+# At most this many distinct names of a column are searched for odd ones.
 MAX_LOOKED_AT = 10_000
 # Numbers that people write in place of missing ones.
-PLACEHOLDERS = (-99, -999, -9999, -99999, 99, 999, 9999, 99999)
+PLACEHOLDERS = {-99, -999, -9999, -99999, 99, 999, 9999, 99999}
 
 
 def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
@@ -29,20 +30,17 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
         schema: the fitted schema.
         cells: cells of the columns, by name.
     """
-    phrases = {column.name: _phrase(column, cells[column.name]) for column in schema.columns}
+    phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
-        # Ordinary columns are counted, so that odd ones stand out.
-        ordinary = [column for column in schema.columns if "(" not in phrases[column.name]]
-        counts = Counter(column.kind for column in ordinary)
-        phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
-        phrases |= {kind: f"{count:,} columns: {kind}" for kind, count in counts.items()}
-    result = list(phrases.values())
+        # Columns without particulars in parentheses are only counted, so that the others stand out.
+        pairs = zip(schema.columns, phrases)
+        counts = Counter(column.kind for column, phrase in pairs if "(" not in phrase)
+        phrases = [phrase for phrase in phrases if "(" in phrase]
+        phrases += [f"{count:,} columns: {kind}" for kind, count in counts.items()]
     if schema.left_out:
-        result.append(
-            "left out: "
-            + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
-        )
-    return result
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
+        phrases.append(f"left out: {reasons}")
+    return phrases
 
 
 def _phrase(column: Column, cells: Cells) -> str:
@@ -88,22 +86,21 @@ def _odd_names(values: pa.Array) -> list[str]:
     if 0.5 <= share(is_number) < 1:
         others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
         details.append(f"numbers except {' and '.join(map(repr, others))}")
-    pair = spelled_alike(names.to_pylist())
-    return [*details, pair] if pair else details
+    return details + _spelled_alike(names.to_pylist())
 
 
-def spelled_alike(names: Sequence[str]) -> str:
-    """Quotes the first two names that differ only in case or spaces; empty if there are none.
+def _spelled_alike(names: Sequence[str]) -> list[str]:
+    """Quotes the first two names that differ only in case or spaces, in a list; empty without any.
 
-    >>> spelled_alike(["no", "yes", "No "])
-    "'no' beside 'No '"
+    >>> _spelled_alike(["no", "yes", "No "])
+    ["'no' beside 'No '"]
     """
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault("".join(name.casefold().split()), name)
         if other != name:
-            return f"{other!r} beside {name!r}"
-    return ""
+            return [f"{other!r} beside {name!r}"]
+    return []
 
 
 def _odd_numbers(values: np.ndarray) -> list[str]:
@@ -115,14 +112,12 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
     finite = values[np.isfinite(values)]
     # The extremes are checked first: np.unique sorts, which would take
     # long for thousands of columns.
-    if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & {*PLACEHOLDERS}:
+    if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & PLACEHOLDERS:
         return []
     numbers, counts = np.unique(finite, return_counts=True)
     for end, others in ((0, numbers[1:]), (-1, numbers[:-1])):
-        if len(others) < 2 or numbers[end] not in PLACEHOLDERS or counts[end] < 2:
-            continue
-        distance = np.abs(others - numbers[end]).min()
-        if distance > np.ptp(others) / 2:
+        is_candidate = numbers[end] in PLACEHOLDERS and counts[end] > 1 and len(others) > 1
+        if is_candidate and np.abs(others - numbers[end]).min() > np.ptp(others) / 2:
             return [
                 f"{numbers[end]:g} in {counts[end]:,} rows, perhaps a gap: leave those cells empty"
             ]
@@ -130,6 +125,7 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
 
 
 def _noun(column: Column, cells: Cells) -> str:
+    """Names a column's kind, with the number of its categories or the length of its vectors."""
     if column.is_category:
         noun = "names" if column.kind == "name" else "codes"
         return f"{pc.count_distinct(cells.values).as_py():,} {noun}"
@@ -142,6 +138,7 @@ def odd_texts(cells: Cells) -> list[str]:
 
 
 def _treatment(column: Column) -> str:
+    """Says what is done about the gaps of a column."""
     if not column.fill:
         return "rows left out"
     if column.is_category and column.missing == "indicator":
@@ -168,7 +165,5 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
     if len(schema.classes) > len(shares):
         shares.append("...")
-    pair = spelled_alike(schema.classes)
-    if pair:
-        shares.append(pair)
+    shares += _spelled_alike(schema.classes)
     return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)})"

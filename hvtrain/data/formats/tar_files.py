@@ -1,9 +1,9 @@
-"""Locates the members of a data set's shards, which are tar files, so that one ranged read gets a member.
+"""Locates the members of a data set's shards, tar files, so that one ranged read fetches a member.
 
-A shard's members are found once, by reading its headers, and kept in .SHARD.index beside it, or in the
-user's cache if that folder is read-only. An index holds the shard's size and modification time, and is
-rebuilt if they change. The webdataset library, by contrast, reads shards from beginning to end, and so
-does not know how many examples they hold.
+A shard's members are found once, by reading its headers, and are listed in .SHARD.index beside it,
+or in the user's cache if that folder is read-only. The index also holds the shard's size and
+modification time, and is rebuilt if these change. The webdataset library, by contrast, reads shards
+from beginning to end, and so does not know how many examples they hold.
 """
 
 import fcntl
@@ -27,8 +27,8 @@ from hvtrain.system.files import read_bytes, write_atomic
 
 # Members up to this size, such as labels, are kept in the index.
 MAX_TEXT_BYTES = 4096
-# Members of a shard in object storage up to this size are kept while its headers are read: most of
-# their bytes lie in the blocks that are read for the headers, and need not be requested again.
+# Members up to this size, of a shard in object storage, are kept while its headers are read: most
+# of their bytes lie in blocks that are read anyway, and then need not be requested again.
 MAX_KEPT_BYTES = READ_AHEAD_BYTES
 BLOCK_BYTES = 512
 
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
 # The first bytes of gzip, bzip2, xz and zstd files.
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
-# A regular file in a tar file: its name, offset and size, and its bytes as text if it is small.
+# A regular file in a tar file: its name, offset and size, and, if it is small, its bytes as "text".
 Member = dict[str, Any]
 
 
@@ -158,9 +158,14 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                 # The data of a sparse file are not contiguous.
                 if not header.isreg() or header.issparse():
                     continue
-                name = header.name.encode(errors="backslashreplace").decode()
-                text = _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None
-                members.append({"name": name, "offset": offset, "size": size, "text": text})
+                members.append(
+                    {
+                        "name": header.name.encode(errors="backslashreplace").decode(),
+                        "offset": offset,
+                        "size": size,
+                        "text": _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None,
+                    }
+                )
                 if far and far.kept and size <= MAX_KEPT_BYTES:
                     far.keep(_read_at(file, size, offset), offset)
             end = tar.offset
@@ -171,12 +176,9 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
 
     # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A
     # whole archive ends with a block of zeros.
-    mark = _read_at(file, BLOCK_BYTES, end)
-    is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
-    return (
-        members,
-        None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged",
-    )
+    if _read_at(file, BLOCK_BYTES, end) == bytes(BLOCK_BYTES):
+        return members, None
+    return members, f"has no header at byte {end:,}: it is truncated or damaged"
 
 
 def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:

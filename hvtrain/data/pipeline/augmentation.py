@@ -24,7 +24,7 @@ from tensorflow import Tensor, TensorSpec
 from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
-from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
+from hvtrain.data.pipeline.streams import LAYERS, derive_seed, finish, unconverted
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import ImageShape, StreamRequest
 from hvtrain.errors import ConfigError, cause_of
@@ -34,10 +34,10 @@ IMAGES = "images"
 LABELS = "labels"
 MASKS = "segmentation_masks"
 
-Batch = Mapping[str, Any]
+Batch = dict[str, Any]
 
-# TensorFlow marks these operations as stateful, but they keep no state of their own. The functions
-# that some of them call are searched as well.
+# TensorFlow marks these operations as stateful, but they keep no state of their own. Some call
+# functions, which are searched as well.
 _HARMLESS = {
     "Assert",
     "Case",
@@ -95,7 +95,7 @@ class PureLayer:
         }
 
     def __call__(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
-        return self._traced(dict(batch), seed)
+        return self._traced(batch, seed)
 
     def _apply(self, batch: Batch, seed: Tensor) -> dict[str, Tensor]:
         """Calls the layer with random numbers from the seed, and notes which parts it leaves unchanged."""
@@ -135,7 +135,7 @@ class PureLayer:
                 f"{self.name} fails on {images}: {cause_of(error)}; change its settings, or leave it out"
             ) from error
 
-        # A number drawn by Python or NumPy would become a constant in the graph.
+        # A number that Python or NumPy draws during tracing becomes a constant in the graph.
         if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
             raise ConfigError(
                 f"{self.name} draws random numbers from Python or NumPy: the same for all steps of a run, and "
@@ -187,7 +187,7 @@ def _stateful_operations(traced: Any) -> list[str]:
 
 @dataclass
 class Labels:
-    """Targets of whole images. They are mixed if a layer mixes images, as MixUp does.
+    """Targets that belong to whole images; they are mixed if a layer mixes images, as MixUp does.
 
     Args:
         soften: Turns targets into floats that can be mixed. None if the targets cannot be mixed.
@@ -313,6 +313,9 @@ class Augmentation:
             self._layers.append(pure)
             spec = pure.output_spec
 
+        self.mixes = targets.are_mixed
+        """True if targets are returned as floats, mixed from several examples."""
+
         last_shape = tuple(spec[IMAGES].shape)
         if last_shape != (None, *image_shape):
             raise ConfigError(
@@ -320,11 +323,6 @@ class Augmentation:
                 f"augment, and the model takes {image_shape}; pad images before a crop, or end "
                 "with keras.layers.Resizing"
             )
-
-    @property
-    def mixes(self) -> bool:
-        """True if targets are returned as floats, mixed from several examples."""
-        return self._targets.are_mixed
 
     def __call__(self, images: Tensor, targets: Any, seed: Tensor) -> tuple[Tensor, Any]:
         """Applies all layers to images and targets. Pure function of the arguments; seed is int64 [2]."""
@@ -357,6 +355,5 @@ class Augmentation:
                 return (images, seed), targets, *weights
             return *self(images, targets, seed), *weights
 
-        steps = Dataset.range(request.start_step, FOREVER)
-        numbered = Dataset.zip(steps, batches)
+        numbered = batches.enumerate(request.start_step)
         return finish(numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE), request.topology)

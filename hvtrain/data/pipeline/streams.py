@@ -108,8 +108,6 @@ def regrouped(
         start_step: The first step, counted from the beginning of the run.
     """
     shares = plan.shares_of(topology.rank)
-    # How a batch is cut depends only on the step within the epoch.
-    steps = Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step, batches):
         # Full steps are cut alike, and Python integers keep the batch's static shape.
@@ -124,7 +122,9 @@ def regrouped(
 
         return nest.map_structure(join_and_cut, *batches)
 
-    numbered = Dataset.zip((steps, tuple(map(stream_of, shares))))
+    # How a batch is cut depends only on the step within the epoch.
+    batches_of_shares = Dataset.zip(tuple(map(stream_of, shares)))
+    numbered = batches_of_shares.enumerate(start_step % plan.steps_per_epoch)
     return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
 
 

@@ -4,6 +4,7 @@ Transform.preprocessing() returns Keras layers that normalize in the same way, f
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from hvtrain.data.source import ImageShape, Preprocessing
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
+# Usual numbers of channels.
+CHANNELS = (1, 3, 4)
 # The label of mask pixels that are ignored, as in PASCAL VOC.
 IGNORED = 255
 # Number of images passed to the scaler at a time.
@@ -48,7 +51,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         check_least("dataset.shift_pixels", self.shift_pixels, 0)
-        if not np.all(np.asarray(self.scale) > 0):
+        if not np.min(self.scale) > 0:
             raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
     def augment(self, images: Tensor, seed: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class Transform:
 
         mean, scale = np.broadcast_arrays(np.float32(self.mean), np.float32(self.scale))
         if mean.any() or (scale != 1).any():
-            layers += _normalization_layers(mean, scale, image_shape)
+            layers += _normalization_layers(mean, scale)
         return Preprocessing(shape, layers, values, limits)
 
 
@@ -125,15 +128,9 @@ class Unchanged(Transform):
         return inputs
 
 
-def _normalization_layers(
-    mean: np.ndarray, scale: np.ndarray, image_shape: ImageShape
-) -> list[keras.Layer]:
+def _normalization_layers(mean: np.ndarray, scale: np.ndarray) -> list[keras.Layer]:
     """Returns layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
     axis = {0: None, 1: -1}.get(mean.ndim, (1, 2, 3))
-    if mean.ndim > 1:
-        mean = np.broadcast_to(mean, image_shape)
-        scale = np.broadcast_to(scale, image_shape)
-
     layers = []
     if scale.min() < _EPSILON:
         # Multiplying by a power of two is exact.
@@ -184,7 +181,7 @@ def fit(
     # In pieces, so that the scaler's float64 copy stays small.
     for start in range(0, len(rows), FIT_ROWS):
         piece = images[rows[start : start + FIT_ROWS]]
-        scaler.partial_fit(piece.reshape(-1, int(np.prod(feature_shape))))
+        scaler.partial_fit(piece.reshape(-1, np.prod(feature_shape)))
     return scaler.mean_.reshape(feature_shape), scaler.scale_.reshape(feature_shape)
 
 
@@ -194,14 +191,11 @@ def check_image_shape(image_shape: object) -> ImageShape:
     Raises:
         ConfigError: It is not the shape of an image.
     """
-    try:
+    with suppress(TypeError, ValueError):
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"dataset.image_shape={image_shape} is not [height, width, channels]"
-        ) from error
-    if height < 1 or width < 1 or channels not in (1, 3, 4):
-        raise ConfigError(
-            f"dataset.image_shape={image_shape}: height and width of at least 1 and 1, 3 or 4 channels are needed"
-        )
-    return height, width, channels
+        if height > 0 and width > 0 and channels in CHANNELS:
+            return height, width, channels
+    raise ConfigError(
+        f"dataset.image_shape={image_shape} is not [height, width, channels]; sides of at least 1 and 1, 3 or 4 "
+        "channels are needed"
+    )

@@ -12,17 +12,11 @@ import tensorflow as tf
 from safetensors import numpy as safetensors
 
 from hvtrain.config.validate import check_choice
-from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
+from hvtrain.data.pipeline.transform import CHANNELS, IGNORED, STANDARDIZE, Transform, fit
 from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check_class_names
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
 
-# Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1].
-# "train" is required.
-Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
-
-# Usual numbers of channels.
-CHANNELS = (1, 3, 4)
 # Pixels above this show that a split's range is not 0 ... 1.
 NOT_FRACTIONS = 30
 
@@ -40,7 +34,7 @@ class ArraySource(MemorySource):
     Args:
         name: name of the data set, for messages and the manifest.
         load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
-            are optional.
+            are optional. Images are [n, h, w] or [n, h, w, c]; labels are integers [n] or [n, 1].
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
         standardize: "per_pixel" or "per_channel" (to mean 0 and standard deviation 1), "scale" (by
@@ -98,7 +92,7 @@ class ArraySource(MemorySource):
 
     @property
     def _has_labels(self) -> bool:
-        """True if each image has one class. num_classes may also have been set by more_facts."""
+        """True if each image has one class: num_classes was given, or is one of more_facts."""
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
@@ -112,7 +106,7 @@ class ArraySource(MemorySource):
                 "mean": np.asarray(mean),
                 "scale": np.asarray(scale),
                 "range": np.array([images.min(), images.max()], np.float64),
-                # The file stores the type of an empty array.
+                # Empty: only its type matters, which the file stores with each array.
                 "dtype": np.zeros(0, images.dtype),
             }
         )
@@ -122,8 +116,8 @@ class ArraySource(MemorySource):
         self.transform = replace(self.transform, mean=fitted["mean"], scale=fitted["scale"])
 
     def fitted(self) -> dict[str, bytes]:
-        # Usually, the first stream fits the normalization, but a run with
-        # nothing left to do opens no stream.
+        # Usually, the first stream has fitted the normalization, but a run
+        # with nothing left to do opens no stream.
         if not self._fitted:
             self.fit(self.parts()["train"])
         return {FITTED_FILE: safetensors.save(self._fitted)}
@@ -153,14 +147,14 @@ class ArraySource(MemorySource):
         shown = ", ".join(texts)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
         if 0 < min(largest) <= 1 and max(largest) > NOT_FRACTIONS:
-            description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
+            description["warnings"] = [f"the splits hold values in different ranges: {shown}"]
         return description
 
     def value_range(self) -> tuple[float, float] | None:
         """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         is_integer = self._fitted["dtype"].dtype.kind in "iu"
-        top = float(self._max_value) if is_integer else 1.0
+        top = self._max_value if is_integer else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> Parts:
@@ -174,7 +168,7 @@ class ArraySource(MemorySource):
 
         # The shape of the user's examples, before a channel axis is added.
         if split == "train":
-            self._example_shape = self._example_shape or np.shape(images)[1:]
+            self._example_shape = self._example_shape or images.shape[1:]
         if images.ndim == 3:
             images = images[..., None]
         if images.shape[1:] != self.image_shape:
@@ -217,7 +211,7 @@ class ImagesWithMasks(ArraySource):
         where = f"{self.name}, {split} ({self.origin})"
         height, width, _ = self.image_shape
 
-        has_integers = np.issubdtype(masks.dtype, np.integer)
+        has_integers = masks.dtype.kind in "iu"
         if not has_integers or masks.shape[1:] != (height, width):
             raise DataError(
                 f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, "
@@ -227,7 +221,7 @@ class ImagesWithMasks(ArraySource):
         if masks.size and not 0 <= masks.min() <= masks.max() <= IGNORED:
             raise DataError(
                 f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes "
-                f"from 0, and {IGNORED} where a pixel does not count"
+                f"from 0, and {IGNORED} for pixels to be ignored"
             )
 
         # Many tools paint the foreground white, 255. If 255 were
@@ -256,7 +250,7 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
             f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer for each "
             "example (for rows of scores: labels.argmax(axis=1))"

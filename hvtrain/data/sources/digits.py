@@ -5,12 +5,11 @@ from importlib.metadata import distribution
 
 import numpy as np
 
-from hvtrain.data.sources.arrays import Arrays, ArraySource
-from hvtrain.data.sources.memory import SPLIT_SEED
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.memory import SPLIT_SEED, Elements
 from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797
-MAX_VALUE = 16.0  # The largest value of a pixel.
 # Traits of digits, as targets of several labels per image.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
@@ -44,7 +43,7 @@ def _digits(
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
-    def load() -> Arrays:
+    def load() -> Elements:
         images, labels = read()
         targets = labels
         if has_traits:
@@ -64,7 +63,7 @@ def _digits(
         num_classes=None if has_traits else 10,
         origin="inside scikit-learn",
         standardize=standardize,
-        max_value=MAX_VALUE,
+        max_value=16.0,
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         class_names=None if has_traits else tuple("0123456789"),
@@ -78,7 +77,7 @@ digits_traits = partial(_digits, "digits_traits", True)
 
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
-    # The file is read directly: importing the package would take longer than training on its data.
+    # Read without importing scikit-learn, which would take longer than training on this data.
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)

@@ -7,6 +7,7 @@ data set takes hours. So a batch that fails is read again at once, example by ex
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -32,13 +33,17 @@ from hvtrain.data.source import (
 from hvtrain.errors import DataError, StorageError, UserError
 from hvtrain.system import resources
 
+# A batch of a DealtSource ends with the codes of its examples, which are
+# (number of the piece << ROW_BITS) + row.
+ROW_BITS = 40
+
 Piece = TypeVar("Piece")
 # A batch of one example, as arrays of one element.
 Example = Sequence[np.ndarray]
 
 
 class NotesFailure:
-    """Keeps the errors that a stream's Python code raises, of which TensorFlow passes on only the text."""
+    """Keeps the errors of a stream's Python code, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
@@ -138,7 +143,7 @@ class FileSource(NotesFailure, StreamedSource):
         }
 
     def retry_reader(self, split: str, topology: Topology) -> Read:
-        """Opens the reader for single examples of a batch on which reader() failed; by default, reader() itself."""
+        """Opens the reader for single examples of a failed batch; by default, that of reader()."""
         return self.reader(split, topology)
 
     @property
@@ -151,15 +156,14 @@ class FileSource(NotesFailure, StreamedSource):
     def preprocessing(self) -> Preprocessing:
         return decoded_preprocessing(self.transform, self.sizing)
 
-    def leave_out(self, item: Unreadable) -> None:
-        """Records an example, a file or a part of one that on_error="skip" leaves out, for unreadable()."""
-        self._left_out.setdefault(item.location, item)
-
     def refuse(self, item: Unreadable) -> None:
-        """Raises the error about an unusable item or, with on_error="skip", leaves the item out."""
+        """Raises the error about an unusable example, file or part of one.
+
+        With on_error="skip", the item is left out instead, and reported by unreadable().
+        """
         if not self.skips:
             raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
-        self.leave_out(item)
+        self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
         new = list(self._left_out.values())[self._num_reported :]
@@ -207,7 +211,7 @@ class FileSource(NotesFailure, StreamedSource):
     def _repairer(
         self, split: str, topology: Topology, is_training: bool
     ) -> Callable[..., Example]:
-        """Returns a function that reads a failed batch in Python, example by example, and returns the good ones.
+        """Returns a function that reads a failed batch again, one by one, for its good examples.
 
         Args:
             is_training: True if good examples replace those that fail, so that the batch stays full.
@@ -283,8 +287,6 @@ class DealtSource(FileSource):
 
     PIECE: ClassVar[str]
     """The name for a piece in error messages."""
-    ROW_BITS = 40
-    """A batch ends with the codes of its examples: (number of the piece << ROW_BITS) + row."""
 
     @property
     @abstractmethod
@@ -296,17 +298,14 @@ class DealtSource(FileSource):
 
     def piece_and_row(self, codes: np.ndarray) -> tuple[Any, int]:
         """Returns the piece and the row of the example whose code is codes[0]."""
-        number, row = divmod(int(codes[0]), 1 << self.ROW_BITS)
-        return self._pieces[number], row
-
-    @cached_property
-    def _pieces(self) -> list[Any]:
-        return [piece for pieces in self.counts.values() for piece in pieces]
+        number, row = divmod(int(codes[0]), 1 << ROW_BITS)
+        return list(self.first_codes)[number], row
 
     @cached_property
     def first_codes(self) -> dict[Any, int]:
         """The code of each piece's first example."""
-        return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
+        pieces = chain(*self.counts.values())
+        return {piece: number << ROW_BITS for number, piece in enumerate(pieces)}
 
     def facts(self) -> dict[str, Any]:
         # Counting sets the class names if labels are text.

@@ -28,8 +28,6 @@ from hvtrain.data.sources.file_source import NotesFailure, decoded_preprocessing
 from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError, first_line
 
-INSTALL = "install scripts/lock/data.txt (docs/data.md)"
-
 
 class HuggingFace(NotesFailure, IndexedSource):
     """A data set that save_to_disk() wrote: a DatasetDict, or one Dataset, which is the training part.
@@ -310,7 +308,8 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"dataset=huggingface needs the package datasets ({error}); {INSTALL}"
+            f"dataset=huggingface needs the package datasets ({error}); install "
+            "scripts/lock/data.txt (docs/data.md)"
         ) from error
 
     try:

@@ -57,15 +57,13 @@ def clicks(
     logits += (hidden[first] * hidden[second]).sum(axis=1) - 1
     is_click = (random.logistic(size=number) < logits).astype(np.int32)
 
-    inputs = {"numbers": numbers, "categories": categories}
-    best_auc = roc_auc_score(is_click[num_train:], logits[num_train:])
     return _source(
         "clicks",
-        inputs,
+        {"numbers": numbers, "categories": categories},
         is_click,
         num_train,
         category_sizes=tuple(category_sizes),
-        best_auc=best_auc,
+        best_auc=roc_auc_score(is_click[num_train:], logits[num_train:]),
     )
 
 
@@ -113,10 +111,9 @@ def purchases(
     own = items - items % num_clusters + users % num_clusters
     items = np.where(is_loyal, own, items)
 
-    inputs = {"query": users[:, None], "item": items[:, None]}
     return _source(
         "purchases",
-        inputs,
+        {"query": users[:, None], "item": items[:, None]},
         items,
         num_train,
         query_sizes=[num_users],

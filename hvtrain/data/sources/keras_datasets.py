@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST and CIFAR-10, from the user's files or from Keras's cache and download.
 
-Keras downloads to the final file name, so another rank could read half a file. A file lock in the
-cache makes ranks take turns: those of one host, and those of several hosts if their shared home
-folder supports locks.
+Keras downloads straight to the final file name, so another rank could read an incomplete file. A
+lock file in the cache makes ranks take turns: those of one host, and those of several hosts if
+their shared home folder supports locks.
 
 CIFAR-10's binary version, which users can provide, needs no unpickling. Keras's copy is pickled, but
 Keras checks the archive's SHA-256 first.
@@ -28,7 +28,8 @@ import numpy as np
 
 from hvtrain.data.manifest import user_path
 from hvtrain.data.source import ImageShape
-from hvtrain.data.sources.arrays import Arrays, ArraySource
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.memory import Elements
 from hvtrain.errors import DataError, first_line
 
 # Timeout for an answer of the download's host, and for each read.
@@ -40,7 +41,6 @@ IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
-UNSIGNED_BYTES = 8  # The code for this type in an idx file.
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
@@ -80,7 +80,7 @@ class KerasFiles(NamedTuple):
     """The host of the download."""
     advice: str
     """Another way to get the data, for error messages."""
-    read: Callable[[Path], Arrays]
+    read: Callable[[Path], Elements]
     """Reads a folder that the user provides."""
     names: Sequence[str] = IDX_NAMES
     """The files in such a folder."""
@@ -94,7 +94,7 @@ class KerasFiles(NamedTuple):
         with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock, so that the ranks of an offline host fail together, not one by one.
+            # Outside the lock, so that the ranks of an offline host fail together, not in turn.
             if not answers(self.host):
                 raise DataError(
                     f"{self.name} is not on this machine, and {self.host} does not answer; {self.advice}"
@@ -123,10 +123,11 @@ class KerasFiles(NamedTuple):
         return {"train": train, "test": test}
 
 
-def cache_folder() -> Path:
-    """Returns the folder where keras.utils.get_file keeps data sets.
+@contextmanager
+def _locked_cache() -> Iterator[Path]:
+    """Holds the lock of the folder where keras.utils.get_file keeps data sets; yields the folder.
 
-    The folder is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
+    It is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
 
     Raises:
         DataError: if /tmp/.keras belongs to another user, or is a link.
@@ -140,16 +141,10 @@ def cache_folder() -> Path:
                 f"{home} is not a folder of this user; set KERAS_HOME to a writable folder of this user"
             )
 
-    return home / "datasets"
-
-
-@contextmanager
-def _locked_cache() -> Iterator[Path]:
-    """Holds the lock of the cache folder while the context is open; yields the folder."""
-    folder = cache_folder()
+    folder = home / "datasets"
     folder.mkdir(parents=True, exist_ok=True)
-    # O_NOFOLLOW: in a folder that others can write to, the name may be a
-    # link to one of this user's files.
+    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's
+    # files.
     path = folder / ".hvtrain.lock"
     flags = os.O_CREAT | os.O_NOFOLLOW
     try:
@@ -183,12 +178,11 @@ def answers(host: str) -> bool:
     return answered.is_set()
 
 
-def _read_idx_folder(folder: Path) -> Arrays:
+def _read_idx_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        # If a file has vanished, read_idx() raises an error that names it.
-        images_path, labels_path = (_find(folder, name) or folder / name for name in names)
+        images_path, labels_path = (_find(folder, name) for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -202,10 +196,10 @@ def _read_idx_folder(folder: Path) -> Arrays:
     return arrays
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    """Returns the file of that name, plain or .gz; None if there is none."""
-    paths = (folder / name, folder / f"{name}.gz")
-    return next(filter(Path.is_file, paths), None)
+def _find(folder: Path, name: str) -> Path:
+    """Returns the path of the plain file or, without one, of the .gz file, which may not exist."""
+    path = folder / name
+    return path if path.is_file() else folder / f"{name}.gz"
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
@@ -221,12 +215,11 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     Raises:
         DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
     """
-    magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
-    header_bytes = 4 + 4 * num_dims
+    magic = bytes([0, 0, 8, num_dims])  # 8 is the code for unsigned bytes.
     try:
         open_file = gzip.open if path.suffix == ".gz" else Path.open
         with open_file(path, "rb") as file:
-            header = file.read(header_bytes)
+            header = file.read(4 + 4 * num_dims)
             if header[:4] != magic:
                 raise DataError(
                     f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of "
@@ -254,7 +247,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     return values.reshape(sizes)
 
 
-def _read_cifar_folder(folder: Path) -> Arrays:
+def _read_cifar_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 32, 32, 3] and labels [n] of both splits from the binary version's files."""
     file_bytes = CIFAR_IMAGES * CIFAR_RECORD_BYTES
     arrays = {}
@@ -324,26 +317,23 @@ def _source(
     Raises:
         DataError: if files are missing, or the download's host does not answer.
     """
-    folder = None
+    load: Callable[[], Elements]
     if dir is not None:
         folder = user_path(dir)
-    elif files is FASHION_MNIST:
-        # The files of the Debian package are named like MNIST's, so only Fashion-MNIST looks there.
-        folder = DEBIAN_FOLDER
-    if folder and (folder / CIFAR_FOLDER).is_dir():
-        folder /= CIFAR_FOLDER
-    missing = [name for name in files.names if folder and not _find(folder, name)]
-    if missing and dir is not None:
-        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-
-    load: Callable[[], Arrays] = files.load
-    if folder is None or missing:
-        origin = files.fetch()
-    else:
+        if (folder / CIFAR_FOLDER).is_dir():
+            folder /= CIFAR_FOLDER
+        missing = [name for name in files.names if not _find(folder, name).is_file()]
+        if missing:
+            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
         load = partial(files.read, folder)
         origin = f"dataset.dir={folder}"
-        if folder == DEBIAN_FOLDER:
-            origin = f"Debian package dataset-fashion-mnist ({folder})"
+    # The files of the Debian package are named like MNIST's, so only Fashion-MNIST looks there.
+    elif files is FASHION_MNIST and DEBIAN_FOLDER.is_dir():
+        load = partial(files.read, DEBIAN_FOLDER)
+        origin = f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
+    else:
+        load = files.load
+        origin = files.fetch()
     return ArraySource(
         files.name,
         load,

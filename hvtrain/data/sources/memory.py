@@ -26,7 +26,6 @@ Elements = Mapping[str, Parts]
 
 # Fixed, so that every run holds out the same examples, whatever the run's seed.
 SPLIT_SEED = 0
-PART_NAMES = ("inputs", "targets", "weights")
 
 RENUMBER = "number the ids from 0 on, as numpy.unique(..., return_inverse=True) does"
 
@@ -44,8 +43,8 @@ class MemorySource(IndexedSource):
     """A source of examples from a function that returns whole arrays.
 
     The function is called when counts, types or a stream are first needed. Opening the first stream
-    cuts this rank's shards and drops the whole arrays. float64 becomes float32, and int64 becomes
-    int32.
+    cuts this rank's shards and drops the whole arrays. In the shards, float64 becomes float32, and
+    int64 becomes int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -105,16 +104,16 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # Training and validation may share their arrays, and hashing is slow, so shared arrays are
-        # hashed only once.
+        # Hashing is slow, so arrays that training and validation share are hashed only once.
         digests = {}
-        for split, part in self.parts().items():
-            key = id(part.elements)
+        parts = self.parts()
+        for split, entry in manifest["splits"].items():
+            elements, rows = parts[split]
+            key = id(elements)
             if key not in digests:
-                digests[key] = digest_arrays(nest.flatten(part.elements))
-            if split in manifest["splits"]:
-                content = np.frombuffer(digests[key].encode(), np.uint8)
-                manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
+                digests[key] = digest_arrays(nest.flatten(elements))
+            content = np.frombuffer(digests[key].encode(), np.uint8)
+            entry["digest"] = digest_arrays([content, rows])
 
         return manifest
 
@@ -129,8 +128,8 @@ class MemorySource(IndexedSource):
             self.fit(parts["train"])
             shards = {}
             for split_name, part in parts.items():
-                local = np.asarray(topology.share(len(part.rows)), np.int64)
-                shard = self.in_model_type(take(part.elements, part.rows[local]))
+                rows = part.rows[self.shard_rows(split_name, topology)]
+                shard = self.in_model_type(take(part.elements, rows))
                 # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
                     shards[split_name] = nest.map_structure(tf.constant, shard)
@@ -158,25 +157,21 @@ class MemorySource(IndexedSource):
         """Loads and checks the whole arrays, sets the spec, and splits validation off train."""
         try:
             loaded = self._load()
-            whole = {}
+            parts = {}
             # Training comes first, since check() compares the other splits with it.
             for split in sorted(loaded, key=lambda split: split != "train"):
                 arrays = nest.map_structure(np.asarray, tuple(loaded[split]))
-                whole[split] = self.check(split, *arrays)
+                elements = self.check(split, *arrays)
+                parts[split] = Part(elements, np.arange(len(nest.flatten(elements)[0])))
         except OSError as error:
             raise DataError(
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
-        self._spec = spec_of(self.in_model_type(take(whole["train"], np.arange(0))))
-
-        parts = {
-            split: Part(elements, np.arange(len(nest.flatten(elements)[0])))
-            for split, elements in whole.items()
-        }
+        train = parts["train"]
+        self._spec = spec_of(self.in_model_type(take(train.elements, slice(0))))
 
         # If the arrays include a validation part, nothing is taken out of training.
         if self._num_validation and "validation" not in parts:
-            train = parts["train"]
             num_train = len(train.rows)
             if self._num_validation >= num_train:
                 raise ConfigError(
@@ -199,7 +194,7 @@ class MemorySource(IndexedSource):
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by the part and the path within it, such as "inputs.age".
-        arrays = inputs_of(dict(zip(PART_NAMES, elements)))
+        arrays = inputs_of(dict(zip(("inputs", "targets", "weights"), elements)))
         if len({len(array) for array in arrays.values()}) > 1:
             lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
             raise DataError(f"{where}: {lengths}; each example needs one of each")
@@ -209,15 +204,15 @@ class MemorySource(IndexedSource):
             size = math.prod(array.shape[1:])
             if size != self._sizes.setdefault(name, size):
                 raise DataError(
-                    f"{where}: {name} hold {size} values per example, in train {self._sizes[name]}; make them equal"
+                    f"{where}: {name} hold {size} values per example, but {self._sizes[name]} in train; make them equal"
                 )
-            if not np.issubdtype(array.dtype, np.floating):
+            if array.dtype.kind != "f":
                 continue
             # Models take float32, in which a large float64 is infinite.
             with np.errstate(over="ignore"):
                 is_finite = np.isfinite(as_models_take(array))
             if not is_finite.all():
-                row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
+                row = np.argmin(is_finite.reshape(len(array), -1).all(axis=1))
                 raise DataError(
                     f"{where}: the {name} of example {row} hold NaN or infinite values (as float32); fix or drop it"
                 )
@@ -246,7 +241,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
     wrapped = narrow != array
     if wrapped.any():
         raise DataError(
-            f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {RENUMBER}"
+            f"the integer {array[wrapped][0]} does not fit in the 32 bits that models take; {RENUMBER}"
         )
     return narrow
 

@@ -61,8 +61,9 @@ def shapes(
     check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)
 
     check_counts(1, num_train=num_train)
-    check_counts(num_validation=num_validation, num_test=num_test)
-    check_counts(noise=noise, border=border, seed=seed)
+    check_counts(
+        num_validation=num_validation, num_test=num_test, noise=noise, border=border, seed=seed
+    )
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
 
     def load():
@@ -107,7 +108,7 @@ def draw(
     distance_functions = list(DISTANCES.values())
 
     for _ in range(rng.integers(1, MAX_SHAPES + 1)):
-        label = int(rng.integers(1, len(DISTANCES) + 1))
+        label = rng.integers(1, len(DISTANCES) + 1)
         radius = rng.uniform(*RADII) * min(height, width)
         center_y, center_x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
         cosine, sine = _draw_direction(rng)

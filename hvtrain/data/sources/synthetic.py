@@ -14,7 +14,7 @@ from hvtrain.data.sources.memory import check_counts
 
 
 class Synthetic(Source):
-    """A source of Gaussian noise and random labels, from one batch per rank in memory. There is nothing to learn.
+    """A source of Gaussian noise and random labels; each rank repeats a batch. Nothing can be learned.
 
     The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
 

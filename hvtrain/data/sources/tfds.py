@@ -16,8 +16,6 @@ from hvtrain.data.sources.user_dataset import FunctionSource
 from hvtrain.data.sources.user_shards import UserFunction
 from hvtrain.errors import ConfigError, DataError, first_line
 
-INSTALL = "install scripts/lock/data.txt (docs/data.md)"
-
 
 class PreparedDataset(FunctionSource):
     """A data set prepared by tensorflow_datasets, of which each rank reads an equal part.
@@ -76,7 +74,7 @@ class PreparedDataset(FunctionSource):
                 f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}"
             )
 
-        # Types are compared by name, so that the library need not be imported here.
+        # Types are compared by name, so that this file need not import the library's classes.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
@@ -95,7 +93,6 @@ class PreparedDataset(FunctionSource):
             facts = {"num_classes": label.num_classes, "class_names": label.names}
 
         super().__init__(UserFunction(self._read, dataset), None, facts)
-        self.name = dataset
         self.origin = str(builder.data_path)
 
     def _read(
@@ -164,10 +161,11 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ConfigError(
-            f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}"
+            f"dataset=tfds needs the package tensorflow-datasets ({error}); install "
+            "scripts/lock/data.txt (docs/data.md)"
         ) from error
 
-    folder = user_path(data_dir or str(tfds.core.constants.DATA_DIR))
+    folder = user_path(data_dir or tfds.core.constants.DATA_DIR)
     problem = "is not prepared"
     try:
         builder = tfds.builder(dataset, data_dir=str(folder))
@@ -176,8 +174,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     except (ValueError, OSError, ImportError, AssertionError) as error:
         problem = f"cannot be opened ({' '.join(str(error).split())[:120]})"
 
-    name = dataset.partition(":")[0]
     raise DataError(
-        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, "
+        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({dataset.partition(':')[0]!r}, "
         f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the folder that holds it"
     )

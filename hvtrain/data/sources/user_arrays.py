@@ -1,6 +1,7 @@
 """Data sets from a user's memory: from_arrays for arrays, from_frame for data frames.
 
-Arrays may also be sparse matrices, arrays of objects, one-hot rows or class names, if their meaning is clear.
+Arrays may also be sparse matrices, arrays of objects, one-hot rows or class names, as long as their
+meaning is clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,6 @@ from hvtrain.data.source import Parts
 from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indices
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError, DataError
-
-# NumPy's kind characters for numbers, booleans and text.
-TAKEN_KINDS = "biufUS"
 
 
 def from_arrays(
@@ -43,8 +41,8 @@ def from_arrays(
     """Makes a source from arrays in memory: inputs x, targets y and, optionally, weights w of the examples.
 
     x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of
-    the model's inputs. The caller's arrays stay in memory beside the shard; for large ones, give
-    MemorySource or ArraySource a function that loads them.
+    the model's inputs. The caller's arrays stay in memory beside the shard; for many images, give
+    ArraySource a function that loads them.
 
     Example:
         source = from_arrays(x_train, y_train, x_test, y_test, num_validation=5000)
@@ -77,6 +75,9 @@ def from_arrays(
         },
     )
 
+    if class_names is not None:
+        # An array, such as LabelEncoder.classes_, could not be tested for truth.
+        class_names = list(class_names)
     # The training part decides what the arrays mean.
     y = arrays["train"][1]
     if isinstance(y, np.ndarray) and _is_column(y):
@@ -91,7 +92,7 @@ def from_arrays(
             arrays[split] = inputs, numbers, *weights
 
     x, y = arrays["train"][:2]
-    has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
+    has_integers = isinstance(y, np.ndarray) and y.dtype.kind in "iu"
     has_labels = has_integers and _is_column(y)
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
     has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
@@ -146,7 +147,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         if (w is not None) != has_weights:
             raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
 
-        # tf.nest treats a sparse matrix or a data frame as a single value.
+        # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
                 partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part)
@@ -164,8 +165,8 @@ def _whole_list(part: Any) -> Any:
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
-    # A list of arrays is a structure, which tf.nest has to see as a
-    # tuple: tf.data would stack a list.
+    # A list of arrays is a structure. It becomes a tuple, since tf.data
+    # would stack the arrays of a list.
     if any(len(getattr(item, "shape", ())) for item in part):
         return tuple(part)
     rows = np.empty(len(part), object)
@@ -184,8 +185,10 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
         DataError: The values are of another kind, or have no rows.
     """
     if np.ma.is_masked(values):
-        fix = "fill them (values.filled(...)), or drop the rows"
-        raise DataError(f"{where} has {np.ma.count_masked(values):,} masked values; {fix}")
+        raise DataError(
+            f"{where} has {np.ma.count_masked(values):,} masked values; fill them "
+            "(values.filled(...)), or drop the rows"
+        )
     # NumPy would make a sparse matrix a single object.
     if hasattr(values, "toarray"):
         values = values.toarray()
@@ -200,9 +203,10 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
+        raise DataError(f"{where} has rows of different lengths; pad them to one length") from error
 
-    if array.dtype.kind not in TAKEN_KINDS:
+    # Neither booleans, numbers nor text.
+    if array.dtype.kind not in "biufUS":
         raise DataError(
             f"{where} holds {array.dtype}; numbers or text are needed (of dates, such as days: "
             "(x - x.min()) / numpy.timedelta64(1, 'D'))"
@@ -265,6 +269,7 @@ def _class_targets(
 
 
 def _is_column(array: np.ndarray) -> bool:
+    """True for one value per example: shape [n] or [n, 1]."""
     return array.shape[1:] in ((), (1,))
 
 
@@ -301,7 +306,7 @@ def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarr
             f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
             "names to class_names"
         )
-    indices = np.array(list(map(list(names).index, texts)), np.int64)
+    indices = np.array(list(map(names.index, texts)), np.int64)
     return indices[inverse].reshape(targets.shape)
 
 
@@ -346,7 +351,7 @@ def from_frame(
                 raise DataError(f"{where} has no rows; leave it out")
             cells = _frame_cells(where, frame, int(np.prod(shape)), image_column)
             options.setdefault("example_shape", cells[0].shape)
-            arrays[f"x_{split}"] = np.stack(list(map(np.ravel, cells))).reshape(-1, *shape)
+            arrays[f"x_{split}"] = np.stack([cell.reshape(shape) for cell in cells])
             arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
 
     return from_arrays(**arrays, name=name, images=True, **options)

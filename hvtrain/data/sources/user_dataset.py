@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
-from hvtrain.core.topology import Topology, reduced
+from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs
 from hvtrain.data.pipeline.streams import finish
 from hvtrain.data.source import Parts, Source, StreamRequest
@@ -306,11 +306,9 @@ def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
     >>> _shard_keys(Topology(1, 2, weights=(6, 2)), "train")
     [ShardKey(shard=3, num_shards=4, split='train')]
     """
-    # Weights are reduced, so that weights of 6 and 2 make 4 shards, not 8.
-    weights = reduced(topology.weights) or (1,) * topology.size
-    first = sum(weights[: topology.rank])
-    shards = range(first, first + weights[topology.rank])
-    return [ShardKey(shard, sum(weights), split) for shard in shards]
+    # Weights of 6 and 2 make 4 shards, not 8: pattern() reduces them.
+    num_shards, first, number = topology.pattern()
+    return [ShardKey(shard, num_shards, split) for shard in range(first, first + number)]
 
 
 def from_dataset(
