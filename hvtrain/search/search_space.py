@@ -187,7 +187,7 @@ class Goal:
         """
         # The newest start counts, since an earlier one may have had other settings.
         last = starts[-1] if starts else {}
-        of_task = {1: MAX, -1: MIN}.get(last.get("sign"), self.direction)
+        of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
             raise ConfigError(
                 f"judging by its name, {self.metric} is best at its {self.direction}, but the task says {of_task}; add "

@@ -189,8 +189,8 @@ def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
 
 def _with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Appends axes of length 1 until the weights have `rank` axes."""
-    new_axes = [tf.newaxis] * (rank - weights.shape.rank)
-    return weights[(..., *new_axes)]
+    index = (..., *[tf.newaxis] * (rank - weights.shape.rank))
+    return weights[index]
 
 
 def weighted_mixture(

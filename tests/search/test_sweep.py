@@ -136,10 +136,7 @@ def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     until_ended(tmp_path)
     code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
-    assert (
-        "2 trials of 2 ranks, 1 done already" in output
-        and "2 of 2: trial 2 finished" in output
-    )
+    assert "2 trials of 2 ranks, 1 done already" in output and "2 of 2: trial 2 finished" in output
     results = json.loads((tmp_path / "out/sweep.json").read_text())
     assert [trial["number"] for trial in results["trials"]] == [0, 2]
     assert [trial["settings"]["optimizer.learning_rate"] for trial in results["trials"]] == [
