@@ -166,7 +166,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
     # Names in the output are relative to the user's path.
     root = path if path.is_dir() else path.parent
 
-    def preprocessed(file: Path) -> np.ndarray:
+    def preprocessed(file):
         """Reads and preprocesses one image on its own, since images may differ in size."""
         try:
             pixels = sizing.whole(tf.io.read_file(str(file)))

@@ -80,7 +80,7 @@ def make_in_every_process() -> None:
     """Applies the patch that is also needed in processes between the launcher and the local ranks."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
-    def end_quietly(process: int) -> None:
+    def end_quietly(process):
         # The shell may have ended in the meantime.
         with suppress(safe_shell_exec.psutil.NoSuchProcess):
             end(process)

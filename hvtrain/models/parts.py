@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -56,7 +56,7 @@ def parts(model: Model) -> list[Part]:
     seen = set()
     num_uses = Counter[str]()
 
-    def walk(layer: Any, path: str) -> Iterator[Part]:
+    def walk(layer, path):
         if id(layer) in seen:
             return
         seen.add(id(layer))
