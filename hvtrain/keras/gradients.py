@@ -87,7 +87,7 @@ class FiniteCheck:
 
     @property
     def num_processes(self) -> int:
-        return int(hvd.size()) if hvd.is_initialized() else 1
+        return hvd.size() if hvd.is_initialized() else 1
 
     def faults(self, own: Sequence[Any]) -> tf.Tensor:
         """Returns int32 [ranks], 1 for ranks whose own gradients are not finite (every rank)."""

@@ -159,9 +159,7 @@ class LocalHook(Hook):
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.outer and not self.anchors:
-            self.anchors = [
-                keras.Variable(variable, trainable=True, name="anchor") for variable in variables
-            ]
+            self.anchors = [keras.Variable(variable, name="anchor") for variable in variables]
             self.outer.build(self.anchors)
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
@@ -211,7 +209,7 @@ class LocalSteps(Distributed):
 
     def build(self, variables: Any) -> None:
         super().build(variables)
-        self._hvtrain.build(list(variables))
+        self._hvtrain.build(variables)
 
     @property
     def rank_variables(self) -> dict[str, Any]:

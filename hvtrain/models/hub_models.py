@@ -291,7 +291,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
 
 
 def _shapes(tensors: Named) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    return ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
 
 
 def _derived(name: str, inputs: Named, padding_token: int | None):
@@ -336,7 +336,7 @@ def fit_outputs(
 
     # A segmentation model may output logits at a fraction of the image's size.
     is_image = len(shape) == 3 and len(outputs.shape) == 4
-    if is_image and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
+    if is_image and outputs.shape[1:3] != tuple(shape[:2]):
         outputs = layers.Resizing(*shape[:2], dtype="float32", name="resize")(outputs)
     if outputs.dtype != "float32":
         outputs = layers.Activation("linear", dtype="float32", name="float32")(outputs)

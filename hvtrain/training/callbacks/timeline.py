@@ -120,7 +120,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
 def reductions(path: Path) -> dict[str, float]:
     """Returns, by kind of activity, the seconds during which Horovod did it for at least one gradient."""
     # Unless Horovod has closed the JSON list, its last event ends with a comma.
-    text = path.read_text(encoding="utf-8").strip()
+    text = path.read_text("utf-8").strip()
     if not text.endswith("]"):
         text = text.rstrip(",") + "]"
     events = json.loads(text)
