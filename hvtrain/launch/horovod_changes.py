@@ -203,8 +203,7 @@ class Server(Store):
     def init(self, host_alloc_plan: Any) -> None:
         self.clear()
 
-    def stop(self) -> None:
-        self.close()
+    stop = Store.close
 
     def get(self, scope: str, rank: str) -> bytes | None:
         if self._driver is None or scope != rendezvous.GET_RANK_AND_SIZE:

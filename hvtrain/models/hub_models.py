@@ -380,17 +380,13 @@ def task_config(folder: str, kind: type) -> dict[str, Any]:
     return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
-def backbone_of(model: Model) -> Model | None:
-    """Returns the keras-hub backbone inside a model; None if it has none."""
-    return _hub_layer(model, "Backbone")
+def hub_layer(model: Model, class_name: str) -> Model | None:
+    """Returns the keras-hub layer of a class inside a model; None if it has none.
 
-
-def task_of(model: Model) -> Model | None:
-    """Returns the keras-hub task model, a backbone and a head, inside a model; None if it has none."""
-    return _hub_layer(model, "Task")
-
-
-def _hub_layer(model: Model, class_name: str):
+    Args:
+        model: a built model.
+        class_name: "Backbone", or "Task" for a backbone with a head.
+    """
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:

@@ -18,7 +18,7 @@ from keras import Model, layers
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
-from hvtrain.models.hub_models import backbone_of
+from hvtrain.models.hub_models import hub_layer
 from hvtrain.models.memory import recompute
 
 # Layers that Keras can add LoRA's matrices to.
@@ -77,7 +77,7 @@ def head_of(model: Model) -> list[Part]:
 
     The head is everything after a keras-hub backbone; without a backbone, the last layer with weights.
     """
-    backbone = backbone_of(model)
+    backbone = hub_layer(model, "Backbone")
     if backbone is None:
         return parts(model)[-1:]
     backbone_ids = set(map(id, backbone._flatten_layers()))
