@@ -299,7 +299,7 @@ class _Search:
             )
         if topology.is_chief:
             for line in lines:
-                log.warning("%s", line)
+                log.warning(line)
 
     def _send_records(self) -> None:
         """Sends the records, and the record of the best checkpoint, from the root to the chief (every rank)."""

@@ -86,7 +86,7 @@ class TimelineTrace(RunCallback):
         if self.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.step - self._begin):
-                log.info("%s", line)
+                log.info(line)
             viewers = {
                 REDUCTIONS: "ui.perfetto.dev or chrome://tracing",
                 "*.xplane.pb": f"tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)",
