@@ -61,7 +61,7 @@ class CommSettings:
 
     def apply(self, strategy: Strategy) -> None:
         """Restarts communication with these settings (every rank)."""
-        strategy.restart({CYCLE_TIME: f"{self.cycle_ms:g}"}, self.bucket_mib)
+        strategy.restart(self.cycle_ms, self.bucket_mib)
 
 
 def default_settings(bucket_mib: float | None) -> CommSettings:
