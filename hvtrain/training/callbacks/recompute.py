@@ -231,7 +231,7 @@ def judge(
     num_close = [
         sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike
     ]
-    reference = unlike[int(np.argmax(num_close))]
+    reference = unlike[np.argmax(num_close)]
     distances = [_distance(digest, reference) for digest in digests]
     # What the rank sent counts as its own too, since the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
