@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -174,7 +173,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
             # The model may take images without an axis for channels.
             if len(preprocessing.shape) == 2:
                 batch = batch[..., 0]
-            return keras.ops.convert_to_numpy(preprocessing(batch))[0]
+            return preprocessing(batch).numpy()[0]
         except Exception as error:
             raise DataError(
                 f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it"

@@ -96,7 +96,7 @@ def synchronize(optimizer: Any) -> bool:
     Returns True if the weights differed before.
     """
     local = local_hook(optimizer)
-    step = int(optimizer.iterations.numpy())
+    step = int(optimizer.iterations)
     if local.reducer.is_alone or not local.are_apart(step):
         return False
     local.synchronize(optimizer)
@@ -134,7 +134,7 @@ class LocalHook(Hook):
 
     def are_apart(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
-        if self.outer and (self.has_anchors is None or not self.has_anchors.numpy()):
+        if self.outer and not self.has_anchors:
             return False  # No step since the weights were set on all ranks.
         return (
             step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
@@ -154,8 +154,8 @@ class LocalHook(Hook):
 
     def num_ran(self) -> tuple[int, int]:
         """Returns how many reductions have run on this rank, as a pair like that of num_due()."""
-        within = 0 if self.within is None else int(self.within.count.numpy())
-        return int(self.reducer.count.numpy()), within
+        within = 0 if self.within is None else int(self.within.count)
+        return int(self.reducer.count), within
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.outer and not self.anchors:

@@ -8,7 +8,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
@@ -161,7 +160,7 @@ def _in_batch(batch: Any) -> Origin | None:
             is_finite = tf.math.is_finite(array).numpy()
             if not is_finite.all():
                 num_examples = len(is_finite)
-                example = np.argmin(is_finite.reshape(num_examples, -1).all(axis=1))
+                example = is_finite.reshape(num_examples, -1).all(axis=1).argmin()
                 text = f"the {part} of the batch, in example {example} of {num_examples}"
                 return Origin(BATCH, 0, text)
     return None
