@@ -181,8 +181,8 @@ class LocalHook(Hook):
             self.has_anchors.assign(True)
 
         # What the ranks learned together in the warm-up is no change for the outer optimizer.
-        begins = tf.logical_or(step % self.every == 0, step == self.warmup_steps)
-        tf.cond(tf.logical_or(begins, tf.logical_not(self.has_anchors)), take, lambda: None)
+        begins = (step % self.every == 0) | (step == self.warmup_steps)
+        tf.cond(begins | ~self.has_anchors, take, lambda: None)
 
     def synchronize(self, optimizer: Any) -> None:
         """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""
@@ -269,7 +269,7 @@ class LocalSteps(Distributed):
         local.begin_round(tf.convert_to_tensor(self.iterations), self._trainable_variables)
         result = super()._step(grads, variables)
         step = tf.convert_to_tensor(self.iterations)
-        is_due = tf.logical_and(step > local.warmup_steps, step % local.every == 0)
+        is_due = (step > local.warmup_steps) & (step % local.every == 0)
         tf.cond(is_due, lambda: local.synchronize(self), lambda: None)
         return result
 

@@ -205,7 +205,7 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
         # Below 2**52, so that float64 holds it exactly.
-        exact = tf.math.floormod(tf.reduce_sum(bits), 2**52)
+        exact = tf.reduce_sum(bits) % 2**52
         rows.append(
             [
                 tf.cast(part, tf.float64)
