@@ -221,11 +221,11 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
-        return {
-            **super().rank_variables,
-            **{f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)},
-            **{f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)},
-        }
+        return (
+            super().rank_variables
+            | {f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)}
+            | {f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)}
+        )
 
     def register_local_var(self, var: Any) -> None:
         raise ValueError(

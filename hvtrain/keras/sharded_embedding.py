@@ -311,7 +311,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
     def get_config(self) -> dict[str, Any]:
         sizes = self.table_sizes if len(self.table_sizes) > 1 else self.input_dim
         own = {"input_dim": sizes, "combiner": self.combiner, "seed": self._hvtrain_seed}
-        return {**super().get_config(), **own}
+        return super().get_config() | own
 
 
 @contextmanager

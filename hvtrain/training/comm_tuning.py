@@ -164,7 +164,7 @@ def _search(
             order = order[::-1]
 
         seconds |= {settings: median(times) for settings, times in rounds.items()}
-        fastest = min(candidates, key=lambda settings: seconds[settings])
+        fastest = min(candidates, key=seconds.__getitem__)
         if seconds[fastest] < WORTHWHILE * seconds[best]:
             best = fastest
     return best, seconds

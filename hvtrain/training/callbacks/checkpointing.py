@@ -330,7 +330,7 @@ class Checkpointing(_Saving):
         if model_state.keeps_memory(self.model):
             memory = model_state.rank_memory(self.model, self.is_chief)
             memories = gather_arrays(memory, self.comm)
-            states = [{**state, **arrays} for state, arrays in zip(states, memories)]
+            states = [state | arrays for state, arrays in zip(states, memories)]
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
         if self.is_chief:
