@@ -264,7 +264,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     context.weights("at the start", everything=True)
     writer.begin(start.step, lambda: facts_of(run))
     lines = describe(run, model, start)
-    log.info("%s", summary(lines))
+    log.info(summary(lines))
     hosts = strategy.hosts()
     trains = start.step < run.plan.num_steps and not start.ended
     if trains:
@@ -335,7 +335,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
             f"stopped by {report.stopped_by} after step {step:,} of {plan.num_steps:,}; "
             f"run the same command with run.dir={run.state.store.address or run.folder} to continue"
         )
-        log.info("%s", message)
+        log.info(message)
         run.state.notice.stopped(message)
     else:
         record = write_results(run, model, record)
@@ -343,7 +343,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
         with comm.whole_tables(model, run.folder):
             comm.on_chief(lambda: write_review(run, model))
         if report.split:
-            log.info("%s", report.split.in_words(run.topology.size))
+            log.info(report.split.in_words(run.topology.size))
     run.strategy.stop()
 
     if not report.stopped_by:

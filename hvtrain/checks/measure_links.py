@@ -144,7 +144,7 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
             fix = f"{way}; both are quicker to other hosts"
             rows.append(fail("links", first, f"{speed:.2f} Gbit/s to {second}; {needed}", fix))
 
-    slowest = min(speeds, key=lambda pair: speeds[pair])
+    slowest = min(speeds, key=speeds.__getitem__)
     finding = (
         f"{len(speeds)} between hosts, from {speeds[slowest]:.2f} Gbit/s ({'-'.join(slowest)}) "
         f"to {max(speeds.values()):.2f}"

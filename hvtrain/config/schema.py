@@ -280,7 +280,11 @@ def from_dict(tree: Settings) -> RunConfig:
         for name, choice in getattr(config, group).items():
             _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
     _ = config.model_options  # Raises if one of them is invalid.
-    _check_rates(config.train.rates)
+    for pattern, factor in (config.train.rates or {}).items():
+        if not is_number(factor) or not 0 < factor < float("inf"):
+            raise ConfigError(
+                f"train.rates.{pattern}={factor} is not a factor above 0; use model.freeze=[{pattern}] to freeze it"
+            )
     _check_optimizer(config.optimizer)
 
     ema = config.train.ema
@@ -326,15 +330,6 @@ def _check_group(name: str, group: Settings) -> None:
     for key, value in flatten(group, f"{name}.").items():
         if value == "???":  # OmegaConf's marker for a mandatory value.
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
-
-
-def _check_rates(rates: Settings | None) -> None:
-    """Raises ConfigError unless every pattern of train.rates has a factor above 0."""
-    for pattern, factor in (rates or {}).items():
-        if not is_number(factor) or not 0 < factor < float("inf"):
-            raise ConfigError(
-                f"train.rates.{pattern}={factor} is not a factor above 0; use model.freeze=[{pattern}] to freeze it"
-            )
 
 
 def _check_optimizer(optimizer: Settings) -> None:

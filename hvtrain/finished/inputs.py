@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -166,7 +165,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
     # Names in the output are relative to the user's path.
     root = path if path.is_dir() else path.parent
 
-    def preprocessed(file: Path) -> np.ndarray:
+    def preprocessed(file):
         """Reads and preprocesses one image on its own, since images may differ in size."""
         try:
             pixels = sizing.whole(tf.io.read_file(str(file)))
@@ -174,7 +173,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
             # The model may take images without an axis for channels.
             if len(preprocessing.shape) == 2:
                 batch = batch[..., 0]
-            return keras.ops.convert_to_numpy(preprocessing(batch))[0]
+            return preprocessing(batch).numpy()[0]
         except Exception as error:
             raise DataError(
                 f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it"
@@ -211,28 +210,26 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
             f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
         )
 
-    dtype = "object" if spec.dtype == tf.string else spec.dtype.name
-
     def batches():
         for part in _parts(run, len(array)):
-            converted = _converted(np.asarray(array[part]), dtype, f"input={path}")
+            converted = _converted(np.asarray(array[part]), spec.dtype, f"input={path}")
             yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
 
 
-def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
+def _converted(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
     """Converts an array to a dtype.
 
     Raises DataError if an integer dtype would change a value, such as a fraction.
     """
     try:
-        converted = array.astype(dtype)
+        converted = array.astype(dtype.as_numpy_dtype)
     except ValueError as error:
         raise DataError(f"{where}: {error}; fix the file") from error
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
         raise DataError(
-            f"{where} has {array[converted != array][0]}, which is not {dtype}; fix the file"
+            f"{where} has {array[converted != array][0]}, which is not {dtype.name}; fix the file"
         )
     return converted
 
@@ -278,8 +275,7 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     arrays = {}
     for column, part in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
-        dtype = "object" if part.dtype == tf.string else part.dtype.name
-        converted = _converted(array, dtype, f"input={path}: column {column.name}")
+        converted = _converted(array, part.dtype, f"input={path}: column {column.name}")
         arrays[column.name] = converted.reshape(-1, *part.shape)
 
     def raw(rows):
@@ -290,9 +286,11 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
 
 def _column_of(name: str, part: tf.TensorSpec) -> Column:
     length = int(np.prod(part.shape))
+    kind = "number"
     if part.dtype == tf.string:
-        return Column(name, name, "name", "string")
-    if length > 1:
-        return Column(name, name, "vector", part.dtype.name, length=length)
-    kind = "integer" if part.dtype.is_integer else "number"
-    return Column(name, name, kind, part.dtype.name)
+        kind = "name"
+    elif length > 1:
+        kind = "vector"
+    elif part.dtype.is_integer:
+        kind = "integer"
+    return Column(name, name, kind, part.dtype.name, length=length)

@@ -87,13 +87,13 @@ class FiniteCheck:
 
     @property
     def num_processes(self) -> int:
-        return int(hvd.size()) if hvd.is_initialized() else 1
+        return hvd.size() if hvd.is_initialized() else 1
 
     def faults(self, own: Sequence[Any]) -> tf.Tensor:
         """Returns int32 [ranks], 1 for ranks whose own gradients are not finite (every rank)."""
         if self.num_processes == 1:
             return tf.constant([1])  # The fault may also be in another replica of this process.
-        fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
+        fault = tf.cast(~are_finite(own), tf.int32)
         return hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
 
 

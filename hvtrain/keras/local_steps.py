@@ -96,7 +96,7 @@ def synchronize(optimizer: Any) -> bool:
     Returns True if the weights differed before.
     """
     local = local_hook(optimizer)
-    step = int(optimizer.iterations.numpy())
+    step = int(optimizer.iterations)
     if local.reducer.is_alone or not local.are_apart(step):
         return False
     local.synchronize(optimizer)
@@ -134,7 +134,7 @@ class LocalHook(Hook):
 
     def are_apart(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
-        if self.outer and (self.has_anchors is None or not self.has_anchors.numpy()):
+        if self.outer and not self.has_anchors:
             return False  # No step since the weights were set on all ranks.
         return (
             step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
@@ -154,14 +154,12 @@ class LocalHook(Hook):
 
     def num_ran(self) -> tuple[int, int]:
         """Returns how many reductions have run on this rank, as a pair like that of num_due()."""
-        within = 0 if self.within is None else int(self.within.count.numpy())
-        return int(self.reducer.count.numpy()), within
+        within = 0 if self.within is None else int(self.within.count)
+        return int(self.reducer.count), within
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.outer and not self.anchors:
-            self.anchors = [
-                keras.Variable(variable, trainable=True, name="anchor") for variable in variables
-            ]
+            self.anchors = [keras.Variable(variable, name="anchor") for variable in variables]
             self.outer.build(self.anchors)
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
@@ -183,8 +181,8 @@ class LocalHook(Hook):
             self.has_anchors.assign(True)
 
         # What the ranks learned together in the warm-up is no change for the outer optimizer.
-        begins = tf.logical_or(step % self.every == 0, step == self.warmup_steps)
-        tf.cond(tf.logical_or(begins, tf.logical_not(self.has_anchors)), take, lambda: None)
+        begins = (step % self.every == 0) | (step == self.warmup_steps)
+        tf.cond(begins | ~self.has_anchors, take, lambda: None)
 
     def synchronize(self, optimizer: Any) -> None:
         """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""
@@ -211,7 +209,7 @@ class LocalSteps(Distributed):
 
     def build(self, variables: Any) -> None:
         super().build(variables)
-        self._hvtrain.build(list(variables))
+        self._hvtrain.build(variables)
 
     @property
     def rank_variables(self) -> dict[str, Any]:
@@ -223,11 +221,11 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
-        return {
-            **super().rank_variables,
-            **{f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)},
-            **{f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)},
-        }
+        return (
+            super().rank_variables
+            | {f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)}
+            | {f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)}
+        )
 
     def register_local_var(self, var: Any) -> None:
         raise ValueError(
@@ -271,7 +269,7 @@ class LocalSteps(Distributed):
         local.begin_round(tf.convert_to_tensor(self.iterations), self._trainable_variables)
         result = super()._step(grads, variables)
         step = tf.convert_to_tensor(self.iterations)
-        is_due = tf.logical_and(step > local.warmup_steps, step % local.every == 0)
+        is_due = (step > local.warmup_steps) & (step % local.every == 0)
         tf.cond(is_due, lambda: local.synchronize(self), lambda: None)
         return result
 

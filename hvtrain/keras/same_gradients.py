@@ -15,7 +15,6 @@ from itertools import zip_longest
 from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
@@ -111,7 +110,7 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
         if not isinstance(value, tf.Variable):
             return None
         try:
-            digest.update(np.ascontiguousarray(value.numpy()).tobytes())
+            digest.update(value.numpy().tobytes())
         # Not initialized yet, or in a graph, where a variable has no value.
         except (tf.errors.OpError, NotImplementedError, AttributeError):
             return None

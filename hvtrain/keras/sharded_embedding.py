@@ -122,15 +122,15 @@ class ShardedRows:
 
     def save_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
-        if rows_of(variable) and self._hvtrain_whole is None:
+        if self._hvtrain_whole is not None:
+            save_table(store, self._hvtrain_whole, self.name)
+        elif rows_of(variable):
             raise ValueError(
                 f"table {self.name} is sharded over the ranks; save the model inside hvd.whole_tables(model), which "
                 "every rank has to enter"
             )
-        if self._hvtrain_whole is None:
-            store["0"] = variable.numpy()
         else:
-            save_table(store, self._hvtrain_whole, self.name)
+            store["0"] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
@@ -311,7 +311,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
     def get_config(self) -> dict[str, Any]:
         sizes = self.table_sizes if len(self.table_sizes) > 1 else self.input_dim
         own = {"input_dim": sizes, "combiner": self.combiner, "seed": self._hvtrain_seed}
-        return {**super().get_config(), **own}
+        return super().get_config() | own
 
 
 @contextmanager

@@ -257,14 +257,12 @@ class PowerSGD(WireFormat):
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
         num_values = 0
         for shape in shapes:
+            num_sent = shape.num_elements() or 0
             projection_shape = self.projection_shape(shape)
-            num_elements = shape.num_elements() or 0
-            if projection_shape is None:
-                num_values += num_elements
-                continue
-            num_columns, rank = projection_shape
-            num_rows = num_elements // num_columns
-            num_values += rank * (num_rows + num_columns)
+            if projection_shape:
+                num_columns, rank = projection_shape
+                num_sent = rank * (num_sent // num_columns + num_columns)
+            num_values += num_sent
         return ring_bytes(4 * num_values, num_ranks)
 
 

@@ -32,7 +32,7 @@ _BY_HOROVOD = (
     r"[Ee]xit code:? (?P<code>-?\d+)",
 )
 # Open MPI also writes this about a lost host, if ssh noticed the loss first.
-_NOT_STARTED = r"ORTE was unable to reliably start one or more daemons"
+_NOT_STARTED = "ORTE was unable to reliably start one or more daemons"
 # Messages of Open MPI, and single lines, that follow from a failure but explain nothing.
 _NOISE = r"Primary job terminated normally|ORTE does not know how to route"
 _NOISE_LINE = r"mpirun: (killing job|Forwarding signal)|.*resource_tracker: There appear to be"
@@ -203,7 +203,7 @@ class Listener:
         Returns True for a message that adds nothing to the launch's last line, and is not shown.
         """
         match = _search(_BY_MPIRUN, message)
-        if match is None and self.lost and re.search(_NOT_STARTED, message):
+        if match is None and self.lost and _NOT_STARTED in message:
             match = {"host": self.lost[0]}
         if match is None:
             return bool(re.search(_NOISE, message))

@@ -80,7 +80,7 @@ def make_in_every_process() -> None:
     """Applies the patch that is also needed in processes between the launcher and the local ranks."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
-    def end_quietly(process: int) -> None:
+    def end_quietly(process):
         # The shell may have ended in the meantime.
         with suppress(safe_shell_exec.psutil.NoSuchProcess):
             end(process)
@@ -203,8 +203,7 @@ class Server(Store):
     def init(self, host_alloc_plan: Any) -> None:
         self.clear()
 
-    def stop(self) -> None:
-        self.close()
+    stop = Store.close
 
     def get(self, scope: str, rank: str) -> bytes | None:
         if self._driver is None or scope != rendezvous.GET_RANK_AND_SIZE:

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
@@ -188,7 +188,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     # Ranks that are already running wait for the new ones, and Horovod prints nothing about it.
     start = driver.ElasticDriver._start_worker_processes
 
-    def start_and_report(job: Any, slots: list[Any]) -> None:
+    def start_and_report(job, slots):
         if slots and len(slots) < job.world_size():
             names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
             sys.stderr.write(

@@ -331,7 +331,7 @@ def common_interface(hosts: Sequence[str]) -> str:
 def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
     """Returns the hosts that cannot take part, each with the reason."""
 
-    def reason(host: str) -> str:
+    def reason(host):
         try:
             if not is_local(host):
                 _look(host, ssh)

@@ -265,9 +265,7 @@ def claim(
         LostRankError: rank 0's server does not answer or another process does not arrive, in time.
     """
     address = "{}:{}".format(*coordinator)
-    request = json.dumps(
-        {"rank": rank, "names": list(names), "host": list(host), "process": uuid.uuid4().hex}
-    )
+    request = json.dumps({"rank": rank, "names": names, "host": host, "process": uuid.uuid4().hex})
     deadline = time.monotonic() + seconds
     missing: list[str] = []
     while True:

@@ -19,7 +19,7 @@ from keras import Model
 from hvtrain.checkpoint import store
 from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
-from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, task_config, task_of
+from hvtrain.models.hub_models import CONFIG_FILE, hub_layer, task_config
 from hvtrain.models.parts import Part, find_variables, head_of, parts
 from hvtrain.storage.cache import path_of
 
@@ -129,7 +129,7 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
         return _read_run_folder(path, model)
     if not path.exists():
         raise ConfigError(f"model.weights={path} does not exist; choose {SOURCES}")
-    if is_preset and backbone_of(model) is None:
+    if is_preset and hub_layer(model, "Backbone") is None:
         raise ConfigError(
             f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
             "backbones; choose model=keras_hub"
@@ -179,7 +179,7 @@ def _read_preset(path: Path, model: Model) -> Arrays:
     import keras_hub
 
     folder = str(path.resolve())
-    task = task_of(model)
+    task = hub_layer(model, "Task")
     if task is not None and task_config(folder, type(task)):
         return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
     return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
@@ -191,8 +191,8 @@ def _of_model(source: Model, model: Model) -> Arrays:
     Backbones of keras-hub are matched wherever they are nested in the two models, and heads if they
     have the same variables.
     """
-    backbone = backbone_of(model)
-    source_backbone = backbone_of(source)
+    backbone = hub_layer(model, "Backbone")
+    source_backbone = hub_layer(source, "Backbone")
     if backbone is None or source_backbone is None:
         return {key: variable.numpy() for key, variable in _keyed(parts(source)).items()}
 
@@ -206,7 +206,9 @@ def _of_model(source: Model, model: Model) -> Arrays:
         }
 
     arrays = with_keys_of(parts(backbone), parts(source_backbone))
-    head = with_keys_of(head_of(task_of(model) or model), head_of(task_of(source) or source))
+    head = with_keys_of(
+        head_of(hub_layer(model, "Task") or model), head_of(hub_layer(source, "Task") or source)
+    )
     return arrays | head if head.keys() <= set(keys.values()) else arrays
 
 

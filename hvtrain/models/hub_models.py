@@ -291,7 +291,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
 
 
 def _shapes(tensors: Named) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    return ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
 
 
 def _derived(name: str, inputs: Named, padding_token: int | None):
@@ -336,7 +336,7 @@ def fit_outputs(
 
     # A segmentation model may output logits at a fraction of the image's size.
     is_image = len(shape) == 3 and len(outputs.shape) == 4
-    if is_image and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
+    if is_image and outputs.shape[1:3] != tuple(shape[:2]):
         outputs = layers.Resizing(*shape[:2], dtype="float32", name="resize")(outputs)
     if outputs.dtype != "float32":
         outputs = layers.Activation("linear", dtype="float32", name="float32")(outputs)
@@ -380,17 +380,13 @@ def task_config(folder: str, kind: type) -> dict[str, Any]:
     return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
-def backbone_of(model: Model) -> Model | None:
-    """Returns the keras-hub backbone inside a model; None if it has none."""
-    return _hub_layer(model, "Backbone")
+def hub_layer(model: Model, class_name: str) -> Model | None:
+    """Returns the keras-hub layer of a class inside a model; None if it has none.
 
-
-def task_of(model: Model) -> Model | None:
-    """Returns the keras-hub task model, a backbone and a head, inside a model; None if it has none."""
-    return _hub_layer(model, "Task")
-
-
-def _hub_layer(model: Model, class_name: str):
+    Args:
+        model: a built model.
+        class_name: "Backbone", or "Task" for a backbone with a head.
+    """
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:

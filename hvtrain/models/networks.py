@@ -96,7 +96,7 @@ def mlp(
         activation: Keras name of the hidden layers' activation.
         dropout: fraction dropped after each hidden layer.
     """
-    inputs = keras.Input(tuple(input_shape), name="image" if len(input_shape) == 3 else "inputs")
+    inputs = keras.Input(input_shape, name="image" if len(input_shape) == 3 else "inputs")
     x = layers.Flatten(name="flatten")(inputs)
     for i, units in enumerate(hidden, start=1):
         x = layers.Dense(units, activation=activation, name=f"dense{i}")(x)

@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,7 @@ from keras import Model, layers
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
-from hvtrain.models.hub_models import backbone_of
+from hvtrain.models.hub_models import hub_layer
 from hvtrain.models.memory import recompute
 
 # Layers that Keras can add LoRA's matrices to.
@@ -56,7 +56,7 @@ def parts(model: Model) -> list[Part]:
     seen = set()
     num_uses = Counter[str]()
 
-    def walk(layer: Any, path: str) -> Iterator[Part]:
+    def walk(layer, path):
         if id(layer) in seen:
             return
         seen.add(id(layer))
@@ -77,7 +77,7 @@ def head_of(model: Model) -> list[Part]:
 
     The head is everything after a keras-hub backbone; without a backbone, the last layer with weights.
     """
-    backbone = backbone_of(model)
+    backbone = hub_layer(model, "Backbone")
     if backbone is None:
         return parts(model)[-1:]
     backbone_ids = set(map(id, backbone._flatten_layers()))

@@ -92,7 +92,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
             "in parts"
         )
 
-    def fill(folder: Path) -> None:
+    def fill(folder):
         folder.with_name(SUMS).touch()
         for parent in {(folder / item.name).parent for item in far_objects}:
             parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +279,7 @@ def _make_room(own_lock: Path, num_bytes: int) -> None:
 def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
     """Downloads the objects into the folder, several at a time, and logs the progress. Raises DataError."""
 
-    def bring(item: Object) -> None:
+    def bring(item):
         target = folder / item.name
         target.parent.mkdir(parents=True, exist_ok=True)
         remote.child(item.name).download(target, item.num_bytes)

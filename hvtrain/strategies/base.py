@@ -320,8 +320,8 @@ class Strategy:
         """Makes restart possible, or raises ConfigError; call it before start. Not collective."""
         self.exclude({"comm.tune=true": not self.can_restart})
 
-    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves and rejoins the other ranks, with other environment variables and another bucket size."""
+    def restart(self, cycle_ms: float, bucket_mib: float) -> None:
+        """Leaves and rejoins the other ranks, with another cycle time of Horovod and another bucket size."""
 
     def is_lost_rank(self, error: BaseException) -> bool:
         """Returns True if the error says that communication between ranks broke. Not collective."""

@@ -19,7 +19,7 @@ from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.elastic import Resets
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses
-from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
+from hvtrain.keras.process import CYCLE_TIME, is_lost_rank_error, keep_mpi_initialized
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Membership, Strategy, Timeline
@@ -198,12 +198,12 @@ class HorovodStrategy(Strategy):
         super().expect_restart()
         keep_mpi_initialized()
 
-    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
+    def restart(self, cycle_ms: float, bucket_mib: float) -> None:
         self.bucket_bytes = int(bucket_mib * MIB)
         if hvd.size() > 1:
             self.comm.gather(None)  # A barrier: no rank shuts down before all are ready.
             hvd.shutdown()
-            os.environ.update(environment)
+            os.environ[CYCLE_TIME] = f"{cycle_ms:g}"
             hvd.init()
 
     def is_lost_rank(self, error: BaseException) -> bool:

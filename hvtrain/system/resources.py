@@ -74,7 +74,7 @@ def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set
 def sorted_by_core(cpus: Iterable[int]) -> list[int]:
     """Sorts logical CPUs by socket and core, since those of one core often have numbers far apart."""
 
-    def number(cpu: int, name: str) -> int:
+    def number(cpu, name):
         path = _CPUS / f"cpu{cpu}" / "topology" / name
         return int(path.read_text()) if path.exists() else 0
 

@@ -87,12 +87,12 @@ class MLflow(Tracker):
                 return False
             raise
         # MLflow also returns runs that were deleted, which cannot be continued.
-        return bool(info.lifecycle_stage == "active")
+        return info.lifecycle_stage == "active"
 
     def _experiment_id(self) -> str:
         experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment:
-            return str(experiment.experiment_id)
+            return experiment.experiment_id
 
         # None: the server decides where to keep artifacts.
         artifacts = None
@@ -100,7 +100,7 @@ class MLflow(Tracker):
             # Absolute, or MLflow would look for them in the working folder
             # of whoever opens the file later.
             artifacts = Path("mlruns").absolute().as_uri()
-        return str(self._client.create_experiment(self.experiment, artifact_location=artifacts))
+        return self._client.create_experiment(self.experiment, artifact_location=artifacts)
 
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param

@@ -61,7 +61,7 @@ class CommSettings:
 
     def apply(self, strategy: Strategy) -> None:
         """Restarts communication with these settings (every rank)."""
-        strategy.restart({CYCLE_TIME: f"{self.cycle_ms:g}"}, self.bucket_mib)
+        strategy.restart(self.cycle_ms, self.bucket_mib)
 
 
 def default_settings(bucket_mib: float | None) -> CommSettings:
@@ -164,7 +164,7 @@ def _search(
             order = order[::-1]
 
         seconds |= {settings: median(times) for settings, times in rounds.items()}
-        fastest = min(candidates, key=lambda settings: seconds[settings])
+        fastest = min(candidates, key=seconds.__getitem__)
         if seconds[fastest] < WORTHWHILE * seconds[best]:
             best = fastest
     return best, seconds

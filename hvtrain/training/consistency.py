@@ -195,5 +195,5 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
 def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Describes up to five names whose values differ; empty if all are equal."""
     # By repr, since NaN is not equal to itself.
-    names = [name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))]
+    names = [name for name in first | other if repr(first.get(name)) != repr(other.get(name))]
     return "; ".join(f"{name} is {first.get(name)} and {other.get(name)}" for name in names[:5])

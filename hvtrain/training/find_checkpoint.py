@@ -93,7 +93,7 @@ def find_checkpoint(
             or all are damaged.
         ConfigError: resume=never, and a host has a checkpoint. (run_folder.py already refuses rank 0's own.)
     """
-    search = _Search(folder, comm, run_state, on_all_ranks, copies)
+    search = _Search(folder, comm, run_state, on_all_ranks)
     saved = search.newest()
     hosts = comm.gather(comm.topology.host)
     rank = comm.topology.rank
@@ -118,7 +118,7 @@ def find_checkpoint(
     checkpoint = None
     run_id = search.run_id
     if saved:
-        checkpoint = search.send(saved)
+        checkpoint = search.send(saved, copies)
         run_id = saved.meta["run_id"]
     run_state.run_id = run_id or comm.broadcast(uuid.uuid4().hex[:12])
 
@@ -141,11 +141,8 @@ def find_checkpoint(
 class _Search:
     """Gathers every rank's candidate until the newest of them can be read."""
 
-    def __init__(
-        self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool, copies: int
-    ) -> None:
+    def __init__(self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool) -> None:
         self.folder = folder
-        self.copies = copies
         self.checkpoints = folder / "checkpoints"
         self.comm = comm
         self.run_state = run_state
@@ -194,7 +191,7 @@ class _Search:
         self._report_damaged(saved)
         return saved
 
-    def send(self, saved: ResumePoint) -> Checkpoint | None:
+    def send(self, saved: ResumePoint, copies: int) -> Checkpoint | None:
         """Sends the checkpoint to the ranks that need it (every rank).
 
         Returns it on those ranks, and None on the others.
@@ -208,11 +205,11 @@ class _Search:
             own_arrays = self._checkpoint.arrays if self._checkpoint else {}
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
             if is_missing:
-                self._checkpoint = Checkpoint(saved.step, dict(saved.meta), arrays)
+                self._checkpoint = Checkpoint(saved.step, saved.meta, arrays)
         # A checkpoint in memory has no records on a disk, and the chief's own are already in place.
         if self._root and saved.host:
             self._send_records()
-            if self.copies:
+            if copies:
                 self.comm.on_chief(self._write)
         return self._checkpoint if self.needs_arrays else None
 
@@ -304,7 +301,7 @@ class _Search:
             )
         if topology.is_chief:
             for line in lines:
-                log.warning("%s", line)
+                log.warning(line)
 
     def _send_records(self) -> None:
         """Sends the records, and the record of the best checkpoint, from the root to the chief (every rank)."""
@@ -339,10 +336,10 @@ def write_records(folder: Path, records: dict[str, bytes]) -> None:
         write_atomic(folder / name, content)
 
 
-def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:
+def _of_run(candidates: list[Candidate], run_id: str | None) -> list[Candidate]:
     """Returns the candidates of the run with this identifier; all of them if it is None."""
     if run_id is None:
-        return list(candidates)
+        return candidates
     ours = [candidate for candidate in candidates if candidate.run_id == run_id]
     if not ours:
         # Those of an unknown run are damaged, which must be reported before the run starts over.

@@ -67,12 +67,12 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
 
     monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []
-    run = run_in(tmp_path, lambda variables, mib: applied.append((variables, mib)))
+    run = run_in(tmp_path, lambda cycle_ms, mib: applied.append((cycle_ms, mib)))
 
     def searches(width):
         before = len(searched)
         comm_tuning.tune(run, lambda: network(width))
-        assert applied.pop() == ({"HOROVOD_CYCLE_TIME": "0.2"}, 4.0)
+        assert applied.pop() == (0.2, 4.0)
         return len(searched) - before
 
     assert [searches(3), searches(3)] == [1, 0], "kept"

@@ -165,12 +165,12 @@ def _seconds_in(text: pa.Array) -> pa.Array:
     return pc.add(pc.multiply(minutes, 60.0), seconds)
 
 
-def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
+def times_in(text: pa.Array, date_format: str) -> pa.Array:
     """Parses texts in ISO 8601 or a strptime format as timestamps; texts that do not match become null.
 
     Times with a zone are converted to UTC; all others are taken as UTC.
 
-    >>> times_in(pa.array(["2024-02-28T12:00:00Z", "2024-02-30"])).is_null().to_pylist()
+    >>> times_in(pa.array(["2024-02-28T12:00:00Z", "2024-02-30"]), ISO_8601).is_null().to_pylist()
     [False, True]
     >>> times_in(pa.array(["1.3.2024 12:00", "30.02.2024 12:00"]), "%d.%m.%Y %H:%M").is_null().to_pylist()
     [False, True]

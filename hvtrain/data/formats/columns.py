@@ -315,7 +315,7 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     values = values.cast(pa.string())
     if is_truth:
         values = pc.utf8_capitalize(values)
-    if not known or not len(values):
+    if not known:
         return values
 
     spellings = {_key(name): name for name in known}
@@ -370,7 +370,7 @@ def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))
     if wrong.any():
-        row = int(np.argmax(wrong))
+        row = np.argmax(wrong)
         raise DataError(
             f"{where}: row {row} has {numbers[row]:g} as {column.source}, which takes integers; fix it, or choose "
             "float_discretized"

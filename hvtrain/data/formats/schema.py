@@ -323,8 +323,7 @@ def _infer_target(
         return replace(inferred, feature="float", missing=missing), []
 
     column = replace(inferred, kind="name", feature="string_categorical", missing=missing)
-    classes = pc.unique(read(column, values, name).values.drop_null()).to_pylist()
-    classes.sort()
+    classes = sorted(pc.unique(read(column, values, name).values.drop_null()).to_pylist())
     if inferred.kind == "number":
         classes = by_value(classes, inferred.decimal, inferred.thousands, inferred.unit)
     num_rows = len(values) - values.null_count

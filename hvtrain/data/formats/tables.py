@@ -84,10 +84,10 @@ class Layout(NamedTuple):
 
 def is_table(path: Path) -> bool:
     """True for a path with the suffix of a table, compressed or not."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return bool(suffixes) and suffixes[-1] in SUFFIXES
+    path = Path(path.name.lower())
+    if path.suffix in COMPRESSED:
+        path = path.with_suffix("")
+    return path.suffix in SUFFIXES
 
 
 def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str, str]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow import Tensor, TensorSpec, nest
+from tensorflow import TensorSpec, nest
 from tensorflow.data import Dataset
 from tensorflow.python.eager import context
 
@@ -112,7 +112,7 @@ def cut_epoch(
     """
     end_with_python()
 
-    def fail(num_read: np.int64) -> None:
+    def fail(num_read):
         raise wrong_number(int(num_read))
 
     if not share.is_full:
@@ -129,7 +129,7 @@ def cut_epoch(
     # of the stream's batches are full.
     static_size = share.batch_size if share.is_full and not ends else None
 
-    def ensure_size(part: Tensor) -> Tensor:
+    def ensure_size(part):
         return tf.ensure_shape(part, [static_size, *part.shape[1:]])
 
     @unconverted

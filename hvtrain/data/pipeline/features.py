@@ -172,8 +172,7 @@ class TableFeatures:
     def _lookup(self, column: Column) -> tuple[Any, int]:
         """Returns a layer that maps cells to category indices, and the number of categories."""
         if column.bins:
-            bins = list(column.bins)
-            return keras.layers.Discretization(bin_boundaries=bins), len(bins) + 1
+            return keras.layers.Discretization(bin_boundaries=column.bins), len(column.bins) + 1
         if column.feature == "string_hashed":
             # Gaps have an id of their own, but no one-hot feature.
             mask = "" if self.schema.has_ids else None
@@ -188,7 +187,7 @@ class TableFeatures:
             kind = keras.layers.IntegerLookup
             # Keras's default for unknown integers, -1, may be a category.
             unknown = min(column.names, default=0) - 1
-        return kind(vocabulary=list(column.names), oov_token=unknown), num_categories
+        return kind(vocabulary=column.names, oov_token=unknown), num_categories
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
         """Yields the names of the model's inputs, each with its columns. Keras allows no / in names."""

@@ -265,7 +265,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             )
 
         if values.null_count:
-            raise wrong_row(int(np.argmax(values.is_null())), "no value")
+            raise wrong_row(np.argmax(values.is_null()), "no value")
         if name in self._images:
             # The library stores an image's bytes, or only the path of its file.
             pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
@@ -284,7 +284,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             values = values.flatten()
 
         if values.null_count:
-            raise wrong_row(int(np.argmax(values.is_null())), "no value")
+            raise wrong_row(np.argmax(values.is_null()), "no value")
 
         array = np.asarray(values)
         dtype = self._specs[name].dtype

@@ -210,8 +210,8 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
 def _named(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the folder with the first of these names that exists, ignoring case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
-    matches = [path for name in names for path in folders if path.name.lower() == name]
-    return next(iter(matches), None)
+    matches = (path for name in names for path in folders if path.name.lower() == name)
+    return next(matches, None)
 
 
 def voc_pairs(folder: Path) -> dict[str, Files]:

@@ -191,7 +191,7 @@ class FunctionSource(Source):
         if seed is not None:
             values["seed"] = seed
 
-        def wrong_number(number: int) -> Exception:
+        def wrong_number(number):
             return self._function.fail(
                 f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
             )

@@ -63,10 +63,10 @@ class Progress(RunCallback):
         if self._display:
             self._display.show(self._drawing(logs))
         else:
-            log.info("%s", self._line(logs))
+            log.info(self._line(logs))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        log.info("%s", self._line(logs))
+        log.info(self._line(logs))
 
     @property
     def _steps_of_epoch(self) -> tuple[int, int]:

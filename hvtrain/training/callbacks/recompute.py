@@ -205,7 +205,7 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
         # Below 2**52, so that float64 holds it exactly.
-        exact = tf.math.floormod(tf.reduce_sum(bits), 2**52)
+        exact = tf.reduce_sum(bits) % 2**52
         rows.append(
             [
                 tf.cast(part, tf.float64)
@@ -231,7 +231,7 @@ def judge(
     num_close = [
         sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike
     ]
-    reference = unlike[int(np.argmax(num_close))]
+    reference = unlike[np.argmax(num_close)]
     distances = [_distance(digest, reference) for digest in digests]
     # What the rank sent counts as its own too, since the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])

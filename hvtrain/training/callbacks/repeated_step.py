@@ -8,7 +8,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
@@ -63,7 +62,7 @@ class LayerSearch(RunCallback):
         if hasattr(self.model.optimizer, "dynamic_scale"):
             return  # A loss scale skips steps that overflow; their loss is not an error.
 
-        is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
+        is_finite = self.comm.gather(math.isfinite(logs.get("loss", 0.0)))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         if ranks:
             origin = self.find_origin(self.step)
@@ -125,7 +124,7 @@ def first_not_finite(
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
-    if not np.isfinite(float(logs.get("loss", 0.0))):
+    if not math.isfinite(logs.get("loss", 0.0)):
         return Origin(LOSS, 0, "the loss itself, after finite outputs of all layers")
     backward = [origin for origin in (watch.backward, watch.of_weights(gradients)) if origin]
     return min(backward, key=lambda origin: origin.position, default=None)
@@ -161,7 +160,7 @@ def _in_batch(batch: Any) -> Origin | None:
             is_finite = tf.math.is_finite(array).numpy()
             if not is_finite.all():
                 num_examples = len(is_finite)
-                example = int(np.argmin(is_finite.reshape(num_examples, -1).all(axis=1)))
+                example = is_finite.reshape(num_examples, -1).all(axis=1).argmin()
                 text = f"the {part} of the batch, in example {example} of {num_examples}"
                 return Origin(BATCH, 0, text)
     return None

@@ -86,7 +86,7 @@ class TimelineTrace(RunCallback):
         if self.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.step - self._begin):
-                log.info("%s", line)
+                log.info(line)
             viewers = {
                 REDUCTIONS: "ui.perfetto.dev or chrome://tracing",
                 "*.xplane.pb": f"tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)",
@@ -120,7 +120,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
 def reductions(path: Path) -> dict[str, float]:
     """Returns, by kind of activity, the seconds during which Horovod did it for at least one gradient."""
     # Unless Horovod has closed the JSON list, its last event ends with a comma.
-    text = path.read_text(encoding="utf-8").strip()
+    text = path.read_text("utf-8").strip()
     if not text.endswith("]"):
         text = text.rstrip(",") + "]"
     events = json.loads(text)
