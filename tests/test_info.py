@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from hvtrain.checks.info import commit_of
+from hvtrain.system.host_facts import commit_of
 
 
 def info(*arguments, **variables):
@@ -55,13 +55,13 @@ def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):
     package = tmp_path / "hvtrain"
     package.mkdir()
     (package / "a.py").write_text("1")
-    assert commit_of(str(package)) == ""
+    assert commit_of(package) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)
     head = subprocess.run(
         [*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
     ).stdout
-    assert commit_of(str(package)) == f" ({head.strip()})"
+    assert commit_of(package) == f" ({head.strip()})"
     (package / "a.py").write_text("2")
-    assert commit_of(str(package)) == f" ({head.strip()}, 1 changed)"
+    assert commit_of(package) == f" ({head.strip()}, 1 changed)"

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
@@ -11,7 +10,6 @@ from hvtrain.launch.environment import travels
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import Parser
-from hvtrain.system.host_facts import checkout
 from hvtrain.system.text import aligned, human_bytes
 
 # Time limit for the answers of all hosts, which are asked at the same time.
@@ -64,7 +62,7 @@ def _describe(facts: Facts) -> dict[str, str]:
     built_with = ", ".join(facts["horovod"]["built_with"])
 
     return {
-        "hvtrain": f"{own_version}{commit_of(facts['code']['folder'])}",
+        "hvtrain": f"{own_version}{facts['code']['commit']}",
         "python": facts["python"]["version"],
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()) or "none",
         "horovod built with": built_with or "nothing: its library is missing",
@@ -83,24 +81,3 @@ def _gpus(gpus: Mapping[str, Any]) -> str:
     if not gpus["names"]:
         return "none"
     return f"{', '.join(gpus['names'])}; driver {gpus['driver']}"
-
-
-def commit_of(folder: str | None) -> str:
-    """Returns a package folder's commit and number of changed files, as " (1a2b3c4, 2 changed)".
-
-    Empty for an installed package.
-    """
-    # Only a checkout of the package itself counts: git would also find a repository further up,
-    # such as one that contains the virtual environment.
-    if folder is None or not (Path(folder).parent / ".git").exists():
-        return ""
-
-    state = checkout(Path(folder))
-    if state is None:
-        return ""
-
-    text = state["commit"][:7]
-    # A commit alone would hide changes that are not committed.
-    if state["changed"]:
-        text += f", {len(state['changed'])} changed"
-    return f" ({text})"

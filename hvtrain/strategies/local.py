@@ -1,6 +1,7 @@
 """Ranks that step on their own and synchronize their weights every few steps, for slow networks."""
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -188,10 +189,10 @@ class DiLoCoStrategy(LocalSGDStrategy):
         **local: Any,
     ) -> None:
         super().__init__(every, **local)
-        if not (outer_rate > 0 and 0 <= outer_momentum < 1):
+        if not (0 < outer_rate < math.inf and 0 <= outer_momentum < 1):
             raise ConfigError(
                 f"strategy.outer_rate={outer_rate} and strategy.outer_momentum={outer_momentum} are out of range; the "
-                "rate must be above 0, the momentum at least 0 and less than 1"
+                "rate must be above 0 and finite, the momentum at least 0 and less than 1"
             )
         self.outer_rate = outer_rate
         self.outer_momentum = outer_momentum

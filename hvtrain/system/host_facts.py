@@ -137,10 +137,10 @@ def code_files(package: str) -> dict[str, str]:
 
 
 def code_facts() -> dict[str, Any]:
-    """Returns hvtrain's folder, and a checksum of each of its Python files and configs."""
+    """Returns hvtrain's folder, its commit_of, and a checksum of each Python file and config."""
     origin = origin_of("hvtrain")
     if origin is None:
-        return {"folder": None, "files": {}}
+        return {"folder": None, "commit": "", "files": {}}
     folder = origin.parent
     # conf/ is inside the package in a wheel, and next to it in a checkout.
     configs = folder / "conf"
@@ -151,7 +151,8 @@ def code_facts() -> dict[str, Any]:
         for path in sorted(configs.rglob("*.yaml"))
         if path.is_file()
     }
-    return {"folder": str(folder), "files": code_files("hvtrain") | config_files}
+    files = code_files("hvtrain") | config_files
+    return {"folder": str(folder), "commit": commit_of(folder), "files": files}
 
 
 def _checksum(path: Path) -> str:
@@ -241,6 +242,24 @@ def checkout(folder: Path) -> dict[str, Any] | None:
         changed = [*changed[:MAX_FILES], f"... and {len(changed) - MAX_FILES:,} more"]
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {"commit": commit.strip(), "branch": branch.strip(), "changed": changed, "diff": diff}
+
+
+def commit_of(package: Path) -> str:
+    """Returns a package folder's commit and number of changed files, as " (1a2b3c4, 2 changed)".
+
+    Empty for an installed package.
+    """
+    # Only a checkout of the package itself counts: git would also find a repository further up,
+    # such as one that contains the virtual environment.
+    state = checkout(package) if (package.parent / ".git").exists() else None
+    if state is None:
+        return ""
+
+    text = state["commit"][:7]
+    # A commit alone would hide changes that are not committed.
+    if state["changed"]:
+        text += f", {len(state['changed'])} changed"
+    return f" ({text})"
 
 
 def _git(folder: Path, *arguments: str) -> str:

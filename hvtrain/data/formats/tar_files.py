@@ -46,12 +46,17 @@ def expand_numbers(pattern: str) -> list[str]:
 
     >>> expand_numbers("train-{08..10}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar']
+    >>> expand_numbers("{02..01}.tar")
+    ['02.tar', '01.tar']
     """
     match = _NUMBERS.search(pattern)
     if not match:
         return [pattern]
-    first, last = match.groups()
-    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    first, last = map(int, match.groups())
+    # A shell also counts down.
+    step = 1 if first <= last else -1
+    width = len(match[1])
+    numbers = [f"{number:0{width}d}" for number in range(first, last + step, step)]
     return [
         name for number in numbers for name in expand_numbers(pattern.replace(match[0], number, 1))
     ]

@@ -115,11 +115,14 @@ class Sharded(ListedImages):
         **images: Any,
     ) -> None:
         self._names = names
-        self._image_keys = image_keys
+        # Endings of names are compared in lower case.
+        self._image_keys = [key.lower() for key in image_keys]
         self._label_key = label_key
         # The ending of labels' names, and the keys that lead to a field in a JSON file.
         suffix, *fields = label_key.split(".")
-        self._label_suffix, self._fields = (suffix, fields) if suffix == "json" else (label_key, [])
+        if suffix != "json":
+            suffix, fields = label_key.lower(), []
+        self._label_suffix, self._fields = suffix, fields
         self._num_validation = num_validation
         super().__init__(*settings, **images)
         # Computed here, since it refuses missing shards.
