@@ -19,8 +19,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
             stands for m ** (epoch - start_epoch).
         start_epoch, end_epoch: the range of epochs in which the callback sets the rate; end_epoch
-        is
-            excluded, and None means until the end of training.
+            is excluded, and None means until the end of training.
         staircase: set the rate only at the beginning of each epoch, not at each batch.
         momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by
             new rate / old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the

@@ -99,8 +99,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             The optimizer must not be built yet; see gather_slots.
 
     Raises:
-        TypeError: it is not a Keras 3 optimizer. ValueError: it is wrapped twice, or steps inside
-        another one; arguments exclude each other or
+        TypeError: it is not a Keras 3 optimizer.
+        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other or
             are out of range; or gradient_accumulation_steps is set on an optimizer that overrides
             Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,

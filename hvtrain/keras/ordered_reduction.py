@@ -38,8 +38,7 @@ class OrderedReducer(Reducer):
 
         Args:
             gradients: one for each variable, or None. They only show which variables have a
-            gradient;
-                the values come from `parts`.
+                gradient; the values come from `parts`.
             variables: one for each gradient.
         """
         self.num_calls += 1
@@ -79,8 +78,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
 
     Args:
         parts: for each of this rank's parts, a list of tensors. The lists of all ranks have the
-        same
-            shapes.
+            same shapes.
         name: prefix of the messages' names.
         process_set: the ranks that take part.
     """
