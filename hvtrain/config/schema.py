@@ -15,7 +15,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
 
-# Settings by name, maybe nested. Those of a group hold the `_target_` to build and its arguments.
+# Settings by name, which may be nested. A group's hold the `_target_` to build and its arguments.
 Settings = dict[str, Any]
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 # Groups that take any number of choices, each keyed by its name.

@@ -147,7 +147,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
-        # Called at once.
+        # The lambda is called before `batch` changes.
         rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
         blocks = [block for block in comm.gather(rows) if block]
         if not blocks:

@@ -38,8 +38,7 @@ class OrderedReducer(Reducer):
 
         Args:
             gradients: one for each variable, or None. They only show which variables have a
-            gradient;
-                the values come from `parts`.
+                gradient; the values come from `parts`.
             variables: one for each gradient.
         """
         self.num_calls += 1
@@ -53,6 +52,8 @@ class OrderedReducer(Reducer):
         if not self.is_alone:
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
+            # The parts are sent, and then the means, except for this rank's own slices. An element
+            # has 4 bytes.
             elements = sum(value.shape.num_elements() or 0 for value in own[0])
             self.sent_bytes = 4.0 * elements * (len(own) + 1) * (size - 1) / size
 
@@ -64,6 +65,7 @@ class OrderedReducer(Reducer):
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
+            # Only the first tensor waits for the time mark; the others may be used meanwhile.
             means[:1] = self.marks.reduced(done, ready, means[:1])
 
         for i, mean in zip(present, means):
@@ -79,8 +81,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
 
     Args:
         parts: for each of this rank's parts, a list of tensors. The lists of all ranks have the
-        same
-            shapes.
+            same shapes.
         name: prefix of the messages' names.
         process_set: the ranks that take part.
     """

@@ -42,6 +42,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)
+    # In reverse order, since each line is added above the one before.
     for line in sorted(names.missing, reverse=True):
         new = with_import(new, line)
 
