@@ -127,14 +127,14 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     if path.suffix == ".npy":
         return _of_array(run, path)
     # For a run on a table, any file is read as a table, whatever its suffix.
-    is_text = isinstance(run.source, Table) and path.is_file()
+    reads_any_file = isinstance(run.source, Table) and path.is_file()
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [file for file in paths if not is_junk(file.name)]
     images = list(filter(is_image, paths))
     takes_images = hasattr(run.source, "image_shape")
     # A folder of images may also hold a table, such as labels.csv.
     has_table = any(map(is_table, paths)) and not (images and takes_images)
-    if is_text or has_table:
+    if reads_any_file or has_table:
         return _of_table(run, path)
     if not images:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")

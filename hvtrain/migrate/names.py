@@ -137,10 +137,10 @@ class _Names(Pass):
         return cst.FlattenSentinel(statements)
 
     def _new(self, name: str) -> str:
-        is_low = name.startswith("horovod.tensorflow") and not name.startswith(
+        is_low_level = name.startswith("horovod.tensorflow") and not name.startswith(
             "horovod.tensorflow.keras"
         )
-        if is_low and self.keeps_horovod:
+        if is_low_level and self.keeps_horovod:
             return name
         return new_name(name)
 

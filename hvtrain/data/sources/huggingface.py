@@ -195,8 +195,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         if explained is not error:
             return explained
 
-        is_of_an_image = self._images and re.search("[Ii]mage", str(error))
-        if not is_of_an_image or not isinstance(
+        mentions_image = self._images and re.search("[Ii]mage", str(error))
+        if not mentions_image or not isinstance(
             error, tf.errors.InvalidArgumentError | tf.errors.UnknownError
         ):
             return error

@@ -48,7 +48,7 @@ class LayerSearch(RunCallback):
         super().__init__(context)
         if not self.strategy.is_plain:
             raise ConfigError(
-                "guard.layers=true repeats steps as each rank does them by itself, and this strategy has other steps; "
+                "guard.layers=true repeats the model's own train step on each rank, and this strategy has other steps; "
                 "choose strategy=horovod, elastic or single"
             )
 
