@@ -15,7 +15,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
 
-# Settings by name, maybe nested. Those of a group hold the `_target_` to build and its arguments.
+# Settings by name, which may be nested. A group's hold the `_target_` to build and its arguments.
 Settings = dict[str, Any]
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 # Groups that take any number of choices, each keyed by its name.
@@ -70,7 +70,7 @@ class TrainConfig:
         "class weights in the training loss: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
     )
     ema: float | None = setting(None, "validate and save a moving average of weights: its decay")
-    weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2)", low=0)
+    weight_decay: float = setting(0.0, "L2: this times each kernel is added to its gradient", low=0)
     rates: Settings | None = setting(  # noqa: RUF009
         None, "factors for the learning rate, by name of layer or variable"
     )
@@ -224,7 +224,7 @@ class RunConfig:
     tracker: Settings = field(default_factory=dict)
     notify: str | list[str] | None = setting(  # noqa: RUF009
         None,
-        "addresses of apprise that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's",
+        "apprise addresses that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's",
     )
     comm: CommConfig = field(default_factory=CommConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

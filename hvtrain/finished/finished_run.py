@@ -142,7 +142,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     if finished.has_own_data and uses_split:
         training_kinds = {}
 
-    def open_like_in_training() -> Source:
+    def open_as_in_training() -> Source:
         source = open_source(config)
         if fitted_files:
             fitted.apply(source, fitted_files)
@@ -152,7 +152,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         return source
 
     seed_everything(config, strategy.topology.rank)
-    source = comm.all_or_raise(open_like_in_training)
+    source = comm.all_or_raise(open_as_in_training)
     # Before the model is built: with another number of classes the weights would not fit.
     comm.all_or_raise(lambda: fitted.check_classes(source, fitted_files, config.guard.data))
     task = comm.all_or_raise(lambda: open_task(config, source))

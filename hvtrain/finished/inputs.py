@@ -30,7 +30,7 @@ Batch = tuple[Any, dict[str, np.ndarray]]
 NEEDED = (
     "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 )
-# The share of rows with names unknown from training at which a warning is logged.
+# A warning is logged if at least this share of the rows has a name that training did not have.
 MANY_UNKNOWN = 0.1
 
 
@@ -127,14 +127,14 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     if path.suffix == ".npy":
         return _of_array(run, path)
     # For a run on a table, any file is read as a table, whatever its suffix.
-    is_text = isinstance(run.source, Table) and path.is_file()
+    reads_any_file = isinstance(run.source, Table) and path.is_file()
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [file for file in paths if not is_junk(file.name)]
     images = list(filter(is_image, paths))
     takes_images = hasattr(run.source, "image_shape")
     # A folder of images may also hold a table, such as labels.csv.
     has_table = any(map(is_table, paths)) and not (images and takes_images)
-    if is_text or has_table:
+    if reads_any_file or has_table:
         return _of_table(run, path)
     if not images:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
@@ -162,7 +162,8 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
     check_names(files)
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing or Sizing(run.source.image_shape)
-    # Names in the output are relative to the user's path.
+    # Names in the output are relative to the user's path, so that a folder gives the same names
+    # wherever it is.
     root = path if path.is_dir() else path.parent
 
     def preprocessed(file):
@@ -181,7 +182,6 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
 
     def batches():
         for part in _parts(run, len(files)):
-            # Relative paths: a folder gives the same names wherever it is.
             names = [str(file.relative_to(root)) for file in files[part]]
             pixels = np.stack([preprocessed(file) for file in files[part]])
             yield pixels, {"file": np.array(names, object)}
@@ -235,7 +235,7 @@ def _converted(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
 
 
 def _of_table(run: FinishedRun, path: Path) -> Examples:
-    """Returns the rows of a table with the columns of dataset=table, or else with the model's inputs as columns."""
+    """Returns the rows of a table, with the columns of dataset=table or else the model's inputs."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
     if isinstance(run.source, Table):

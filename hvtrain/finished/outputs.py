@@ -15,7 +15,7 @@ from hvtrain.finished.inputs import Batch, Examples
 from hvtrain.strategies.loop import batched, blank_batch, forward_of
 from hvtrain.training.run import evaluation_batches
 
-SECONDS_BETWEEN = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 
 # Columns of equal length by name.
 Rows = dict[str, np.ndarray]
@@ -46,7 +46,7 @@ class ProgressLines:
     def update(self, num_done: int) -> None:
         """Prints a line if one is due, given the number of examples that all ranks have done."""
         now = self.clock()
-        if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
+        if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN_LINES or not num_done:
             return
         self._printed_at = now
         # Assumes the mean speed so far, which includes the tracing of the graph. So early estimates
@@ -147,7 +147,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
-        # Called at once.
+        # The lambda is called before `batch` changes.
         rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
         blocks = [block for block in comm.gather(rows) if block]
         if not blocks:

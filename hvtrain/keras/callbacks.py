@@ -135,8 +135,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
         variables = list(self.model.weights)
-        for attribute in self._optimizers():
-            variables += attribute.variables
+        for optimizer in self._optimizers():
+            variables += optimizer.variables
         # Keyed by identity, since an optimizer may be an attribute under two names.
         by_id = {variable_id(variable): variable for variable in variables}
         shared = [variable for key, variable in by_id.items() if key not in self._local]

@@ -134,7 +134,7 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
 
 
 def expect_rows(op: int) -> None:
-    """Records that rows are exchanged, see exchanges_rows. Raises ValueError for an op that cannot reduce them."""
+    """Sets exchanges_rows. Raises ValueError for an op that cannot reduce rows."""
     global exchanges_rows
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(

@@ -52,6 +52,8 @@ class OrderedReducer(Reducer):
         if not self.is_alone:
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
+            # The parts are sent, and then the means, except for this rank's own slices. An element
+            # has 4 bytes.
             elements = sum(value.shape.num_elements() or 0 for value in own[0])
             self.sent_bytes = 4.0 * elements * (len(own) + 1) * (size - 1) / size
 
@@ -63,6 +65,7 @@ class OrderedReducer(Reducer):
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
+            # Only the first tensor waits for the time mark; the others may be used meanwhile.
             means[:1] = self.marks.reduced(done, ready, means[:1])
 
         for i, mean in zip(present, means):

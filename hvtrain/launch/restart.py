@@ -50,7 +50,7 @@ def run(
     """
     signals = Signals()
     num_failures: Counter[str] = Counter()
-    was_new = run_dir is not None and notes.newest_step(run_dir) is None
+    had_no_checkpoint = run_dir is not None and notes.newest_step(run_dir) is None
     current = job
     code = RESTART_HELPS
     for attempt in range(max_restarts + 1):
@@ -71,7 +71,7 @@ def run(
             if remaining is None:
                 continue
             current = remaining
-            if was_new and run_dir and notes.newest_step(run_dir) is not None:
+            if had_no_checkpoint and run_dir and notes.newest_step(run_dir) is not None:
                 # resume=never refuses an earlier run; these checkpoints are this launch's own.
                 words = ["resume=auto" if word == "resume=never" else word for word in job.command]
                 current = replace(current, command=tuple(words))

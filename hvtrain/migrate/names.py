@@ -42,6 +42,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)
+    # In reverse order, since each line is added above the one before.
     for line in sorted(names.missing, reverse=True):
         new = with_import(new, line)
 
@@ -136,10 +137,10 @@ class _Names(Pass):
         return cst.FlattenSentinel(statements)
 
     def _new(self, name: str) -> str:
-        is_low = name.startswith("horovod.tensorflow") and not name.startswith(
+        is_low_level = name.startswith("horovod.tensorflow") and not name.startswith(
             "horovod.tensorflow.keras"
         )
-        if is_low and self.keeps_horovod:
+        if is_low_level and self.keeps_horovod:
             return name
         return new_name(name)
 

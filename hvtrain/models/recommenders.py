@@ -1,7 +1,7 @@
 """Networks for recommenders: DLRM for predicting clicks, and two towers for retrieval.
 
-All categorical features of a tower share one embedding table: their ids do not overlap, so a single
-lookup serves all of them.
+All categorical features of DLRM, or of one tower, share an embedding table: their ids do not
+overlap, so a single lookup serves all of them.
 """
 
 from collections.abc import Sequence

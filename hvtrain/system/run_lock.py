@@ -51,9 +51,9 @@ class RunLock(AbstractContextManager["RunLock"]):
             folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
         )
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        # Tried at least once, however short wait_seconds is.
         deadline = time.monotonic() + wait_seconds
         claim = folder / CLAIM_FILE
+        # Tried at least once, however short wait_seconds is.
         while not self._lock(file, claim):
             if time.monotonic() > deadline:
                 file.seek(0)
@@ -102,7 +102,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """True while a run uses the folder. Locks the file only for the moment of the check, and creates no file."""
+    """Returns True while a run uses the folder. Locks the file for a moment, and creates none."""
     try:
         # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:

@@ -80,6 +80,7 @@ def scan_records(
                     problem = "has a length whose CRC is wrong: it is truncated or damaged"
                     return offsets, f"{record} {problem}"
 
+                # A truncated header counts as a length of 0, so the record ends beyond the file.
                 length = 0
                 if len(header) == HEADER_BYTES:
                     length = struct.unpack("<Q", header[:8])[0]
@@ -110,8 +111,8 @@ def masked_crc(data: bytes) -> bytes:
     >>> masked_crc(bytes(8)).hex()
     '29039807'
     """
-    # Bit by bit, with the reflected polynomial of CRC-32C, is fast enough:
-    # only 8-byte lengths are checked.
+    # Computed bit by bit, with the reflected polynomial of CRC-32C. This is fast enough, since only
+    # 8-byte lengths are checked.
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

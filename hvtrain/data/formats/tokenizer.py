@@ -49,7 +49,8 @@ class Tokenizer:
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
     """Trains a byte-pair encoding of `size` tokens. The same documents give the same model, byte for byte.
 
-    Every text can be encoded, and decodes to itself.
+    Every text can be encoded, and decodes to itself. The one exception is U+2581, by which
+    sentencepiece represents a space: it becomes a space.
 
     Raises:
         ConfigError: The documents yield fewer tokens than `size`, or need more.
@@ -79,7 +80,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             minloglevel=3,
         )
     except RuntimeError as error:
-        # sentencepiece puts a place in its source code before the problem.
+        # sentencepiece puts a location in its source code before the problem.
         problem = first_line(error).rpartition("] ")[2]
         raise ConfigError(
             f"dataset.vocabulary_size={size} does not suit the training text: {problem}"
@@ -103,7 +104,7 @@ def load_tokenizer(file: str) -> Tokenizer:
 
 
 def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
-    """Returns the lines of all documents; evenly spaced ones if they exceed max_characters in all.
+    """Returns the lines of all documents, or evenly spaced ones to stay near max_characters.
 
     >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], max_characters=6)
     ['one', 'six']

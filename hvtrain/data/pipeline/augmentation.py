@@ -325,7 +325,7 @@ class Augmentation:
             )
 
     def __call__(self, images: Tensor, targets: Any, seed: Tensor) -> tuple[Tensor, Any]:
-        """Applies all layers to images and targets. Pure function of the arguments; seed is int64 [2]."""
+        """Applies all layers to images and targets. A pure function; the seed is int64 [2]."""
         batch = {
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),

@@ -195,8 +195,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         if explained is not error:
             return explained
 
-        is_of_an_image = self._images and re.search("[Ii]mage", str(error))
-        if not is_of_an_image or not isinstance(
+        mentions_image = self._images and re.search("[Ii]mage", str(error))
+        if not mentions_image or not isinstance(
             error, tf.errors.InvalidArgumentError | tf.errors.UnknownError
         ):
             return error
@@ -258,7 +258,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         count = len(values)
 
         def wrong_row(index, content):
-            # Lists of each level so far are equally long, so all rows have as many values here.
+            # The lists of each level flattened so far are equally long, so each row has the same
+            # number of values.
             row = numbers[index * count // len(values)]
             return self.fail(
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"

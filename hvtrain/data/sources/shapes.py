@@ -11,9 +11,9 @@ from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.data.sources.memory import check_counts
 
-# The least height and width of an image, in pixels.
+# The minimum height and width of an image, in pixels.
 MIN_SIDE = 16
-# The largest number of shapes in an image; they may overlap.
+# The maximum number of shapes in an image; they may overlap.
 MAX_SHAPES = 3
 # The range of the radius of a shape's circumscribed circle, as a share of the image's shorter side.
 RADII = (0.2, 0.4)
@@ -22,7 +22,7 @@ RADII = (0.2, 0.4)
 PATCHES = 6
 # The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
-# The least difference between the colors of a shape and of the background, in grey levels of each
+# The minimum difference between the colors of a shape and of the background, in grey levels of each
 # channel, modulo 256.
 COLOR_DISTANCE = 64
 

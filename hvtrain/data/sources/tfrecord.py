@@ -240,6 +240,7 @@ class TFRecords(DealtSource):
 
     def training_batches(self, request: StreamRequest) -> Dataset:
         files = self._files("train", request.topology)
+        # files[2] holds the number of records in each file.
         share = request.share_of(int(sum(files[2])))
         first_epoch, steps_done = request.position
         sizes = tf.constant(step_sizes(share), tf.int64)
@@ -331,8 +332,10 @@ class TFRecords(DealtSource):
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         piece, row = self.piece_and_row(example[-1])
         record = example[0][0]
+        # An empty record is damaged, or the file has changed since it was last scanned. Scanning it
+        # again shows which.
         may_have_changed = not record and not self.skips
-        if may_have_changed:  # Since the file was last scanned.
+        if may_have_changed:
             self._scans.pop(piece, None)
         offsets, defect = self._scan(piece)
 
@@ -347,6 +350,7 @@ class TFRecords(DealtSource):
             problem = CORRUPTED
         elif not problem:
             problem = self._label_problem(record)
+        # TensorFlow begins a parsing error with the example's name, which is unknown.
         location = f"{piece}, record {row} at byte {offsets[row]}"
         return Unreadable(location, problem.removeprefix("Name: <unknown>, "))
 

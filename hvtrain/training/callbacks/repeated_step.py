@@ -37,7 +37,7 @@ class LayerSearch(RunCallback):
     """Checks the loss of each step, and repeats a step that fails (every rank).
 
     To repeat a step, it keeps a copy of the model's variables from before each one. So each call of the
-    graph must be a single step, see call_steps.
+    graph must be a single step (see call_steps).
 
     Raises:
         ConfigError: The strategy does not run the model's own train step on each rank.
@@ -48,7 +48,7 @@ class LayerSearch(RunCallback):
         super().__init__(context)
         if not self.strategy.is_plain:
             raise ConfigError(
-                "guard.layers=true repeats steps as each rank does them by itself, and this strategy has other steps; "
+                "guard.layers=true repeats the model's own train step on each rank, and this strategy has other steps; "
                 "choose strategy=horovod, elastic or single"
             )
 
