@@ -177,7 +177,9 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
     if not isinstance(tree, dict):
         return []
 
-    overridden = {setting.partition("=")[0] for setting in settings}
+    # A choice on the command line replaces the run's part, targets included. A value in braces is
+    # only merged into it.
+    overridden = {setting.partition("=")[0] for setting in settings if "{" not in setting}
     known = {setting.partition("=")[2] for setting in settings}
     # Targets in hvtrain's own choices are trusted.
     for path in CONFIGS.rglob("*.yaml"):
@@ -185,7 +187,8 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
 
     foreign = []
     for part in groups:
-        # A choice on the command line replaces the run's part, targets included.
+        # Hydra would prefer a choice in the run folder, where runs have none, to hvtrain's own.
+        foreign += map(str, (folder / part).rglob("*.yaml"))
         if part not in overridden:
             for name, target in _targets(part, tree.get(part)):
                 if target not in known and not target.startswith(FROM_KERAS):

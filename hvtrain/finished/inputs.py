@@ -225,7 +225,7 @@ def _converted(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
     """
     try:
         converted = array.astype(dtype.as_numpy_dtype)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"{where}: {error}; fix the file") from error
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
         raise DataError(

@@ -260,3 +260,13 @@ def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):
         == foreign_code(tales[0], ["model=cnn"])
         == []
     )
+    # Braces merge into the run's part.
+    assert foreign_code(tales[0], ["model={}"]) == ["model._target_=own.model"]
+
+
+def test_a_choice_in_the_run_folder_is_foreign(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    (tmp_path / "model").mkdir()
+    own = tmp_path / "model" / "cnn.yaml"
+    own.write_text('"_target_" : os.system\n')
+    assert foreign_code(tmp_path, ["model=cnn"]) == [str(own)]
