@@ -117,7 +117,7 @@ FAULTS = [
         "mean-of-means",
         "metrics are averaged over ranks, whatever the sizes of their shards",
         "strategies/base.py",
-        "_assign(model.metrics_variables, self.comm.sum_arrays(local_state))",
+        "_set_metric_state(model, self.comm.sum_arrays(local_state))",
         "return {k: float(self.comm.sum_arrays([np.asarray(v)])[0]) / self.comm.topology.size"
         " for k, v in model.get_metrics_result().items()}",
         ("tests/keras/test_library.py::test_metrics_over_uneven_shards_equal_one_process[mpi-2]",),
