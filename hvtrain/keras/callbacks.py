@@ -333,10 +333,13 @@ class WeightCheckCallback(Callback):
 
     Raises:
         RankError: on all ranks, if they differ.
-        ValueError: at the start of training, if the optimizer's process set leaves out ranks.
+        ValueError: if every_batches is below 1, or at the start of training, if the optimizer's
+            process set leaves out ranks.
     """
 
     def __init__(self, every_batches: int = 500) -> None:
+        if every_batches < 1:
+            raise ValueError(f"every_batches={every_batches} must be at least 1")
         super().__init__()
         self.every_batches = every_batches
         self._is_due = False

@@ -94,6 +94,9 @@ class Arguments(Pass):
         call = _with_names(updated_node, entries(ARGUMENTS, name))
         if name.startswith(OPTIMIZERS) and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
+        # The values in *args and **kwargs are unknown.
+        if any(arg.star for arg in call.args):
+            return call
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
             return _warmup(call)
         if name == f"{HVTRAIN}.allreduce" and m.matches(call, _AVERAGES):

@@ -60,6 +60,8 @@ REWRITTEN = {
         HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=1e-1)",
     HVD + "hvd.callbacks.LearningRateWarmupCallback(5, verbose=1)":
         HVD + "hvd.callbacks.LearningRateWarmupCallback(None, 5, verbose=1)",
+    HVD + "hvd.callbacks.LearningRateWarmupCallback(**options)":
+        HVD + "hvd.callbacks.LearningRateWarmupCallback(**options)",
     HVD + "hvd.callbacks.LearningRateWarmupCallback(5, True)":
         HVD + "hvd.callbacks.LearningRateWarmupCallback(None, 5, True)",
     HVD + "hvd.callbacks.LearningRateWarmupCallback(1, 5)": HVD + "hvd.callbacks.LearningRateWarmupCallback(1, 5)",
