@@ -185,7 +185,7 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
     for path in CONFIGS.rglob("*.yaml"):
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
-    foreign = []
+    foreign: list[str] = []
     for part in groups:
         # Hydra would prefer a choice in the run folder, where runs have none, to hvtrain's own.
         foreign += map(str, (folder / part).rglob("*.yaml"))
