@@ -174,11 +174,12 @@ def method_cost(
             Gradient(round(size), old.work) for size, old in zip(code.message_bytes, messages)
         ]
 
+    # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
+    # pass, so little of its messages is hidden.
+    hides_messages = rules.overlap and every == 1 and method.compression != "powersgd"
     # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
     # deviation is smaller by a factor of sqrt(k).
-    rules = replace(
-        rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5
-    )
+    rules = replace(rules, overlap=hides_messages, deviation=rules.deviation / every**0.5)
     # Compression counts as part of the backward pass, so the forward pass
     # is a smaller share of the step.
     forward_share = work.forward_share * work.step_seconds / compute
