@@ -144,9 +144,11 @@ class Arguments(Pass):
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
         # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
-        # changed only for Keras models, since scikit-learn's have it too.
+        # changed only for Keras models: others have it too, and their predict gives classes.
         maker = self.imported(self.compiler(receiver))
-        is_keras = is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
+        is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", maker) and (
+            is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
+        )
         if method in RENAMED_METHODS and (is_keras or method != "predict_proba"):
             method, *order = RENAMED_METHODS[method]
             call = _with_names(

@@ -130,6 +130,8 @@ REWRITTEN = {
         "import tensorflow as tf\ntf.function(jit_compile=True)",
     "clf = LogisticRegression()\nclf.predict_proba(x)\nmodel.predict_proba(x)":
         "clf = LogisticRegression()\nclf.predict_proba(x)\nmodel.predict(x)",
+    "from sklearn.svm import SVC\nmodel = SVC(probability=True)\nmodel.predict_proba(x)":
+        "from sklearn.svm import SVC\nmodel = SVC(probability=True)\nmodel.predict_proba(x)",
     "opt = parser.parse_args()\nopt.lr\noptimizer.lr": "opt = parser.parse_args()\nopt.lr\noptimizer.learning_rate",
     "from tensorflow.keras.optimizers import SGD\nSGD(lr=0.1, decay=d)":
         "import keras\nfrom keras.optimizers import SGD\n"
