@@ -34,6 +34,10 @@ REWRITTEN = {
         "from tensorflow import data\nimport keras\nkeras.Input, data",
     "from tensorflow.keras import backend as K\nK.sum(x)": "import keras\nkeras.ops.sum(x)",
     "from keras import backend as K\nK.argmax(a)": "import tensorflow as tf\ntf.keras.backend.argmax(a)",
+    "from keras import backend as K\nK.sqrt(K.relu(a, max_value=6))":
+        "import tensorflow as tf\ntf.keras.backend.sqrt(tf.keras.backend.relu(a, max_value=6))",
+    "from keras import backend as K\nK.clip(a, min_value=0, max_value=b)":
+        "import keras\nkeras.ops.clip(a, x_min=0, x_max=b)",
     "from keras import backend as K\nK.dot(a, b)": "import tensorflow as tf\ntf.keras.backend.dot(a, b)",
     "import keras\nkeras.optimizers.sgd(lr=1)": "import keras\nkeras.optimizers.SGD(learning_rate=1)",
     "import keras\nkeras.optimizers.Adam(0.1, decay=- 0.0)": "import keras\nkeras.optimizers.Adam(0.1)",
