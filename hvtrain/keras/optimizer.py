@@ -375,18 +375,19 @@ def _as_class(name: str, maker: Any) -> Any:
 
 
 def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
-    """Restores an optimizer from an .h5 file, with its slots.
+    """Restores an optimizer from an .h5 file, with its slots if it has taken a step.
 
     Keras 3.15 drops the slots, because it builds the optimizer for an empty list of variables
     (legacy_h5_format.py).
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
-    optimizer.build(model.trainable_variables)
     with h5py.File(path) as file:
         group = file.get("optimizer_weights")
         if group:
             # Keras splits a long list of names over several attributes.
             names = load_attributes_from_hdf5_group(group, "weight_names")
+            if len(names) > len(optimizer.variables):
+                optimizer.build(model.trainable_variables)
             # Not set_weights, which would leave out what is inside a LossScaleOptimizer.
             for variable, name in zip(optimizer.variables, names, strict=True):
                 variable.assign(group[name][()])
