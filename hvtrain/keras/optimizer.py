@@ -321,8 +321,8 @@ def load_model(
 ) -> keras.Model:
     """Loads a model as Keras does, and wraps its optimizer in DistributedOptimizer.
 
-    The optimizer's slots and iterations are kept. A model that was saved without an optimizer stays
-    without one.
+    The optimizer's slots and iterations are kept, and the model has jit_compile=False. A model that was
+    saved without an optimizer stays without one.
 
     Args:
         filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
@@ -349,6 +349,8 @@ def load_model(
     if model.optimizer is None:
         return model
 
+    # Keras saves that it chose XLA, as it does for a model that was compiled on a GPU.
+    model.jit_compile = False
     if Path(filepath).suffix in (".h5", ".hdf5"):
         model.optimizer = _h5_optimizer(model, filepath)
     if not is_distributed(model.optimizer):

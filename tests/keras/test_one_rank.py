@@ -220,10 +220,13 @@ def test_an_h5_file_with_many_slots_is_read(tmp_path, policy, num_layers):
     np.testing.assert_equal([v.numpy() for v in loaded.optimizer.variables], values)
 
 
-def test_a_model_saved_before_its_first_step_is_loaded(tmp_path):
+@pytest.mark.parametrize("name", ["m.h5", "m.keras"])
+def test_a_model_saved_before_its_first_step_is_loaded(tmp_path, name):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.25), keras.losses.MeanSquaredError())
-    model.save(tmp_path / "m.h5")
-    loaded = hvd.load_model(tmp_path / "m.h5")
+    loss = keras.losses.MeanSquaredError()
+    model.compile(keras.optimizers.Adam(0.25), loss, jit_compile=True)
+    model.save(tmp_path / name)
+    loaded = hvd.load_model(tmp_path / name)
     assert hvd.is_distributed(loaded.optimizer)
     assert loaded.optimizer.learning_rate.numpy() == 0.25
+    assert not loaded.jit_compile
