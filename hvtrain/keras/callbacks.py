@@ -108,8 +108,8 @@ class BroadcastGlobalVariablesCallback(Callback):
             rank = different[0]
             raise RankError(
                 f"an epoch has {steps[0]} batches on rank 0 and {steps[rank]} on rank {rank}, so some ranks "
-                "would wait for others that have ended; pass fit the same steps_per_epoch on all ranks "
-                "(hvtrain.keras.steps_per_epoch(number of batches) is the smallest)"
+                "would wait for others that have ended; pass fit dataset.take(n), or x[: n * batch_size], with "
+                "n = hvtrain.keras.steps_per_epoch(number of batches), the smallest on any rank"
             )
 
     def _trains_alone(self) -> bool:

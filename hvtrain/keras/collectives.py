@@ -322,8 +322,23 @@ def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
 
 
 def steps_per_epoch(num_batches: int) -> int:
-    """Returns the smallest number of batches that any rank has, to pass to fit (every rank)."""
-    return int(hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch"))
+    """Returns the smallest number of batches that any rank has (every rank).
+
+    Give each rank so many: fit(dataset.take(n)), or fit(x[: n * batch_size], ...). fit's steps_per_epoch=n is
+    enough only for data that repeat: if a rank has more batches, Keras begins the next epoch with the
+    rest, and ends it once they are used up, so the ranks take unlike numbers of steps.
+
+    Raises:
+        RankError: on all ranks, if a rank has no batch, or does not know their number (cardinality() of a
+            tf.data.Dataset is then negative).
+    """
+    smallest = hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch")
+    if smallest < 1:
+        raise RankError(
+            f"the smallest number of batches on any rank is {smallest}; give each rank data of at least one batch, "
+            "and of a known length"
+        )
+    return int(smallest)
 
 
 def join(*args: Any, **kwargs: Any) -> Any:

@@ -175,8 +175,8 @@ def _explain_lost_ranks(error_type: type[BaseException], error: BaseException, t
     if is_lost_rank_error(error):
         print(
             f"hvtrain: rank {console.launched_rank()} waited for a rank that is gone or never came. If another rank "
-            "failed, its error is the cause. If it only ended, it had fewer batches: pass fit the same "
-            "steps_per_epoch on all ranks (hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
+            "failed, its error is the cause. If it only ended, it had fewer batches: pass fit dataset.take(n), or "
+            "x[: n * batch_size], with n = hvtrain.keras.steps_per_epoch(number of batches), the smallest on any rank",
             file=sys.stderr,
         )
 

@@ -301,6 +301,7 @@ def test_epochs_that_differ_between_ranks(library):
             and "['val_loss']" in results["metrics"]
         )
         assert results["smallest"] == 3
+        assert "the smallest number of batches on any rank is 0" in results["none"]
 
 
 def test_a_tape_and_an_optimizer_that_both_sum(library):
