@@ -47,7 +47,7 @@ class Literals(Names, cst.CSTVisitor):
             path = argument(node, "filepath", 1 if name.endswith("save_model") else 0)
             if path:
                 self.written.append((node, path.value, suffix))
-        elif method in _READERS and node.args:
+        elif (method or name.rpartition(".")[2]) in _READERS and node.args:
             self.read.append((node, node.args[0].value))
 
     def literals(
@@ -138,8 +138,8 @@ def with_suffix(text: str, suffix: str) -> str:
     >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved/", MODEL), with_suffix("old.h5", MODEL)
     ('w-{epoch}.weights.h5', 'saved.keras', 'old.h5')
     """
-    # Keras 3 still writes a whole model as HDF5.
-    allowed = (suffix, ".h5", ".hdf5") if suffix == MODEL else (suffix,)
+    # Keras 3 still writes a whole model as HDF5, but ModelCheckpoint refuses .hdf5.
+    allowed = (suffix, ".h5") if suffix == MODEL else (suffix,)
     if text.endswith(allowed):
         return text
 

@@ -80,6 +80,10 @@ REWRITTEN = {
     "model.load_weights('old.h5')": "model.load_weights('old.h5')",
     "model.save('model')\nkind = 'model'": "model.save('model.keras')\nkind = 'model'",
     "model.save('folder/')": "model.save('folder.keras')",
+    "from keras.models import load_model\nmodel.save('m')\nload_model('m')":
+        "from keras.models import load_model\nmodel.save('m.keras')\nload_model('m.keras')",
+    "import keras\nkeras.callbacks.ModelCheckpoint('{epoch:02d}.hdf5')":
+        "import keras\nkeras.callbacks.ModelCheckpoint('{epoch:02d}.keras')",
     "import keras\nkeras.callbacks.ModelCheckpoint('w.h5', 'loss', 0, True)":
         "import keras\nkeras.callbacks.ModelCheckpoint('w.h5', 'loss', 0, True)",
     "import keras\nkeras.callbacks.ModelCheckpoint('w.h5', 'loss', 0, True, True)":
