@@ -141,7 +141,7 @@ class Arguments(Pass):
         # optimizer.variables is a property in Keras 3.
         if method == "variables" and not call.args:
             return call.func
-        if method == "compiled_loss" and len(call.args) in (2, 3):
+        if method == "compiled_loss" and not any(arg.star for arg in call.args):
             return _compute_loss(call)
         # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
         # changed only for Keras models: others have it too, and their predict gives classes.
@@ -213,9 +213,9 @@ def _with_method(call: Call, method: str) -> Call:
 
 def _compute_loss(call: Call) -> Call:
     """Turns compiled_loss(y, prediction) into compute_loss(y=y, y_pred=prediction), which adds regularization."""
-    if any(arg.keyword and arg.keyword.value != "regularization_losses" for arg in call.args):
-        return call
-    args = [keyword(name, arg.value) for name, arg in zip(("y", "y_pred"), call.args)]
+    call = _with_names(call, {"y_true": "y", "regularization_losses": None})
+    names = ("y", "y_pred", "sample_weight")
+    args = [arg if arg.keyword else keyword(name, arg.value) for name, arg in zip(names, call.args)]
     return _with_method(with_args(call, args), "compute_loss")
 
 

@@ -88,6 +88,9 @@ REWRITTEN = {
         "import keras\nkeras.callbacks.ModelCheckpoint('w.h5', 'loss', 0, True)",
     "import keras\nkeras.callbacks.ModelCheckpoint('w.h5', 'loss', 0, True, True)":
         "import keras\nkeras.callbacks.ModelCheckpoint('w.weights.h5', 'loss', 0, True, True)",
+    "self.compiled_loss(y, p, w)": "self.compute_loss(y=y, y_pred=p, sample_weight=w)",
+    "self.compiled_loss(y, p, sample_weight=w, regularization_losses=self.losses)":
+        "self.compute_loss(y=y, y_pred=p, sample_weight=w)",
     "image.save('picture')": "image.save('picture')",
     "model.optimizer.lr = 1": "model.optimizer.learning_rate = 1",
     "import horovod.tensorflow as hvd\nhvd.elastic.TensorFlowKerasState(m)":
