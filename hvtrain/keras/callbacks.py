@@ -173,7 +173,8 @@ class MetricAverageCallback(Callback):
             self._compare(names, epoch)
         with tf.device(self.device or None):
             sums = sum_arrays([logs[name] for name in names])
-        logs.update({name: float(total) / hvd.size() for name, total in zip(names, sums)})
+        # A metric may have a value for each class, such as F1Score.
+        logs.update({name: (total / hvd.size()).tolist() for name, total in zip(names, sums)})
 
     def _compare(self, names: list[str], epoch: int) -> None:
         for rank, other_names in enumerate(hvd.allgather_object(names, name="hvtrain.metrics")):

@@ -53,6 +53,12 @@ def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
     assert variable.numpy() == [1.0]
 
 
+def test_a_metric_with_a_value_for_each_class_is_averaged():
+    logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"f1_score": [0.5, 1.0], "loss": 2.0}
+
+
 def test_no_backward_pass_for_a_step_is_refused():
     with pytest.raises(ValueError, match="backward_passes_per_step=0 is out of range"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
