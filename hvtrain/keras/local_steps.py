@@ -306,6 +306,8 @@ def _make_local(
             "check_finite=True needs weights that all ranks share; leave process_set out"
         )
     reducer = Reducer(**options)
+    if reducer.op != hvd.Average:
+        raise ValueError("LocalSGD and DiLoCo average weights, and have no other op; leave op out")
     outer = make_outer()
     if outer is None and reducer.compression is not hvd.Compression.none:
         raise ValueError(

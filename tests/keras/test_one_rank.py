@@ -53,6 +53,11 @@ def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
     assert variable.numpy() == [1.0]
 
 
+def test_local_steps_with_a_sum_of_weights_are_refused():
+    with pytest.raises(ValueError, match="leave op out"):
+        hvd.LocalSGD(keras.optimizers.SGD(), op=hvd.Sum)
+
+
 def test_a_metric_with_a_value_for_each_class_is_averaged():
     logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
