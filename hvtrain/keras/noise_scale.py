@@ -46,7 +46,7 @@ class NoiseScale:
         hook = hook_of(optimizer)
         if (
             not hook
-            or hook.every > 1
+            or hook.averages_weights
             or hook.reducer.op == hvd.Adasum
             or getattr(hook.reducer.compression, "keeps_errors", False)
         ):

@@ -307,7 +307,7 @@ def gradient_norm(optimizer: Any) -> float | None:
     check_finite, or if ranks step on their own gradients.
     """
     hook = hook_of(optimizer)
-    if not hook or not hook.finite_check or hook.every > 1:
+    if not hook or not hook.finite_check or hook.averages_weights:
         return None
     return hook.finite_check.norm
 

@@ -14,6 +14,7 @@ from hvtrain.errors import StorageError
 from hvtrain.keras.compression import sent_bytes
 from hvtrain.keras.gradients import group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
+from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.keras.ordered_reduction import ordered_means
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
@@ -51,6 +52,13 @@ def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
     with pytest.raises(tf.errors.InvalidArgumentError, match="the gradient is not finite"):
         optimizer.apply([tf.constant([np.nan])], [variable])
     assert variable.numpy() == [1.0]
+
+
+def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
+    optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, check_finite=True)
+    assert gradient_norm(optimizer) is None
+    with pytest.raises(ValueError, match="needs ranks that average whole gradients"):
+        hvd.NoiseScale(optimizer)
 
 
 def test_local_steps_with_a_sum_of_weights_are_refused():
