@@ -353,7 +353,7 @@ class WeightCheckCallback(Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         hook = hook_of(self.model.optimizer)
-        if hook and hook.reducer.process_set.process_set_id and not hook.averages_weights:
+        if hook and hook.reducer.process_set.process_set_id:
             raise ValueError(
                 "WeightCheckCallback compares all ranks, and the optimizer's process set leaves out some, whose "
                 "weights are their own; leave out the callback"

@@ -161,8 +161,9 @@ def test_intervals_count_batches_where_an_execution_has_several():
     assert state.commits == 2, "after 8 batches, and after the epoch"
 
 
-def test_weights_are_not_compared_with_ranks_outside_of_the_process_set():
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.LocalSGD])
+def test_weights_are_not_compared_with_ranks_outside_of_the_process_set(wrap):
+    optimizer = wrap(keras.optimizers.SGD())
     optimizer._hvtrain.reducer.process_set = SimpleNamespace(process_set_id=1)
     callback = hvd.WeightCheckCallback()
     callback.set_model(SimpleNamespace(optimizer=optimizer))
