@@ -274,6 +274,7 @@ MASKS = [
     ("1.png", np.repeat(LABELS[..., None], 3, axis=-1), TWO),
     ("1.png", LABELS.astype(np.uint16), TWO),
     ("1.png", LABELS == 1, TWO),
+    ("1.tif", LABELS.astype(np.float32), TWO),
 ]
 
 
@@ -320,6 +321,9 @@ REFUSED_MASKS = [
         r"has the color \[\d+, 0, 1\], which is not in dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
+    ({"1.tif": LABELS * np.float32(-9999)}, TWO, "has the label -9999.0, outside 0 ... 1"),
+    ({"1.tif": LABELS * np.float32(0.5)}, TWO, "has the label 0.5, outside 0 ... 1"),
+    ({"1.tif": (LABELS * np.uint16(300)).astype(">u2")}, TWO, "has the label 300, outside 0 ... 1"),
     (
         {"1.png": LABELS},
         {**RED, "colors": [[0, 0, 0]]},
@@ -333,7 +337,8 @@ REFUSED_MASKS = [
 def test_masks_that_are_refused(masks, options, message, tmp_path):
     write(tmp_path / "train/images/1.png", COLORS)
     for name, mask in masks.items():
-        write(tmp_path / "train/masks" / name, mask.astype(np.uint8))
+        kind = "TIFF" if name.endswith(".tif") else "PNG"
+        write(tmp_path / "train/masks" / name, encoded(Image.fromarray(mask), kind))
     with pytest.raises((ConfigError, DataError), match=message):
         source = SegmentationFolder(str(tmp_path), SHAPE, **options)
         try:
