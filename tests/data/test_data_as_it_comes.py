@@ -124,25 +124,31 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
 
 
 # 10. Pictures that would lose what they show.
+# In the last one, 12 colors of 8 bits a row become 6 of 16 bits.
 DEEP = [
     (
         ".png",
-        Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16)),
+        encoded(Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16))),
         "16 bits per channel and no value above",
     ),
     (
         ".tif",
-        Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)),
+        encoded(Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)), "TIFF"),
         "more than 8 bits per channel",
+    ),
+    (
+        ".tif",
+        encoded(Image.new("RGB", (12, 4), (7, 8, 9)), "TIFF")
+        .replace(b"\0\1\4\0\1\0\0\0\x0c", b"\0\1\4\0\1\0\0\0\6")
+        .replace(3 * b"\x08\0", 3 * b"\x10\0"),
+        "more than 8 bits per channel (TIFF, mode RGB)",
     ),
 ]
 
 
-@pytest.mark.parametrize(("suffix", "picture", "message"), DEEP, ids=[".png", ".tif"])
-def test_pictures_of_more_than_8_bits_are_refused(suffix, picture, message, tmp_path):
-    path = tmp_path / "train/a" / f"1{suffix}"
-    path.parent.mkdir(parents=True)
-    picture.save(path)
+@pytest.mark.parametrize(("suffix", "content", "message"), DEEP, ids=[".png", ".tif", "RGB.tif"])
+def test_pictures_of_more_than_8_bits_are_refused(suffix, content, message, tmp_path):
+    path = write(tmp_path / "train/a" / f"1{suffix}", content)
     with pytest.raises((DataError, tf.errors.OpError)) as caught:
         source = ImageFolder(str(tmp_path), SHAPE)
         try:
