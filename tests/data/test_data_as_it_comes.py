@@ -444,6 +444,7 @@ RECORD_LABELS = [
     ({"int64_list": tf.train.Int64List(value=[1])}, {}, 1),
     ({"float_list": tf.train.FloatList(value=[1.0])}, {}, 1),
     ({"bytes_list": tf.train.BytesList(value=[b"dog"])}, TEXT_LABELS, 1),
+    ({"bytes_list": tf.train.BytesList(value=[b"10"])}, {"class_names": [20, 10]}, 1),
     (
         {"bytes_list": tf.train.BytesList(value=[b"dog"])},
         {},
@@ -502,6 +503,7 @@ ROWS = [
     ([PIXELS, PIXELS], [0, 1], {}, [0, 1]),
     ([PIXELS, PIXELS], ["b", "a"], {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "a"], {"class_names": ["b", "a"]}, [0, 1]),
+    ([PIXELS, PIXELS], ["20", "10"], {"class_names": [20, 10]}, [0, 1]),
     ([PIXELS, PIXELS], pa.array(["b", "a"]).dictionary_encode(), {}, [1, 0]),
     ([PIXELS, PIXELS], (pa.array(["b"]), pa.array(["a"], pa.large_string())), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),
