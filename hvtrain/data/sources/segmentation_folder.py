@@ -76,9 +76,11 @@ class SegmentationFolder(ListedImages):
         colors: Sequence[Any] | None = None,
         **images: Any,
     ) -> None:
-        if num_classes > IGNORED:
+        # With one class, a white foreground would be ignored, and the loss always 0.
+        if not 2 <= num_classes <= IGNORED:
             raise ConfigError(
-                f"dataset.num_classes={num_classes}: masks of 8 bits hold at most {IGNORED} classes; merge some"
+                f"dataset.num_classes={num_classes}: masks of 8 bits hold 2 to {IGNORED} classes; count the "
+                "background as one, or merge some"
             )
         super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
