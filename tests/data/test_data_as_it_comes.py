@@ -353,6 +353,15 @@ def test_masks_that_are_refused(masks, options, message, tmp_path):
             raise source.explain(error) from error
 
 
+@pytest.mark.parametrize("layout", ["{0}/images {0}/masks", "images/{0} masks/{0}"])
+def test_images_of_no_split_are_named(layout, tmp_path):
+    for split in ("train", "unlabelled"):
+        for folder in layout.format(split).split():
+            write(tmp_path / folder / "1.png", LABELS)
+    source = SegmentationFolder(str(tmp_path), SHAPE, **TWO)
+    assert "they are in no split: unlabelled" in warnings(source)
+
+
 def test_a_class_that_no_mask_shows_is_named(tmp_path):
     for split, mask in {"train": LABELS, "val": LABELS * 0}.items():
         write(tmp_path / split / "images/1.png", COLORS)
