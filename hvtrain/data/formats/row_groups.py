@@ -231,9 +231,9 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     if not is_whole.all():  # filter() copies.
         images = images.filter(pa.array(is_whole))
     flat = pc.list_flatten(images)
-    is_missing = pc.is_null(flat, nan_is_null=True).to_numpy().reshape(-1, num_pixels)
+    is_missing = ~pc.is_finite(flat).fill_null(False).to_numpy().reshape(-1, num_pixels)
     for row in np.flatnonzero(is_whole)[is_missing.any(axis=1)]:
-        problems.setdefault(int(row), "a pixel is null or NaN")
+        problems.setdefault(int(row), "a pixel is null, NaN or infinite")
 
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)
     if is_whole.all():
