@@ -142,6 +142,7 @@ def test_fewer_row_groups_than_ranks_is_refused_for_training_but_not_for_testing
     [
         pa.list_(pa.uint8()),
         pa.list_(pa.float64()),
+        pa.list_(pa.float16()),
         pa.large_list(pa.int16()),
         pa.list_(pa.uint8(), NUM_PIXELS),
     ],

@@ -134,7 +134,8 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
             column = metadata.row_group(group).column(index)
             is_image = column.path_in_schema.startswith(f"{columns.image}.")
             statistics = column.statistics
-            if is_image and statistics is not None and statistics.has_min_max:
+            # Those of float16 are bytes; a column image.name beside the column image holds text.
+            if is_image and isinstance(getattr(statistics, "min", None), int | float):
                 extremes += [float(statistics.min), float(statistics.max)]
     return (min(extremes), max(extremes)) if extremes else None
 
