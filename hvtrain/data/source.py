@@ -364,12 +364,13 @@ class Source(ABC):
 
 
 def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> Sequence[str] | None:
-    """Returns the names. Raises ConfigError if names are given, but not one for each class."""
+    """Returns the names as text. Raises ConfigError if there is not one for each class."""
     if names is not None and len(names) != num_classes:
         raise ConfigError(
             f"class_names has {len(names)} names for {num_classes} classes; give one each"
         )
-    return names
+    # Names such as 10 and 20 come from the command line as numbers.
+    return names and list(map(str, names))
 
 
 def reason(error: tf.errors.OpError) -> str:

@@ -124,25 +124,31 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
 
 
 # 10. Pictures that would lose what they show.
+# In the last one, 12 colors of 8 bits a row become 6 of 16 bits.
 DEEP = [
     (
         ".png",
-        Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16)),
+        encoded(Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16))),
         "16 bits per channel and no value above",
     ),
     (
         ".tif",
-        Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)),
+        encoded(Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)), "TIFF"),
         "more than 8 bits per channel",
+    ),
+    (
+        ".tif",
+        encoded(Image.new("RGB", (12, 4), (7, 8, 9)), "TIFF")
+        .replace(b"\0\1\4\0\1\0\0\0\x0c", b"\0\1\4\0\1\0\0\0\6")
+        .replace(3 * b"\x08\0", 3 * b"\x10\0"),
+        "more than 8 bits per channel (TIFF, mode RGB)",
     ),
 ]
 
 
-@pytest.mark.parametrize(("suffix", "picture", "message"), DEEP, ids=[".png", ".tif"])
-def test_pictures_of_more_than_8_bits_are_refused(suffix, picture, message, tmp_path):
-    path = tmp_path / "train/a" / f"1{suffix}"
-    path.parent.mkdir(parents=True)
-    picture.save(path)
+@pytest.mark.parametrize(("suffix", "content", "message"), DEEP, ids=[".png", ".tif", "RGB.tif"])
+def test_pictures_of_more_than_8_bits_are_refused(suffix, content, message, tmp_path):
+    path = write(tmp_path / "train/a" / f"1{suffix}", content)
     with pytest.raises((DataError, tf.errors.OpError)) as caught:
         source = ImageFolder(str(tmp_path), SHAPE)
         try:
@@ -274,6 +280,7 @@ MASKS = [
     ("1.png", np.repeat(LABELS[..., None], 3, axis=-1), TWO),
     ("1.png", LABELS.astype(np.uint16), TWO),
     ("1.png", LABELS == 1, TWO),
+    ("1.tif", LABELS.astype(np.float32), TWO),
 ]
 
 
@@ -320,6 +327,9 @@ REFUSED_MASKS = [
         r"has the color \[\d+, 0, 1\], which is not in dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
+    ({"1.tif": LABELS * np.float32(-9999)}, TWO, "has the label -9999.0, outside 0 ... 1"),
+    ({"1.tif": LABELS * np.float32(0.5)}, TWO, "has the label 0.5, outside 0 ... 1"),
+    ({"1.tif": (LABELS * np.uint16(300)).astype(">u2")}, TWO, "has the label 300, outside 0 ... 1"),
     (
         {"1.png": LABELS},
         {**RED, "colors": [[0, 0, 0]]},
@@ -333,13 +343,23 @@ REFUSED_MASKS = [
 def test_masks_that_are_refused(masks, options, message, tmp_path):
     write(tmp_path / "train/images/1.png", COLORS)
     for name, mask in masks.items():
-        write(tmp_path / "train/masks" / name, mask.astype(np.uint8))
+        kind = "TIFF" if name.endswith(".tif") else "PNG"
+        write(tmp_path / "train/masks" / name, encoded(Image.fromarray(mask), kind))
     with pytest.raises((ConfigError, DataError), match=message):
         source = SegmentationFolder(str(tmp_path), SHAPE, **options)
         try:
             examples(source)
         except tf.errors.OpError as error:
             raise source.explain(error) from error
+
+
+@pytest.mark.parametrize("layout", ["{0}/images {0}/masks", "images/{0} masks/{0}"])
+def test_images_of_no_split_are_named(layout, tmp_path):
+    for split in ("train", "unlabelled"):
+        for folder in layout.format(split).split():
+            write(tmp_path / folder / "1.png", LABELS)
+    source = SegmentationFolder(str(tmp_path), SHAPE, **TWO)
+    assert "they are in no split: unlabelled" in warnings(source)
 
 
 def test_a_class_that_no_mask_shows_is_named(tmp_path):
@@ -433,6 +453,7 @@ RECORD_LABELS = [
     ({"int64_list": tf.train.Int64List(value=[1])}, {}, 1),
     ({"float_list": tf.train.FloatList(value=[1.0])}, {}, 1),
     ({"bytes_list": tf.train.BytesList(value=[b"dog"])}, TEXT_LABELS, 1),
+    ({"bytes_list": tf.train.BytesList(value=[b"10"])}, {"class_names": [20, 10]}, 1),
     (
         {"bytes_list": tf.train.BytesList(value=[b"dog"])},
         {},
@@ -491,6 +512,7 @@ ROWS = [
     ([PIXELS, PIXELS], [0, 1], {}, [0, 1]),
     ([PIXELS, PIXELS], ["b", "a"], {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "a"], {"class_names": ["b", "a"]}, [0, 1]),
+    ([PIXELS, PIXELS], ["20", "10"], {"class_names": [20, 10]}, [0, 1]),
     ([PIXELS, PIXELS], pa.array(["b", "a"]).dictionary_encode(), {}, [1, 0]),
     ([PIXELS, PIXELS], (pa.array(["b"]), pa.array(["a"], pa.large_string())), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),

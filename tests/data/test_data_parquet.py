@@ -142,6 +142,7 @@ def test_fewer_row_groups_than_ranks_is_refused_for_training_but_not_for_testing
     [
         pa.list_(pa.uint8()),
         pa.list_(pa.float64()),
+        pa.list_(pa.float16()),
         pa.large_list(pa.int16()),
         pa.list_(pa.uint8(), NUM_PIXELS),
     ],
@@ -306,7 +307,7 @@ def broken(images: list, labels: list, what: str) -> tuple[pa.Array, pa.Array]:
     elif what == "short":
         images[6] = images[6][:-1]
     else:
-        images[6] = [*images[6][:-1], float("nan") if what == "nan" else None]
+        images[6] = [*images[6][:-1], None if what == "null pixel" else float(what)]
     return pa.array(images, pa.list_(pa.float32())), pa.array(labels, pa.int64())
 
 
@@ -317,8 +318,9 @@ def broken(images: list, labels: list, what: str) -> tuple[pa.Array, pa.Array]:
         ("null label", "label is null"),
         ("null image", "image is null"),
         ("short", f"{NUM_PIXELS - 1} numbers in image; image_shape 6 x 6 x 1 needs {NUM_PIXELS}"),
-        ("nan", "a pixel is null or NaN"),
-        ("null pixel", "a pixel is null or NaN"),
+        ("nan", "a pixel is null, NaN or infinite"),
+        ("-inf", "a pixel is null, NaN or infinite"),
+        ("null pixel", "a pixel is null, NaN or infinite"),
     ],
 )
 def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):

@@ -184,6 +184,11 @@ def test_wrong_settings_are_refused(tmp_path):
         DataError, match="holds no training images; files are needed as train/images"
     ):
         SegmentationFolder(str(tmp_path), **OPTIONS)
+    for number in (1, 256):
+        with pytest.raises(
+            ConfigError, match=f"num_classes={number}: masks .* hold 2 to 255 classes"
+        ):
+            SegmentationFolder(str(tmp_path), [8, 12, 3], number)
     with pytest.raises(ConfigError, match=r"class_names has 1 names for 3 classes"):
         SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
 

@@ -242,8 +242,8 @@ def test_rows_of_nulls_wrong_labels_and_nan_are_left_out(tmp_path):
         item.location.split(", ")[-1]: item.problem.split(";")[0] for item in source.unreadable()
     } == {
         "row 1": "image is null",
-        "row 2": "a pixel is null or NaN",
-        "row 4": "a pixel is null or NaN",
+        "row 2": "a pixel is null, NaN or infinite",
+        "row 4": "a pixel is null, NaN or infinite",
         "row 5": "label is null",
         "row 6": "label 9 is outside 0 ... 2",
     }

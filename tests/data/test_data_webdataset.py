@@ -175,6 +175,7 @@ def test_a_shard_is_read_once_and_in_one_split(tmp_path):
     write_shards(tmp_path, "train", *random_images(6), 2)
     names = ["train-000001.tar", "train*.tar", "train-{000000..000001}.tar"]
     assert opened(tmp_path, train=names).num_examples("train") == 6
+    assert web_dataset(str(tmp_path), SHAPE, 3, image_key="png").num_examples("train") == 6
     with pytest.raises(
         DataError,
         match=r"train-000001.tar is in both dataset.train and dataset.test; remove it from one",

@@ -122,7 +122,8 @@ def with_labels(
         paths: paths of the files, sorted.
         labels: the label of each class, by class name.
         class_file: a text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
-            files in the order of their names. Anything else on a line is ignored.
+            files in the order of their names, where 10.jpg comes before 2.jpg. Anything else on a
+            line is ignored.
         number_file: a similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
@@ -136,13 +137,13 @@ def with_labels(
     if rows and len(rows[-1]) > 1:
         # Some lists give paths with folders, others names without suffixes.
         # In ImageNet's own CSV, bounding boxes follow the class.
-        by_name = {
-            PurePath(row[0]).name: row[1] if row[1] in labels else row[1].partition(" ")[0]
-            for row in rows
-            if len(row) > 1
-        }
-        # Files that are not in the list get an empty text, which names no class.
-        texts = [by_name.get(path.name, by_name.get(path.stem, "")) for path in paths]
+        by_name = defaultdict(set)
+        for row in rows:
+            text = row[-1] if row[-1] in labels else row[-1].partition(" ")[0]
+            by_name[PurePath(row[0]).name].add(text)
+        # Files that are not in the list get an empty text, and those of one name but several
+        # classes all of them, as in "cat or dog". Neither names a class.
+        texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
     if len(texts) != len(paths):
         raise DataError(
             f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one each, or lines of FILE CLASS"

@@ -142,7 +142,9 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as image:
             # In the modes I, I;16 and F, pixels have more than 8 bits, which convert() would clip.
-            if not image.mode.startswith(("I", "F")):
+            # Of 16 bits in colour, Pillow drops the lower 8; the mode of a tile is RGB;16L.
+            is_deep = image.format == "TIFF" and ";16" in str(image.tile)
+            if not is_deep and image.mode[0] not in "IF":
                 picture = ImageOps.exif_transpose(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)

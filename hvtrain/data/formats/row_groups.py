@@ -134,7 +134,8 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
             column = metadata.row_group(group).column(index)
             is_image = column.path_in_schema.startswith(f"{columns.image}.")
             statistics = column.statistics
-            if is_image and statistics is not None and statistics.has_min_max:
+            # Those of float16 are bytes; a column image.name beside the column image holds text.
+            if is_image and isinstance(getattr(statistics, "min", None), int | float):
                 extremes += [float(statistics.min), float(statistics.max)]
     return (min(extremes), max(extremes)) if extremes else None
 
@@ -231,9 +232,9 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     if not is_whole.all():  # filter() copies.
         images = images.filter(pa.array(is_whole))
     flat = pc.list_flatten(images)
-    is_missing = pc.is_null(flat, nan_is_null=True).to_numpy().reshape(-1, num_pixels)
+    is_missing = ~pc.is_finite(flat).fill_null(False).to_numpy().reshape(-1, num_pixels)
     for row in np.flatnonzero(is_whole)[is_missing.any(axis=1)]:
-        problems.setdefault(int(row), "a pixel is null or NaN")
+        problems.setdefault(int(row), "a pixel is null, NaN or infinite")
 
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)
     if is_whole.all():

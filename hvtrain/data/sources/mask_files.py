@@ -129,15 +129,15 @@ class MaskReader:
         """
         image, mask = pair
         try:
-            with _opened(image) as picture, _opened(mask) as labels:
-                mask_size = self._size(labels)
+            with _opened(image) as picture, _opened(mask) as mask_picture:
+                mask_size = self._size(mask_picture)
                 image_size = self._size(picture)
                 if image_size != mask_size:
                     raise DataError(
                         f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size, upright "
                         "or, with dataset.exif=false, as they are stored"
                     )
-                values = self._values(mask, labels, is_sized=True)
+                values = self._values(mask, mask_picture, is_sized=True)
                 # An image of ones, resized in the same way and padded with
                 # zeros, shows where padding is.
                 is_image = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
@@ -147,7 +147,8 @@ class MaskReader:
             ) from error
 
         last = 0 if self.is_binary else self.num_classes - 1
-        is_outside = ((values > last) & (values != IGNORED)) | (values < 0)
+        labels = values.astype(np.int32)
+        is_outside = (labels != values) | (labels > last) & (labels != IGNORED) | (labels < 0)
         if is_outside.any():
             raise DataError(
                 f"{mask} has the label {values[is_outside][0]}, outside 0 ... {last} and {IGNORED}; "
@@ -175,7 +176,8 @@ class MaskReader:
         """Returns the values of a mask, or the classes of its colors, upright and, with is_sized, resized."""
         if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
-        if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
+        # Pillow would clip the values of a single band, such as -9999 in a GeoTIFF, to 0 ... 255.
+        if self.colors or len(labels.getbands()) > 1:
             labels = labels.convert("RGB")
         if is_sized:
             # Padding needs a valid value until read() sets it to IGNORED.
@@ -183,12 +185,12 @@ class MaskReader:
 
         values = np.asarray(labels)
         if values.ndim == 2:
-            return values.astype(np.int32)
+            return values
         if self.colors:
             return self._classes_of_colors(mask, values)
         # A grey image may be stored with three equal channels.
         if (values == values[..., :1]).all():
-            return values[..., 0].astype(np.int32)
+            return values[..., 0]
         raise DataError(
             f"{mask} is in colors; give the color of each class, as in "
             "'dataset.colors=[[0,0,0],[128,0,0]]', or write grey or palette PNGs of class indices"

@@ -76,9 +76,11 @@ class SegmentationFolder(ListedImages):
         colors: Sequence[Any] | None = None,
         **images: Any,
     ) -> None:
-        if num_classes > IGNORED:
+        # With one class, a white foreground would be ignored, and the loss always 0.
+        if not 2 <= num_classes <= IGNORED:
             raise ConfigError(
-                f"dataset.num_classes={num_classes}: masks of 8 bits hold at most {IGNORED} classes; merge some"
+                f"dataset.num_classes={num_classes}: masks of 8 bits hold 2 to {IGNORED} classes; count the "
+                "background as one, or merge some"
             )
         super().__init__(dir, image_shape, num_classes, flip=flip, **images)
         self._files, self._warnings = self.list_pairs()
@@ -180,18 +182,19 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     images = _named(folder, IMAGE_FOLDERS)
     masks = _named(folder, MASK_FOLDERS)
     folders = {}
-    warnings = []
     if images and masks:
+        folder = images
+        parts = split_folders(folder)
         mask_folders = split_folders(masks)
-        for split, path in split_folders(images).items():
+        for split, path in parts.items():
             folders[split] = path, mask_folders.get(split, masks / path.name)
     else:
         parts = split_folders(folder)
         for split, path in parts.items():
             image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
             folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
-        entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
-        warnings = left_out(entries, parts.values())
+    entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
+    warnings = left_out(entries, parts.values())
 
     pairs = {}
     for split, (image_folder, mask_folder) in folders.items():

@@ -42,7 +42,7 @@ def web_dataset(
     train: str | Sequence[str] = ("train*.tar", "train/*.tar"),
     validation: str | Sequence[str] = ("val*.tar", "val*/*.tar"),
     test: str | Sequence[str] = ("test*.tar", "test*/*.tar"),
-    image_key: Sequence[str] = ("jpg", "jpeg", "png", "gif", "bmp", "webp", "tif", "tiff"),
+    image_key: str | Sequence[str] = ("jpg", "jpeg", "png", "gif", "bmp", "webp", "tif", "tiff"),
     label_key: str = "cls",
     num_validation: int = 0,
     flip: bool = False,
@@ -78,12 +78,15 @@ def web_dataset(
     if label_key.lower().endswith(SUFFIXES):
         kind = ShardedMasks
         images["colors"] = colors
+    *names, image_keys = [
+        [part] if isinstance(part, str) else part for part in (train, validation, test, image_key)
+    ]
     return kind(
         dir,
         image_shape,
         num_classes,
-        names=[[part] if isinstance(part, str) else part for part in (train, validation, test)],
-        image_keys=image_key,
+        names=names,
+        image_keys=image_keys,
         label_key=label_key,
         num_validation=num_validation,
         flip=flip,
