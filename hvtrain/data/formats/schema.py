@@ -263,7 +263,8 @@ def _with_default_feature(
         return "a date"
 
     is_name = inferred.kind == "name"
-    if is_name or (inferred.kind == "number" and ID_NAME.fullmatch(name)):
+    is_number = inferred.kind == "number"
+    if is_name or (is_number and ID_NAME.fullmatch(name) and _is_whole(inferred, values)):
         num_filled = len(values) - values.null_count
         num_distinct = pc.count_distinct(values).as_py()
         if num_distinct > FEW_NAMES:
@@ -274,7 +275,7 @@ def _with_default_feature(
     if is_name:
         is_hashed = num_distinct > MAX_NAMES
         return replace(inferred, feature="string_hashed" if is_hashed else "string_categorical")
-    is_log = settings.log_numbers and inferred.kind == "number"
+    is_log = settings.log_numbers and is_number
     return replace(inferred, feature="float_log" if is_log else "float_normalized")
 
 
