@@ -164,6 +164,7 @@ CASES = [
     Case("pandas's index", columns(x=NUMBERS, __index_level_0__=list(range(ROWS))), "x: number", NUMBERS, "t.parquet"),
     Case("a name for each row", text((f"u{row},{number}" for row, number in enumerate(NUMBERS)), name="who,x"), "x: number", NUMBERS, pandas={}),
     Case("an id", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="id,x"), "x: number", NUMBERS, pandas={}),
+    Case("an id in camel case", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="PassengerId,x"), "x: number", NUMBERS, pandas={}),
     Case("an index that is measured", text(NUMBERS, name="price_index"), "price_index: number", NUMBERS, pandas={}, columns=("price_index",)),
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),

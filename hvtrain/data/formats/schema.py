@@ -41,7 +41,9 @@ DATES = ("number", "parts", "drop")
 
 # pandas writes its index to columns with these names; a column without a name is usually an index.
 INDEX_NAME = re.compile(r"Unnamed: \d+|__index_level_\d+__|")
-ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECASE)
+ID_NAME = re.compile(
+    r"(.*([_. -]|(?-i:[a-z](?=[A-Z]))))?(id|uuid|guid|index|row_?number)", re.IGNORECASE
+)
 # A column with at most this many distinct names is always a feature, however few rows there are.
 FEW_NAMES = 20
 # A column with more distinct names is hashed.
