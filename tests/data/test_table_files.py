@@ -401,6 +401,8 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
     assert list(later.ids("test", Topology())["x"]) == ["1"] * 9, "of the later setting"
     large = later._ids_in(pa.table({"x": [2**53 + 1, None]}))
     assert large["x"].tolist() == [2**53 + 1, None]
+    categories = pa.array(["a", None, "b"]).dictionary_encode()
+    assert later._ids_in(pa.table({"x": categories}))["x"].tolist() == ["a", None, "b"]
 
 
 @pytest.mark.parametrize(

@@ -325,8 +325,9 @@ class Table(MemorySource):
         if name is None or name not in table.column_names:
             return {}
         column = table[name]
-        # NumPy's integers have no gaps, and floats would round large ids.
-        if column.null_count and pa.types.is_integer(column.type):
+        # NumPy's integers have no gaps, floats would round large ids, and Arrow
+        # gives a gap among categories the last category.
+        if column.null_count and not pa.types.is_temporal(column.type):
             return {name: np.array(column.to_pylist(), object)}
         return {name: column.to_numpy()}
 
