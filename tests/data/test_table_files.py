@@ -420,3 +420,9 @@ def test_number_signs_begin_comments_names_or_rows(
     (tmp_path / "t.csv").write_text(content)
     table = read_table(tmp_path / "t.csv", "dataset.file")
     assert (table.column_names, table.num_rows) == (names, num_rows)
+
+
+def test_a_timestamp_of_spark_that_is_far_away_keeps_its_date(tmp_path: Path) -> None:
+    path, far = tmp_path / "t.parquet", datetime.datetime(9999, 12, 31)
+    parquet.write_table(pa.table({"x": [far]}), path, use_deprecated_int96_timestamps=True)
+    assert read_table(path, "dataset.file")["x"].to_pylist() == [far]
