@@ -426,3 +426,9 @@ def test_a_timestamp_of_spark_that_is_far_away_keeps_its_date(tmp_path: Path) ->
     path, far = tmp_path / "t.parquet", datetime.datetime(9999, 12, 31)
     parquet.write_table(pa.table({"x": [far]}), path, use_deprecated_int96_timestamps=True)
     assert read_table(path, "dataset.file")["x"].to_pylist() == [far]
+
+
+def test_the_names_of_very_many_columns_are_read(tmp_path: Path) -> None:
+    names = [f"gene_{number:015d}" for number in range(14_000)]
+    (tmp_path / "t.csv").write_text(f"{','.join(names)}\n{'1,' * 13_999}1\n")
+    assert read_table(tmp_path / "t.csv", "dataset.file").column_names == names

@@ -49,7 +49,8 @@ OTHER_FORMATS = {
 DELIMITERS = ",;\t|"
 # Byte order marks.
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-SAMPLE_CHARACTERS = 2**18
+# The names of all columns must fit into the sample; tables of genes have 60,000.
+SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells. Below 1, since a few
 # rows may be malformed although the delimiter is right.
