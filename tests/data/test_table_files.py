@@ -240,6 +240,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
     ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),
     ("an unknown treatment", PLAIN, {"missing": "mean"}, r"dataset.missing=mean is not one of refuse, drop, median"),
+    ("a flag beside bins", PLAIN, {"features": {"x": "float_discretized"}, "missing": "indicator"}, r"dataset.missing.x=indicator does not go with float_discretized; choose median"),
     ("a delimiter of two characters", PLAIN, {"delimiter": "::"}, r"dataset.delimiter='::' is not one character"),
     ("a decimal sign that is none", PLAIN, {"decimal": ";"}, r"dataset.decimal=';' and dataset.thousands=None fit no number; give '.'"),
     ("one sign for both", PLAIN, {"decimal": ",", "thousands": ","}, r"dataset.decimal=',' and dataset.thousands=',' fit no number"),

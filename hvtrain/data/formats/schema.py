@@ -243,9 +243,10 @@ def _with_feature(
         raise ConfigError(
             f"dataset.features.{name}={feature} cannot take vectors; choose float or float_normalized"
         )
-    if feature == "integer_categorical" and settings.missing_of(name) == "indicator":
+    takes_flag = feature not in ("integer_categorical", "float_discretized")
+    if settings.missing_of(name) == "indicator" and not takes_flag:
         raise ConfigError(
-            f"dataset.missing.{name}=indicator needs names; make it string_categorical"
+            f"dataset.missing.{name}=indicator does not go with {feature}; choose median or another feature"
         )
     kind = KINDS[feature]
     if kind == "number" and inferred.kind in ("date", "vector"):
