@@ -433,3 +433,9 @@ def test_the_names_of_very_many_columns_are_read(tmp_path: Path) -> None:
     names = [f"gene_{number:015d}" for number in range(14_000)]
     (tmp_path / "t.csv").write_text(f"{','.join(names)}\n{'1,' * 13_999}1\n")
     assert read_table(tmp_path / "t.csv", "dataset.file").column_names == names
+
+
+def test_a_target_may_have_a_number_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(PLAIN.replace("y", "60", 1))
+    source = Table(str(tmp_path / "t.csv"), 60, num_test=0)
+    assert source.num_examples("train") == ROWS and source.class_names == ["no", "yes"]
