@@ -117,6 +117,7 @@ CASES = [
     Case("comments", "# made in 2024,\n# by hand\n" + PLAIN, "x: number", NUMBERS, pandas={"comment": "#"}),
     Case("names in a comment", "# " + PLAIN, "x: number", NUMBERS),
     Case("signs and exponents", text(f"+{number}e-3" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1000, pandas={}),
+    Case("tiny numbers", text(f"{number}e-15" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1e15, pandas={}),
     Case("dates", text(DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),
     Case("German dates", text(day.strftime("%d.%m.%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %d.%m.%Y)", DAY_NUMBERS),
     Case("American dates", text(day.strftime("%m/%d/%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %m/%d/%Y)", DAY_NUMBERS),
@@ -216,6 +217,8 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
         assert len(np.unique(features[:, 0])) == len(np.unique(values)), (
             "float32 has made different numbers equal"
         )
+        if not case.options:
+            assert abs(features[:, 0].mean()) < 1e-3 and abs(features[:, 0].std() - 1) < 1e-3
     if case.pandas is not None and importlib.util.find_spec("pandas"):
         import pandas
 
