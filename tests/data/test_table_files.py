@@ -14,6 +14,7 @@ import decimal
 import gzip
 import importlib.util
 import io
+import json
 import lzma
 import zipfile
 from collections.abc import Callable
@@ -358,14 +359,17 @@ def test_many_columns_are_one_input_of_the_model(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).normal(size=(300, ROWS)).astype(np.float32)
     path = tmp_path / "t.parquet"
     path.write_bytes(
-        columns(**{f"c{index:03d}": column for index, column in enumerate(numbers)}, city=NAMES)
+        columns(**{f"c{index}": column for index, column in enumerate(numbers)}, city=NAMES)
     )
     source = Table(str(path), "y", num_test=0)
     assert {name: tuple(part.shape) for name, part in source.preprocessing().shape.items()} == {
         "city": (1,),
         "numbers": (300,),
     }
-    assert source.element_spec[0].shape == (304,) and "table.json" in source.assets()
+    assert source.element_spec[0].shape == (304,)
+    *inputs, _ = json.loads(source.assets()["table.json"])["columns"]
+    (row,) = source.raw_examples("train", Topology(), 1)
+    assert row["numbers"].tolist() == [numbers[int(column["name"][1:]), 0] for column in inputs]
     assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 

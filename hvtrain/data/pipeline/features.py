@@ -142,9 +142,9 @@ class TableFeatures:
     """
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        # Sorted, as in FeatureSpace.
+        # Sorted, as in FeatureSpace. The schema that is kept tells the order of the shared input.
         self.columns = sorted(schema.columns, key=lambda column: column.name)
+        self.schema = replace(schema, columns=self.columns)
         self._numbers = [column for column in self.columns if not column.is_looked_up]
         self.has_block = len(self._numbers) > MAX_INPUTS
         self._types = {column.name: _type(column) for column in self.columns}
