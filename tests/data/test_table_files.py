@@ -14,6 +14,7 @@ import decimal
 import gzip
 import importlib.util
 import io
+import json
 import lzma
 import zipfile
 from collections.abc import Callable
@@ -117,6 +118,7 @@ CASES = [
     Case("comments", "# made in 2024,\n# by hand\n" + PLAIN, "x: number", NUMBERS, pandas={"comment": "#"}),
     Case("names in a comment", "# " + PLAIN, "x: number", NUMBERS),
     Case("signs and exponents", text(f"+{number}e-3" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1000, pandas={}),
+    Case("tiny numbers", text(f"{number}e-15" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1e15, pandas={}),
     Case("dates", text(DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),
     Case("German dates", text(day.strftime("%d.%m.%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %d.%m.%Y)", DAY_NUMBERS),
     Case("American dates", text(day.strftime("%m/%d/%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %m/%d/%Y)", DAY_NUMBERS),
@@ -164,6 +166,8 @@ CASES = [
     Case("pandas's index", columns(x=NUMBERS, __index_level_0__=list(range(ROWS))), "x: number", NUMBERS, "t.parquet"),
     Case("a name for each row", text((f"u{row},{number}" for row, number in enumerate(NUMBERS)), name="who,x"), "x: number", NUMBERS, pandas={}),
     Case("an id", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="id,x"), "x: number", NUMBERS, pandas={}),
+    Case("an id in camel case", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="PassengerId,x"), "x: number", NUMBERS, pandas={}),
+    Case("an index that is measured", text(NUMBERS, name="price_index"), "price_index: number", NUMBERS, pandas={}, columns=("price_index",)),
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
     Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
@@ -214,6 +218,8 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
         assert len(np.unique(features[:, 0])) == len(np.unique(values)), (
             "float32 has made different numbers equal"
         )
+        if not case.options:
+            assert abs(features[:, 0].mean()) < 1e-3 and abs(features[:, 0].std() - 1) < 1e-3
     if case.pandas is not None and importlib.util.find_spec("pandas"):
         import pandas
 
@@ -238,6 +244,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
     ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),
     ("an unknown treatment", PLAIN, {"missing": "mean"}, r"dataset.missing=mean is not one of refuse, drop, median"),
+    ("a flag beside bins", PLAIN, {"features": {"x": "float_discretized"}, "missing": "indicator"}, r"dataset.missing.x=indicator does not go with float_discretized; choose median"),
     ("a delimiter of two characters", PLAIN, {"delimiter": "::"}, r"dataset.delimiter='::' is not one character"),
     ("a decimal sign that is none", PLAIN, {"decimal": ";"}, r"dataset.decimal=';' and dataset.thousands=None fit no number; give '.'"),
     ("one sign for both", PLAIN, {"decimal": ",", "thousands": ","}, r"dataset.decimal=',' and dataset.thousands=',' fit no number"),
@@ -352,14 +359,17 @@ def test_many_columns_are_one_input_of_the_model(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).normal(size=(300, ROWS)).astype(np.float32)
     path = tmp_path / "t.parquet"
     path.write_bytes(
-        columns(**{f"c{index:03d}": column for index, column in enumerate(numbers)}, city=NAMES)
+        columns(**{f"c{index}": column for index, column in enumerate(numbers)}, city=NAMES)
     )
     source = Table(str(path), "y", num_test=0)
     assert {name: tuple(part.shape) for name, part in source.preprocessing().shape.items()} == {
         "city": (1,),
         "numbers": (300,),
     }
-    assert source.element_spec[0].shape == (304,) and "table.json" in source.assets()
+    assert source.element_spec[0].shape == (304,)
+    *inputs, _ = json.loads(source.assets()["table.json"])["columns"]
+    (row,) = source.raw_examples("train", Topology(), 1)
+    assert row["numbers"].tolist() == [numbers[int(column["name"][1:]), 0] for column in inputs]
     assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
@@ -399,6 +409,8 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
     assert list(later.ids("test", Topology())["x"]) == ["1"] * 9, "of the later setting"
     large = later._ids_in(pa.table({"x": [2**53 + 1, None]}))
     assert large["x"].tolist() == [2**53 + 1, None]
+    categories = pa.array(["a", None, "b"]).dictionary_encode()
+    assert later._ids_in(pa.table({"x": categories}))["x"].tolist() == ["a", None, "b"]
 
 
 @pytest.mark.parametrize(
@@ -416,3 +428,21 @@ def test_number_signs_begin_comments_names_or_rows(
     (tmp_path / "t.csv").write_text(content)
     table = read_table(tmp_path / "t.csv", "dataset.file")
     assert (table.column_names, table.num_rows) == (names, num_rows)
+
+
+def test_a_timestamp_of_spark_that_is_far_away_keeps_its_date(tmp_path: Path) -> None:
+    path, far = tmp_path / "t.parquet", datetime.datetime(9999, 12, 31)
+    parquet.write_table(pa.table({"x": [far]}), path, use_deprecated_int96_timestamps=True)
+    assert read_table(path, "dataset.file")["x"].to_pylist() == [far]
+
+
+def test_the_names_of_very_many_columns_are_read(tmp_path: Path) -> None:
+    names = [f"gene_{number:015d}" for number in range(14_000)]
+    (tmp_path / "t.csv").write_text(f"{','.join(names)}\n{'1,' * 13_999}1\n")
+    assert read_table(tmp_path / "t.csv", "dataset.file").column_names == names
+
+
+def test_a_target_may_have_a_number_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(PLAIN.replace("y", "60", 1))
+    source = Table(str(tmp_path / "t.csv"), 60, num_test=0)
+    assert source.num_examples("train") == ROWS and source.class_names == ["no", "yes"]

@@ -41,7 +41,9 @@ DATES = ("number", "parts", "drop")
 
 # pandas writes its index to columns with these names; a column without a name is usually an index.
 INDEX_NAME = re.compile(r"Unnamed: \d+|__index_level_\d+__|")
-ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECASE)
+ID_NAME = re.compile(
+    r"(.*([_. -]|(?-i:[a-z](?=[A-Z]))))?(id|uuid|guid|index|row_?number)", re.IGNORECASE
+)
 # A column with at most this many distinct names is always a feature, however few rows there are.
 FEW_NAMES = 20
 # A column with more distinct names is hashed.
@@ -241,9 +243,10 @@ def _with_feature(
         raise ConfigError(
             f"dataset.features.{name}={feature} cannot take vectors; choose float or float_normalized"
         )
-    if feature == "integer_categorical" and settings.missing_of(name) == "indicator":
+    takes_flag = feature not in ("integer_categorical", "float_discretized")
+    if settings.missing_of(name) == "indicator" and not takes_flag:
         raise ConfigError(
-            f"dataset.missing.{name}=indicator needs names; make it string_categorical"
+            f"dataset.missing.{name}=indicator does not go with {feature}; choose median or another feature"
         )
     kind = KINDS[feature]
     if kind == "number" and inferred.kind in ("date", "vector"):
@@ -263,7 +266,8 @@ def _with_default_feature(
         return "a date"
 
     is_name = inferred.kind == "name"
-    if is_name or (inferred.kind == "number" and ID_NAME.fullmatch(name)):
+    is_number = inferred.kind == "number"
+    if is_name or (is_number and ID_NAME.fullmatch(name) and _is_whole(inferred, values)):
         num_filled = len(values) - values.null_count
         num_distinct = pc.count_distinct(values).as_py()
         if num_distinct > FEW_NAMES:
@@ -274,7 +278,7 @@ def _with_default_feature(
     if is_name:
         is_hashed = num_distinct > MAX_NAMES
         return replace(inferred, feature="string_hashed" if is_hashed else "string_categorical")
-    is_log = settings.log_numbers and inferred.kind == "number"
+    is_log = settings.log_numbers and is_number
     return replace(inferred, feature="float_log" if is_log else "float_normalized")
 
 

@@ -49,7 +49,8 @@ OTHER_FORMATS = {
 DELIMITERS = ",;\t|"
 # Byte order marks.
 MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-SAMPLE_CHARACTERS = 2**18
+# The names of all columns must fit into the sample; tables of genes have 60,000.
+SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells. Below 1, since a few
 # rows may be malformed although the delimiter is right.
@@ -195,7 +196,8 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     # Opened by path, not from the memory map, whose pages would count as
     # this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
-    file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES)
+    # Spark's timestamps would wrap around in nanoseconds: 9999-12-31 would be in 1816.
+    file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES, coerce_int96_timestamp_unit="us")
     names = file.schema_arrow.names
     if (column is not None and column not in names) or len({*names}) < len(names):
         # The caller refuses such a table, and needs only its names.

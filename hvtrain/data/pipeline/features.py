@@ -42,7 +42,7 @@ NUMBERS = "numbers"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
 TAKEN = re.compile(
-    r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|normalization|discretization|hashing"
+    r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|subtract|true_divide|discretization|hashing"
     r"|string_lookup|integer_lookup|category_encoding|mlp|numbers)(_\d+)?$"
 )
 
@@ -142,9 +142,9 @@ class TableFeatures:
     """
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        # Sorted, as in FeatureSpace.
+        # Sorted, as in FeatureSpace. The schema that is kept tells the order of the shared input.
         self.columns = sorted(schema.columns, key=lambda column: column.name)
+        self.schema = replace(schema, columns=self.columns)
         self._numbers = [column for column in self.columns if not column.is_looked_up]
         self.has_block = len(self._numbers) > MAX_INPUTS
         self._types = {column.name: _type(column) for column in self.columns}
@@ -306,10 +306,9 @@ class TableFeatures:
         is_log = np.array([[column.feature == "float_log" for column in owners]])
         if is_log.any():
             numbers = ops.where(is_log, ops.log1p(ops.maximum(numbers, 0)), numbers)
-        mean, variance = np.concatenate(
-            [_statistics(column) for column in columns], axis=1
-        ).tolist()
-        numbers = keras.layers.Normalization(mean=mean, variance=variance, dtype=dtype)(numbers)
+        mean, variance = np.concatenate([_statistics(column) for column in columns], axis=1)
+        # Keras's Normalization rounds a float64 mean to float32, and replaces scales below 1e-7.
+        numbers = (numbers - mean.astype(dtype)) / np.sqrt(variance).astype(dtype)
         yield ops.cast(numbers, "float32"), places
 
         flagged = [index for index, column in enumerate(owners) if column.missing == "indicator"]

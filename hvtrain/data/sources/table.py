@@ -90,7 +90,7 @@ class Table(MemorySource):
     def __init__(
         self,
         file: str | Sequence[str] = "diabetes",
-        target: str = "target",
+        target: str | int = "target",
         num_test: int = 100,
         num_validation: int = 0,
         test_file: str | None = None,
@@ -118,7 +118,8 @@ class Table(MemorySource):
 
         self._files = {"train": file, "validation": validation_file, "test": test_file}
         self._text_format = {"delimiter": delimiter, "encoding": encoding}
-        self._settings = Settings(target, **columns)
+        # Hydra takes the name 60 for a number.
+        self._settings = Settings(str(target), **columns)
         self._known_features: TableFeatures | None = None
         # By split, for raw_examples() and cells(): all columns, and
         # the indices of the split's rows.
@@ -325,8 +326,9 @@ class Table(MemorySource):
         if name is None or name not in table.column_names:
             return {}
         column = table[name]
-        # NumPy's integers have no gaps, and floats would round large ids.
-        if column.null_count and pa.types.is_integer(column.type):
+        # NumPy's integers have no gaps, floats would round large ids, and Arrow
+        # gives a gap among categories the last category.
+        if column.null_count and not pa.types.is_temporal(column.type):
             return {name: np.array(column.to_pylist(), object)}
         return {name: column.to_numpy()}
 
