@@ -108,6 +108,8 @@ def override(name: str, value: Any) -> str:
     ('train.ema=null', 'model.hidden=[64,32]', 'optimizer=sgd')
     >>> override("a.b", "it's 1"), override("a.b", "null")
     ("a.b='it\\\\'s 1'", "a.b='null'")
+    >>> override("run.dir", "runs/café")
+    "run.dir='runs/café'"
     """
     return f"{name}={override_value(value)}"
 
@@ -120,7 +122,8 @@ def override_value(value: Any) -> str:
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"(?i)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
+    # Letters of ASCII only: Hydra needs quotes around others.
+    if re.fullmatch(r"(?ai)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
     return QuotedString(value, Quote.single).with_quotes()
 

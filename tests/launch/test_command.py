@@ -61,8 +61,9 @@ def test_all_processes_get_the_run_folder_that_the_settings_give(tmp_path):
     run = command._run(["run.dir=runs/${now:%Y}"], OPTIONS, None)
     assert run.command[-1] == f"run.dir={run.folder}" and "$" not in run.folder
     assert command._run(["run.dir=runs/a"], OPTIONS, None).command == (*RUN, "run.dir=runs/a")
-    run = command._run(["run.name='a,b'"], OPTIONS, None)
-    assert run.command[-1] == f"run.dir='{run.folder}'"
+    for name in ("a,b", "café"):
+        run = command._run([f"run.name='{name}'"], OPTIONS, None)
+        assert run.command[-1] == f"run.dir='{run.folder}'"
 
 
 def test_a_batch_job_may_not_refuse_its_own_checkpoints():
