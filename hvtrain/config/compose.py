@@ -47,10 +47,9 @@ def compose(overrides: list[str] | None = None) -> Settings:
     check_form(settings, compose)
     check_experiment(line)
     run_folder = folder_of_a_run(line)
+    settings = [quoted(text) for text in settings]
     if not run_folder:
         folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]
-        # Hydra would parse the choice in debug=nan as a float.
-        settings = ["debug='nan'" if text.lower() == "debug=nan" else text for text in settings]
         settings.insert(0, override("hydra.searchpath", folders))
 
     ConfigStore.instance().store("hvtrain_schema", schema())
@@ -99,6 +98,15 @@ def schema() -> Settings:
     defaults = RunConfig(**no_choices).record
     declared = {name: value for name, value in defaults.items() if name not in GROUPS}
     return declared | {"model": dataclasses.asdict(ModelOptions())}
+
+
+def quoted(argument: str) -> str:
+    """Quotes the value of debug=, run.dir= or run.name= that Hydra would read as a number.
+
+    >>> quoted("debug=nan"), quoted("run.dir=2026_11_30"), quoted("run.name=1.10"), quoted("run.dir=runs/1")
+    ("debug='nan'", "run.dir='2026_11_30'", "run.name='1.10'", 'run.dir=runs/1')
+    """
+    return re.sub(r"(?i)^(\+*(?:debug|run\.\w+)=)(nan|\d[\w.+-]*)$", r"\1'\2'", argument)
 
 
 def override(name: str, value: Any) -> str:

@@ -36,6 +36,7 @@ def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):
         (("run.dir=s3://bucket/run",), True, "s3://bucket/run"),
         (("run.dir='runs/lr=0.1'",), True, "runs/lr=0.1"),
         (("run.dir=~/x(1)",), True, "~/x(1)"),
+        (("run.dir=2026_11_30",), True, "2026_11_30"),
         (("run.dir=null",), True, None),
         (("run.dir=runs/a", "run.dir=runs/b"), True, "runs/b"),
         (("evaluate", "run=runs/a"), False, None),
