@@ -21,11 +21,19 @@ def meta():
 
 def test_what_may_change(meta):
     changed = changed_since(
-        meta, config("optimizer.learning_rate=0.5", "task.loss.from_logits=false", "run.dir=x")
+        meta,
+        config(
+            "optimizer.learning_rate=0.5",
+            "task.loss.from_logits=false",
+            "strategy.compression=int8",
+            "strategy.bucket_mib=4",
+            "run.dir=x",
+        ),
     )
     assert changed == {
         "optimizer.learning_rate": [0.001, 0.5],
         "task.loss.from_logits": [True, False],
+        "strategy.compression": ["none", "int8"],
     }
 
 
