@@ -9,6 +9,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.run_files import remove_if_empty
+from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.runner import run_to_end
 from hvtrain.strategies.base import Strategy
@@ -153,6 +154,7 @@ def test_a_folder_without_anything_to_keep_is_removed(tmp_path):
         opened(tmp_path / "run")
         (tmp_path / "run" / "logs").mkdir()
         (tmp_path / "run" / "logs" / "rank-0000.log").touch()
+        (tmp_path / "run" / KINDS_FILE).touch()  # Written before the first batches are compared.
         if keeps:
             (tmp_path / "run" / "comm.json").touch()
         remove_if_empty(tmp_path / "run")
