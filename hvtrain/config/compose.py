@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -88,7 +89,9 @@ def resolved(tree: Any) -> Settings:
     # Escaped, so that OmegaConf does not resolve references to it.
     tree.run.dir = r"\${run.dir}"
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    values["run"]["dir"] = folder
+    # A shell expands ~ in run.dir=~/x no more than in quotes, which Hydra asks for.
+    is_text = isinstance(folder, str)
+    values["run"]["dir"] = os.path.expanduser(folder) if is_text else folder  # noqa: PTH111
     return values
 
 

@@ -74,6 +74,11 @@ def test_settings_may_name_the_run_folder(tmp_path, capsys):
         build(again, "callbacks.log", keras.callbacks.Callback)
 
 
+def test_a_folder_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose(["run.dir='~/runs/1'"])["run"]["dir"] == "/home/me/runs/1"
+
+
 def test_the_default_name_is_what_was_chosen():
     for overrides, name in (
         (["model=resnet50", "dataset=image_folder", "dataset.dir=data"], "-resnet50-image_folder"),
