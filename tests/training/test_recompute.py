@@ -1,9 +1,15 @@
 """guard.recompute_every: a rank that computes wrongly is named, whatever of its computation is wrong."""
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 
-from hvtrain.training.callbacks.recompute import judge
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.base import Strategy
+from hvtrain.tasks import Retrieval
+from hvtrain.training.callbacks.recompute import Recompute, judge
 from launching import many_runs
 from run_folders import saved
 
@@ -68,6 +74,17 @@ def test_what_excludes_it_is_refused(runs):
             "guard.recompute_every does not go with train.jit_compile=true"
             in rank["compiled"]["error"]
         )
+
+
+def test_a_loss_over_the_joint_batch_is_refused():
+    """On the same batch everywhere its gradient is another one, and the check would accuse a sound rank."""
+    context = MagicMock()
+    context.run.strategy = Strategy()
+    context.run.config.train = SimpleNamespace(jit_compile=False, sync_batch_norm=False)
+    context.run.task = Retrieval()
+    context.model.weights = []
+    with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
+        Recompute(context)
 
 
 def test_two_ranks_that_disagree_are_both_named():

@@ -68,7 +68,7 @@ class Recompute(RunCallback):
             obstacle = "train.jit_compile=true"
         elif train.sync_batch_norm:
             obstacle = "train.sync_batch_norm=true"
-        elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
+        elif sharded_tables(model) or hasattr(run.task.loss, "joint_batch"):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
             raise ConfigError(
