@@ -8,7 +8,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
-from hvtrain.tasks import Retrieval
+from hvtrain.tasks import Retrieval, Segmentation
 from hvtrain.training.callbacks.recompute import Recompute, judge
 from launching import many_runs
 from run_folders import saved
@@ -76,8 +76,8 @@ def test_what_excludes_it_is_refused(runs):
         )
 
 
-def test_a_loss_over_the_joint_batch_is_refused():
-    """On the same batch everywhere its gradient is another one, and the check would accuse a sound rank."""
+def test_losses_over_the_joint_batch_are_refused():
+    """On the same batch everywhere their gradient is another one, and the check would accuse a sound rank."""
     context = MagicMock()
     context.run.strategy = Strategy()
     context.run.config.train = SimpleNamespace(jit_compile=False, sync_batch_norm=False)
@@ -85,6 +85,12 @@ def test_a_loss_over_the_joint_batch_is_refused():
     context.model.weights = []
     with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
         Recompute(context)
+    context.run.task = Segmentation()
+    callback = Recompute(context)
+    # As joint_loss sets it while the step is traced, here for an ignored label.
+    callback.set_model(SimpleNamespace(loss=SimpleNamespace(denominator=4.0)))
+    with pytest.raises(ConfigError, match=r"does not go with a loss that divides by what counts"):
+        callback.on_train_batch_begin(0, None)
 
 
 def test_two_ranks_that_disagree_are_both_named():
