@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -190,8 +191,8 @@ def open_inputs(
     before = saved.meta if saved else {}
     changed = changed_since(before, config)
     fitted_files = None
-    # On a resume, a tokenizer, for example, must not be fitted to the data again.
-    if saved and not any(name.startswith("dataset.") for name in changed):
+    # On a resume, a tokenizer, for example, must not be fitted again, not even to other files.
+    if saved and not any(re.match(r"dataset\.(?!(\w+_)?(dir|file)$)", name) for name in changed):
         fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
     source = comm.all_or_raise(lambda: open_data(config, strategy.topology.rank, fitted_files))

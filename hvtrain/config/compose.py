@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -47,10 +48,9 @@ def compose(overrides: list[str] | None = None) -> Settings:
     check_form(settings, compose)
     check_experiment(line)
     run_folder = folder_of_a_run(line)
+    settings = [quoted(text) for text in settings]
     if not run_folder:
         folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]
-        # Hydra would parse the choice in debug=nan as a float.
-        settings = ["debug='nan'" if text.lower() == "debug=nan" else text for text in settings]
         settings.insert(0, override("hydra.searchpath", folders))
 
     ConfigStore.instance().store("hvtrain_schema", schema())
@@ -89,7 +89,9 @@ def resolved(tree: Any) -> Settings:
     # Escaped, so that OmegaConf does not resolve references to it.
     tree.run.dir = r"\${run.dir}"
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    values["run"]["dir"] = folder
+    # A shell expands ~ in run.dir=~/x no more than in quotes, which Hydra asks for.
+    is_text = isinstance(folder, str)
+    values["run"]["dir"] = os.path.expanduser(folder) if is_text else folder  # noqa: PTH111
     return values
 
 
@@ -101,6 +103,15 @@ def schema() -> Settings:
     return declared | {"model": dataclasses.asdict(ModelOptions())}
 
 
+def quoted(argument: str) -> str:
+    """Quotes the value of debug=, run.dir= or run.name= that Hydra would read as a number.
+
+    >>> quoted("debug=nan"), quoted("run.dir=2026_11_30"), quoted("run.name=1.10"), quoted("run.dir=runs/1")
+    ("debug='nan'", "run.dir='2026_11_30'", "run.name='1.10'", 'run.dir=runs/1')
+    """
+    return re.sub(r"(?i)^(\+*(?:debug|run\.\w+)=)(nan|\d[\w.+-]*)$", r"\1'\2'", argument)
+
+
 def override(name: str, value: Any) -> str:
     """Formats NAME=VALUE so that Hydra's command-line grammar reads the value back unchanged.
 
@@ -108,6 +119,8 @@ def override(name: str, value: Any) -> str:
     ('train.ema=null', 'model.hidden=[64,32]', 'optimizer=sgd')
     >>> override("a.b", "it's 1"), override("a.b", "null")
     ("a.b='it\\\\'s 1'", "a.b='null'")
+    >>> override("run.dir", "runs/café")
+    "run.dir='runs/café'"
     """
     return f"{name}={override_value(value)}"
 
@@ -120,7 +133,8 @@ def override_value(value: Any) -> str:
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"(?i)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
+    # Letters of ASCII only: Hydra needs quotes around others.
+    if re.fullmatch(r"(?ai)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
     return QuotedString(value, Quote.single).with_quotes()
 

@@ -299,7 +299,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
 
 def remove_if_empty(folder: Path) -> None:
     """Removes a run folder that contains only files from before the first step (on the chief, or in the launcher)."""
-    written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
+    written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE, "kinds.json"}
     folders_before = {"logs", "launch", "preprocessing"}
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if all(path.name in written_before or path.parts[0] in folders_before for path in files):

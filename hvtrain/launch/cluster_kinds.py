@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hvtrain.commands import first_word
+from hvtrain.config.compose import quoted
 from hvtrain.config.validate import setting
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.launch.job import ClusterKind, Job, hosts_option, place_ranks
@@ -127,7 +128,7 @@ def _run_folder(command: Sequence[str]) -> str | None:
         match = re.fullmatch(r"\+{0,2}run\.dir=(.+)", argument)
         if match:
             try:
-                value = OverridesParser.create().parse_override(argument).value()
+                value = OverridesParser.create().parse_override(quoted(argument)).value()
             except HydraException:
                 return match[1]  # The run will refuse it.
             return None if value is None else str(value)

@@ -58,7 +58,7 @@ def address_of(folder: Path) -> str:
 def open_store(run_dir: str | None) -> RunStore:
     """Returns the store for the setting run.dir. Raises ConfigError if the address cannot be used."""
     # The local working folder of a run in object storage stands for its address.
-    run_dir = address_of(Path(run_dir or ".")) or run_dir
+    run_dir = run_dir and (address_of(Path(run_dir)) or run_dir)
     if run_dir and is_remote(run_dir):
         if run_dir.startswith("file://"):
             raise ConfigError(f"run.dir={run_dir} is a folder of this host; give its path")

@@ -30,7 +30,8 @@ MESSAGE_BYTES = 64 << 20
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
 _IRRELEVANT = re.compile(
-    r"(run|checkpoint|guard|watchdog|metrics|profile|comm|strategy|tracker)\."
+    r"(run|checkpoint|guard|watchdog|metrics|profile|comm|tracker)\."
+    r"|strategy\.(bucket_mib|share_gpus|pin_cores|shard_optimizer|commit_steps)"
     r"|resume|verbose|tracebacks|notify|model\.(weights|shard_embeddings)"
     r"|train\.(max_time|evaluation_batch_size|evaluation_steps|steps_per_execution|remat)"
 )

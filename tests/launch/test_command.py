@@ -36,6 +36,7 @@ def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):
         (("run.dir=s3://bucket/run",), True, "s3://bucket/run"),
         (("run.dir='runs/lr=0.1'",), True, "runs/lr=0.1"),
         (("run.dir=~/x(1)",), True, "~/x(1)"),
+        (("run.dir=2026_11_30",), True, "2026_11_30"),
         (("run.dir=null",), True, None),
         (("run.dir=runs/a", "run.dir=runs/b"), True, "runs/b"),
         (("evaluate", "run=runs/a"), False, None),
@@ -61,8 +62,9 @@ def test_all_processes_get_the_run_folder_that_the_settings_give(tmp_path):
     run = command._run(["run.dir=runs/${now:%Y}"], OPTIONS, None)
     assert run.command[-1] == f"run.dir={run.folder}" and "$" not in run.folder
     assert command._run(["run.dir=runs/a"], OPTIONS, None).command == (*RUN, "run.dir=runs/a")
-    run = command._run(["run.name='a,b'"], OPTIONS, None)
-    assert run.command[-1] == f"run.dir='{run.folder}'"
+    for name in ("a,b", "café"):
+        run = command._run([f"run.name='{name}'"], OPTIONS, None)
+        assert run.command[-1] == f"run.dir='{run.folder}'"
 
 
 def test_a_batch_job_may_not_refuse_its_own_checkpoints():

@@ -223,7 +223,9 @@ def test_an_output_is_sent_whole_and_stays_here_if_it_cannot_be(begun, store):
     assert not folder.exists()
 
 
-def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(begun, store, caplog):
+def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
+    begun, store, caplog, monkeypatch
+):
     write(begun.folder, 2)
     store.fault = lambda request: 403 if request.method in ("PUT", "POST") else None
     with pytest.raises(
@@ -259,6 +261,8 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(begun,
         open_store(str(begun.folder)).address == begun.address
         and open_store("runs/x").address == ""
     )
+    monkeypatch.chdir(begun.folder)
+    assert open_store(None).address == "", "without run.dir a new run begins, wherever that is"
     with pytest.raises(
         ConfigError,
         match=r"--output=s3://unit/x is an address, but this needs a folder on this host",

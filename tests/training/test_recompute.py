@@ -1,9 +1,15 @@
 """guard.recompute_every: a rank that computes wrongly is named, whatever of its computation is wrong."""
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 
-from hvtrain.training.callbacks.recompute import judge
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.base import Strategy
+from hvtrain.tasks import Retrieval, Segmentation
+from hvtrain.training.callbacks.recompute import Recompute, judge
 from launching import many_runs
 from run_folders import saved
 
@@ -68,6 +74,23 @@ def test_what_excludes_it_is_refused(runs):
             "guard.recompute_every does not go with train.jit_compile=true"
             in rank["compiled"]["error"]
         )
+
+
+def test_losses_over_the_joint_batch_are_refused():
+    """On the same batch everywhere their gradient is another one, and the check would accuse a sound rank."""
+    context = MagicMock()
+    context.run.strategy = Strategy()
+    context.run.config.train = SimpleNamespace(jit_compile=False, sync_batch_norm=False)
+    context.run.task = Retrieval()
+    context.model.weights = []
+    with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
+        Recompute(context)
+    context.run.task = Segmentation()
+    callback = Recompute(context)
+    # As joint_loss sets it while the step is traced, here for an ignored label.
+    callback.set_model(SimpleNamespace(loss=SimpleNamespace(denominator=4.0)))
+    with pytest.raises(ConfigError, match=r"does not go with a loss that divides by what counts"):
+        callback.on_train_batch_begin(0, None)
 
 
 def test_two_ranks_that_disagree_are_both_named():

@@ -9,6 +9,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.run_files import remove_if_empty
+from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.runner import run_to_end
 from hvtrain.strategies.base import Strategy
@@ -71,6 +72,11 @@ def test_settings_may_name_the_run_folder(tmp_path, capsys):
         match=r"callbacks\.log names \$\{run\.dir\} but is built before the run folder is",
     ):
         build(again, "callbacks.log", keras.callbacks.Callback)
+
+
+def test_a_folder_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose(["run.dir='~/runs/1'"])["run"]["dir"] == "/home/me/runs/1"
 
 
 def test_the_default_name_is_what_was_chosen():
@@ -153,6 +159,7 @@ def test_a_folder_without_anything_to_keep_is_removed(tmp_path):
         opened(tmp_path / "run")
         (tmp_path / "run" / "logs").mkdir()
         (tmp_path / "run" / "logs" / "rank-0000.log").touch()
+        (tmp_path / "run" / KINDS_FILE).touch()  # Written before the first batches are compared.
         if keeps:
             (tmp_path / "run" / "comm.json").touch()
         remove_if_empty(tmp_path / "run")

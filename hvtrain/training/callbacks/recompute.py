@@ -68,7 +68,7 @@ class Recompute(RunCallback):
             obstacle = "train.jit_compile=true"
         elif train.sync_batch_norm:
             obstacle = "train.sync_batch_norm=true"
-        elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
+        elif sharded_tables(model) or hasattr(run.task.loss, "joint_batch"):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
             raise ConfigError(
@@ -88,6 +88,12 @@ class Recompute(RunCallback):
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
+        # Set once the step is traced. If all ranks take one batch, its mean over them differs.
+        if getattr(self.model.loss, "denominator", None) is not None:
+            raise ConfigError(
+                "guard.recompute_every does not go with a loss that divides by what counts in the batches of all ranks "
+                "(a mask, an ignored label, weights); leave it out"
+            )
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
             self._step = self.step + 1
