@@ -85,7 +85,7 @@ def run_ranks(
 
     Raises:
         ConfigError: the function cannot be sent to the ranks.
-        RankError: a rank failed; the message is that of the first failure.
+        RankError: a rank ended with an error; the message is that of the first one.
     """
     from hvtrain.launch import notebook
 
