@@ -7,7 +7,7 @@ done.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
@@ -29,7 +29,7 @@ class Gradient:
 
     num_bytes: int
     work: float
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def test_masks_in_arrays_move_with_their_images():
     [
         (
             np.full((5, 6, 7), -1),
-            r"masks hold labels from -1 to -1; give classes from 0, and 255 where",
+            r"masks hold labels from -1 to -1; give classes from 0, and 255 for pixels",
         ),
         (
             np.zeros((5, 4, 7), int),
