@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,34 @@ def trained(overrides: list[str]) -> tuple[dict[str, Any], str]:
         return json.loads((run / "result.json").read_text()), done.stdout
 
 
+def measure_missing(
+    methods: Mapping[str, Sequence[str]],
+    num_seeds: int,
+    output: Path | None,
+    measure: Callable[[list[str]], float],
+) -> dict[str, dict[str, float]]:
+    """Measures each method with the seeds 1 to num_seeds; returns the values by method and seed.
+
+    Args:
+        methods: Settings by the name of the method.
+        num_seeds: Number of seeds.
+        output: Where values are kept; those that it has already are not measured again.
+        measure: Takes a method's settings with a seed.
+    """
+    values: dict[str, dict[str, float]] = {name: {} for name in methods}
+    if output and output.exists():
+        values.update(json.loads(output.read_text()))
+    for seed in map(str, range(1, num_seeds + 1)):
+        for name, method in methods.items():
+            if seed in values[name]:
+                continue
+            values[name][seed] = measure([*method, f"seed={seed}"])
+            print(f"seed {seed}, {name}: {values[name][seed]:.6g}", flush=True)
+            if output:
+                output.write_text(json.dumps(values))
+    return values
+
+
 def main() -> None:
     """Trains what is missing in the output file, and prints the table."""
     parser = argparse.ArgumentParser(
@@ -70,22 +99,11 @@ def main() -> None:
     options = parser.parse_args()
     common, metric = TRAININGS[options.training]
 
-    values: dict[str, dict[str, float]] = {name: {} for name in METHODS}
-    if options.output and options.output.exists():
-        values.update(json.loads(options.output.read_text()))
-    for seed in map(str, range(1, options.seeds + 1)):
-        for name, method in METHODS.items():
-            if seed in values[name]:
-                continue
-            result, _ = trained([*common, *method, f"seed={seed}"])
-            values[name][seed] = result["metrics"][metric]
-            print(
-                f"seed {seed}, {name}: {metric} {values[name][seed]:.4f} in {result['num_steps']} steps",
-                flush=True,
-            )
-            if options.output:
-                options.output.write_text(json.dumps(values))
+    def test_metric(method: list[str]) -> float:
+        result, _ = trained([*common, *method])
+        return result["metrics"][metric]
 
+    values = measure_missing(METHODS, options.seeds, options.output, test_metric)
     command = shlex.join(["python", "-m", "benchmarks.method_quality", *arguments])
     print(f"\n{command}, {datetime.now():%Y-%m-%d}\n")
     print(f"| | {metric}, mean | standard deviation |\n|---|---|---|")

@@ -11,7 +11,6 @@ goes on.
 """
 
 import argparse
-import json
 import re
 import shlex
 import sys
@@ -20,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.method_quality import METHODS, TRAININGS, trained
+from benchmarks.method_quality import METHODS, TRAININGS, measure_missing, trained
 from benchmarks.plan_here import ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
 
@@ -89,29 +88,16 @@ def main() -> None:
     sys.argv[1:] = []  # Hydra looks there.
 
     training, _ = TRAININGS["fashion"]
-    steps: dict[str, dict[str, int]] = {name: {} for name in CONTENDERS}
-    if options.output and options.output.exists():
-        steps.update(json.loads(options.output.read_text()))
-    for seed in map(str, range(1, options.seeds + 1)):
-        for name, method in CONTENDERS.items():
-            if seed in steps[name]:
-                continue
-            validated = [
-                f"train.validate_every_steps={EVERY}",
-                f"train.steps={options.steps}",
-                f"seed={seed}",
-            ]
-            _, output = trained([*training, *method, *validated])
-            reached = steps_until(options.accuracy, output)
-            if reached is None:
-                raise SystemExit(
-                    f"{name}, seed {seed}: not {options.accuracy} in {options.steps} steps"
-                )
-            steps[name][seed] = reached
-            print(f"seed {seed}, {name}: {reached} steps", flush=True)
-            if options.output:
-                options.output.write_text(json.dumps(steps))
+    validated = [f"train.validate_every_steps={EVERY}", f"train.steps={options.steps}"]
 
+    def num_steps(method: list[str]) -> int:
+        _, output = trained([*training, *validated, *method])
+        reached = steps_until(options.accuracy, output)
+        if reached is None:
+            raise SystemExit(f"{method}: not {options.accuracy} in {options.steps} steps")
+        return reached
+
+    steps = measure_missing(CONTENDERS, options.seeds, options.output, num_steps)
     seconds = seconds_of_a_step(options.rate, options.rounds)
     times = {name: mean(steps[name].values()) * seconds[name] for name in CONTENDERS}
     command = shlex.join(["python", "-m", "benchmarks.time_to_accuracy", *arguments])
