@@ -3,7 +3,7 @@
 Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead:
 each rank receives its slice of every rank's gradients (alltoall), decodes and averages them, and
 sends the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower
-numbers. PowerSGD reduces two thin matrices in place of a large one.
+numbers. Two ranks swap their bytes. PowerSGD reduces two thin matrices in place of a large one.
 
 In each format all ranks decode the same values, so their weights stay equal to the last bit.
 """
@@ -77,15 +77,15 @@ class ByteFormat(WireFormat):
 
     @abstractmethod
     def encode(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Encodes floats [n, BLOCK] as integers [n, ...].
+        """Encodes floats [n, BLOCK] as uint8 [n, ...].
 
         Returns:
-            The integers, and the floats that decode() makes of them.
+            The bytes, and the floats that decode() makes of them.
         """
 
     @abstractmethod
     def decode(self, encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Decodes the integers of encode() to floats [n, BLOCK] of this type."""
+        """Decodes the bytes of encode() to floats [n, BLOCK] of this type."""
 
     def reduce(
         self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
@@ -94,15 +94,14 @@ class ByteFormat(WireFormat):
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
         # With three ranks or more, each averages one slice. All slices have equally many blocks.
-        num_slices = 1 if num_ranks == 2 else num_ranks
+        num_slices = num_ranks if num_ranks > 2 else 1
         blocks = _pack(tensors, num_slices)
         encoded, own = self.encode(blocks)
         errors = blocks - own
 
-        # Two ranks exchange everything, which takes the same number of bytes and rounds only once.
-        if num_ranks == 2:
-            received = tf.split(hvd.allgather(encoded, name=f"{name}_bytes", **options), 2)
-            other = self.decode(received[1 - process_set.rank()], dtype)
+        # Two ranks swap everything, which takes the same number of bytes and rounds only once.
+        if num_slices == 1:
+            other = self.decode(swap(encoded, f"{name}_bytes", process_set), dtype)
             return _unpack((own + other) / 2, tensors), _unpack(errors, tensors)
 
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
@@ -138,7 +137,7 @@ class BFloat16(ByteFormat):
 
     def encode(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rounded = tf.cast(blocks, tf.bfloat16)
-        return tf.bitcast(rounded, tf.uint16), tf.cast(rounded, blocks.dtype)
+        return tf.bitcast(rounded, tf.uint8), tf.cast(rounded, blocks.dtype)
 
     def decode(self, encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.cast(tf.bitcast(encoded, tf.bfloat16), dtype)
@@ -270,6 +269,18 @@ def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:
     """Returns the means over the ranks, in one message (every rank)."""
     options = {"op": hvd.Average, "process_set": process_set, "ignore_name_scope": True}
     return hvd.grouped_allreduce(tensors, name=name, **options) if tensors else []
+
+
+def swap(encoded: tf.Tensor, name: str, process_set: Any) -> tf.Tensor:
+    """Returns the other rank's uint8 tensor, of two ranks; on one rank, its own (every rank)."""
+    options = {"name": name, "process_set": process_set, "ignore_name_scope": True}
+    num_ranks = process_set.size()
+    if hvd.mpi_enabled() or hvd.nccl_built() or num_ranks == 1:
+        gathered = tf.split(hvd.allgather(encoded, **options), num_ranks)
+        return gathered[num_ranks - 1 - process_set.rank()]
+    # Between two hosts, Gloo's allgather uses half of the link, and its all-reduce the whole. Bytes
+    # wrap around, so the sum less this rank's bytes is the other's.
+    return hvd.allreduce(encoded, op=hvd.Sum, **options) - encoded
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:

@@ -71,9 +71,9 @@ class Machine:
         ranks_per_host: Ranks on each host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, the time until all ranks
             have agreed on it.
-        exchanges: What this machine is for exchanges other than of float32, by kind: "gather" for bytes
-            that cannot be added (Gloo's all-gather is slower between hosts), "half" for half precision
-            (whose sums are slow on CPUs). A kind that is missing takes as long as float32.
+        exchanges: What this machine is for exchanges other than of float32, by kind: "gather" for
+            all-gathers (Gloo's are slower between hosts), "bytes" for those of bf16 and int8, "half" for
+            half precision (whose sums are slow on CPUs). A kind that is missing takes as long as float32.
     """
 
     inside: Link

@@ -6,8 +6,8 @@ the bytes that each of n ranks has to send.
 
 `python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
 training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
-keys `half-BYTES` and `gather-BYTES` are the exchanges of compression. benchmarks/allreduce.py has other
-methods.
+keys `half-BYTES`, `gather-BYTES` and `bytes-BYTES` are other exchanges of training: sums in half precision,
+all-gathers, and what bf16 and int8 do. benchmarks/allreduce.py has other methods.
 """
 
 import json
@@ -262,26 +262,36 @@ def hvtrain_method() -> Method:
 
 
 def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
-    """Returns the seconds of compression's exchanges, by kind and size: see Machine.exchanges.
+    """Returns the seconds of exchanges other than of float32, by kind and size: see Machine.exchanges.
 
-    For both kinds, a rank sends as many bytes as in an all-reduce of a float32 tensor of this size.
+    For all kinds, a rank sends as many bytes as in an all-reduce of a float32 tensor of this size.
     """
     import tensorflow as tf
 
     import hvtrain.keras as hvd
+    from hvtrain.keras.wire_formats import swap
 
     def gather(num_bytes: int) -> Action:
         part = tf.ones([2 * num_bytes // hvd.size()], tf.uint8)
         return tf.function(lambda: hvd.allgather(part, name=f"bench_gather_{num_bytes}"))
 
+    def swap_bytes(num_bytes: int) -> Action:
+        if hvd.size() > 2:
+            return gather(num_bytes)
+        part = tf.ones([num_bytes], tf.uint8)
+        name = f"bench_bytes_{num_bytes}"
+        return tf.function(lambda: swap(part, name, hvd.global_process_set))
+
     def add_halves(num_bytes: int) -> Action:
-        halves = tf.ones([num_bytes // 2], tf.float16)
+        # Like most gradients, too small for the normal range of half precision. Gloo adds such
+        # numbers in software, and takes twice as long as for ones.
+        halves = tf.cast(tf.random.normal([num_bytes // 2], stddev=1e-5), tf.float16)
         name = f"bench_half_{num_bytes}"
         return tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name=name))
 
     return {
         f"{kind}-{size}": median_seconds(method, make(int(size)), int(size))
-        for kind, make in (("gather", gather), ("half", add_halves))
+        for kind, make in (("gather", gather), ("bytes", swap_bytes), ("half", add_halves))
         for size in sizes
     }
 

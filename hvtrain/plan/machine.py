@@ -211,7 +211,7 @@ def read(path: Path) -> list[Measured]:
         num_ranks = int(content["num_ranks"])
         measured = []
         for key, seconds in content["seconds"]["hvtrain"].items():
-            # 4096, gather-4096, half-4096; other keys are measurements of benchmarks/allreduce.py.
+            # 4096, gather-4096, half-4096, bytes-4096; other keys are measurements of benchmarks/allreduce.py.
             kind, _, size = key.rpartition("-")
             if size.isdigit():
                 measured.append(Measured(num_ranks, int(size), median(seconds), kind))

@@ -26,7 +26,7 @@ REPETITIONS = 5
 # A method must be at least this many times as fast to be worth its effect on the result.
 WORTH_IT = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
-KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
+KINDS = {"fp16": "half", "bf16": "bytes", "int8": "bytes"}
 
 # The compression, and PowerSGD's rank.
 Wire = tuple[str, int]

@@ -128,7 +128,7 @@ def test_allreduce(transport, tmp_path):
     assert code == 0, output
     assert ("160 tensors of 64 KiB" in output) is ("mpi4py us" in output) is (transport == "mpi")
     seconds = json.loads((tmp_path / "bench" / "allreduce.json").read_text())["seconds"]["hvtrain"]
-    for kind in ("", "half-", "gather-"):
+    for kind in ("", "half-", "gather-", "bytes-"):
         assert seconds[f"{kind}4194304"][0] > seconds[f"{kind}4"][0] > 0
 
 
