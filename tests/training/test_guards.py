@@ -17,7 +17,8 @@ from run_results import different, error, history, record, state, steps
 pytestmark = pytest.mark.distributed
 
 DISAGREES = "+callbacks.a={_target_: leaves.Disagrees}"
-EARLY = "{_target_: keras.callbacks.EarlyStopping, monitor: mine, mode: min, patience: 2, restore_best_weights: true}"
+# Keras alone would not know that my_loss is better if it is lower.
+EARLY = "{_target_: keras.callbacks.EarlyStopping, monitor: my_loss, patience: 2, restore_best_weights: true}"
 PLATEAU = "{_target_: keras.callbacks.ReduceLROnPlateau, monitor: mine, mode: min, patience: 1, factor: 0.5}"
 SCHEDULER = "{_target_: keras.callbacks.LearningRateScheduler, schedule: {_target_: leaves.halved, _partial_: true}}"
 # With moving statistics, of which each rank has its own between checkpoints.

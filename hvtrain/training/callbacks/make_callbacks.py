@@ -270,6 +270,10 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             warnings.filterwarnings("ignore", pattern)
 
     for name, callback in callbacks.items():
+        # Keras does not know the direction of a perplexity, and its ReduceLROnPlateau
+        # minimizes whatever is not an accuracy.
+        if getattr(callback, "mode", None) == "auto" and hasattr(callback, "monitor"):
+            callback.mode = "max" if run.task.sign(callback.monitor) == 1 else "min"
         if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
             raise ConfigError(
                 f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
