@@ -728,6 +728,15 @@ def test_arrays_that_are_refused(x, y, options, message):
         source.num_examples("train")
 
 
+def test_images_as_targets_do_not_move_with_their_inputs():
+    pictures = PICTURES_FIRST.transpose(0, 2, 3, 1)
+    source = from_arrays(pictures, pictures / 255.0, flip=True)
+    with pytest.raises(ConfigError, match=r"targets that are images.*flip=false"):
+        source.training(StreamRequest(Topology(), 2, 1, 0, 3))
+    still = from_arrays(pictures, pictures / 255.0).training(StreamRequest(Topology(), 2, 1, 0, 3))
+    assert next(iter(still))[1].shape == (2, 8, 8, 3)
+
+
 def test_names_that_training_lacks_are_refused():
     with pytest.raises(DataError, match=r"y_test holds eel, none of the classes \(ant, bee, cow\)"):
         from_arrays(X, NAMES, X[:1], np.array(["eel"]))

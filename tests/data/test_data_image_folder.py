@@ -150,5 +150,11 @@ def test_a_file_of_labels(tmp_path):
     labels.write_text("test/IMG 1.png,cat\ntest/IMG 2.png,cat\nval/IMG 1.png,golden retriever\n")
     with pytest.raises(DataError, match=r"gives 1 images .* IMG 1.png \(cat or golden retriever\)"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
+    labels.write_text("cat\ncat\n")
+    source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
+    assert source.whole_targets()["test"].tolist() == [0, 0]
+    (tmp_path / "test/IMG 1.png").rename(tmp_path / "test/IMG 10.png")
+    with pytest.raises(DataError, match=r"no names of files.* 10 may come before or after 2"):
+        ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     with pytest.raises(DataError, match=r"gone.csv cannot be read: .*No such file"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(tmp_path / "gone.csv"))

@@ -239,6 +239,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a target that is always the same", text(NUMBERS).replace("yes", "no"), {}, r"dataset.target=y is 'no' in every row, and nothing can be learned"),
     ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns named x; rename them"),
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
+    ("a quote that is not closed", PLAIN.replace("yes", '"yes', 1), {}, r"t.csv cannot be read: a cell in its last column begins with a quote \(\"\) that is not closed"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
     ("no rows", "x,y\n", {}, r"dataset.file=.*t.csv holds no rows"),
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
@@ -411,6 +412,20 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
     assert large["x"].tolist() == [2**53 + 1, None]
     categories = pa.array(["a", None, "b"]).dictionary_encode()
     assert later._ids_in(pa.table({"x": categories}))["x"].tolist() == ["a", None, "b"]
+
+
+def test_a_folder_of_several_splits_is_not_trained_on_as_a_whole(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text(PLAIN)
+    with pytest.raises(
+        DataError, match=r"several splits \(train.csv, test.csv\).*dataset.test_file"
+    ):
+        Table(str(tmp_path), "y").num_examples("train")
+
+
+def test_the_last_cell_may_have_lines(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('x,y\n1,a\n2,"b\nc"\n\n')
+    assert read_table(tmp_path / "t.csv", "dataset.file")["y"].to_pylist() == ["a", "b\nc"]
 
 
 @pytest.mark.parametrize(

@@ -122,15 +122,15 @@ def with_labels(
         paths: paths of the files, sorted.
         labels: the label of each class, by class name.
         class_file: a text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
-            files in the order of their names, where 10.jpg comes before 2.jpg. Anything else on a
-            line is ignored.
+            files in the order of their names. Anything else on a line is ignored.
         number_file: a similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
         The paths with their labels.
 
     Raises:
-        DataError: a file has no known class, or class_file has too few or too many lines.
+        DataError: a file has no known class, or class_file has too few or too many lines, or no names
+            although it is unclear whether 10.jpg comes before 2.jpg.
     """
     rows = _rows(class_file)
     texts = [row[0] for row in rows]
@@ -144,6 +144,11 @@ def with_labels(
         # Files that are not in the list get an empty text, and those of one name but several
         # classes all of them, as in "cat or dog". Neither names a class.
         texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
+    elif list(paths) != sorted(paths, key=_number_key):
+        raise DataError(
+            f"{class_file} has no names of files, and the numbers in those of {paths[0].parent} lack leading zeros, so "
+            "that 10 may come before or after 2; write lines of FILE CLASS"
+        )
     if len(texts) != len(paths):
         raise DataError(
             f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one each, or lines of FILE CLASS"
@@ -173,6 +178,11 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path} cannot be read: {first_line(error)}; give a text file in UTF-8"
         ) from error
+
+
+def _number_key(path: Path) -> str:
+    """Returns a key that sorts 2.jpg before 10.jpg."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
 
 
 def _rows(path: str) -> list[list[str]]:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from hvtrain.data.formats.folders import files_below
+from hvtrain.data.formats.folders import files_below, find_split_files
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
@@ -99,7 +99,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         setting: the setting that names it, for messages.
 
     Raises:
-        DataError: There is no table.
+        DataError: There is no table, or a folder for dataset.file also holds those of other splits.
     """
     path = user_path(location)
     if path.is_file():
@@ -112,6 +112,13 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
+        splits, _ = find_split_files(path, lambda entry: [entry])
+        names = [entries[0].name for entries in splits.values() if entries]
+        if setting == "dataset.file" and len(names) > 1:
+            raise DataError(
+                f"{setting}={location} holds tables of several splits ({', '.join(names)}), which would all be trained "
+                "on; give dataset.file, dataset.validation_file and dataset.test_file one each"
+            )
     elif base != path:
         files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
     else:
@@ -258,6 +265,12 @@ def _read_csv(
             raise
         # The file has names, but no rows.
         table = pa.table({number: pa.array([], pa.string()) for number in numbers})
+    if table.num_rows:
+        # Arrow takes an unclosed quote in the last column for a cell that
+        # holds all rows after it.
+        last = table[-1][-1].as_py()
+        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
+            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
     return table.rename_columns(layout.names)
 
 

@@ -21,6 +21,7 @@ from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform, Unchanged, fold_in
 from hvtrain.data.source import Parts, Preprocessing, Source, StreamRequest
+from hvtrain.errors import ConfigError
 from hvtrain.system import resources
 
 # Turns a batch of the source, such as indices, into raw inputs, targets and, if any, weights.
@@ -198,6 +199,14 @@ class StreamedSource(Source):
         if self.has_masks:
             masks, *weights = others
             return *self.transform.augment_with_masks(inputs, masks, seed), *weights
+        moves = self.transform.flip or self.transform.shift_pixels
+        if self.sizing and self.sizing.crop:
+            moves = True
+        if moves and any(part.shape.rank == 4 for part in nest.flatten(others)):
+            raise ConfigError(
+                f"{self.name} has targets that are images, which would not move with the inputs; set flip=false and "
+                "shift_pixels=0, and leave random_resized_crop out"
+            )
         return self.transform.augment(inputs, seed), *others
 
     def finish(self, inputs: Any) -> Any:
