@@ -18,6 +18,8 @@ Tensors = list[tf.Tensor]
 
 # Number of values that share a scale in Int8. An outlier costs precision only within its block.
 BLOCK = 1024
+# Two ranks send a message of more blocks in pieces.
+PIECE_BLOCKS = 4096
 
 
 class WireFormat(ABC):
@@ -96,14 +98,20 @@ class ByteFormat(WireFormat):
         # With three ranks or more, each averages one slice. All slices have equally many blocks.
         num_slices = num_ranks if num_ranks > 2 else 1
         blocks = _pack(tensors, num_slices)
+        # Two ranks swap everything, which takes the same number of bytes and rounds only once. While
+        # a piece is on its way, others are encoded and decoded.
+        if num_slices == 1:
+            num_pieces = max(1, (blocks.shape[0] or 0) // PIECE_BLOCKS)
+            pieces = tf.split(blocks, [*[PIECE_BLOCKS] * (num_pieces - 1), -1])
+            results = [
+                self._mean_of_two(piece, f"{name}_{number}", process_set)
+                for number, piece in enumerate(pieces)
+            ]
+            means, errors = (tf.concat(parts, axis=0) for parts in zip(*results))
+            return _unpack(means, tensors), _unpack(errors, tensors)
+
         encoded, own = self.encode(blocks)
         errors = blocks - own
-
-        # Two ranks swap everything, which takes the same number of bytes and rounds only once.
-        if num_slices == 1:
-            other = self.decode(swap(encoded, f"{name}_bytes", process_set), dtype)
-            return _unpack((own + other) / 2, tensors), _unpack(errors, tensors)
-
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
         # Summed in the order of the ranks, so that the result does not depend on which rank sums.
         mean_slice = tf.add_n([self.decode(part, dtype) for part in received]) / num_ranks
@@ -119,6 +127,12 @@ class ByteFormat(WireFormat):
         blocks_after = tf.shape(blocks)[0] - blocks_before - slice_blocks
         errors += tf.pad(slice_error, [[blocks_before, blocks_after], [0, 0]])
         return _unpack(means, tensors), _unpack(errors, tensors)
+
+    def _mean_of_two(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
+        """Returns the mean of two ranks' blocks, and this rank's errors."""
+        encoded, own = self.encode(blocks)
+        other = self.decode(swap(encoded, f"{name}_bytes", process_set), blocks.dtype)
+        return [(own + other) / 2, blocks - own]
 
     def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
         blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK

@@ -133,8 +133,9 @@ class Collectives:
         lines = [
             f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
             f"medians of {len(self.seconds['hvtrain'][str(self.sizes[0])])} rounds; half: in half precision; "
-            "gather: gathered, not added",
-            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}",
+            "gather: gathered, not added; bf16, int8: as these exchange bytes",
+            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}"
+            f"{'bf16, int8 us':>15}",
         ]
         for size in self.sizes:
             micros = self.microseconds("hvtrain", size)
@@ -143,6 +144,7 @@ class Collectives:
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
                 f"{self.microseconds('hvtrain', f'half-{size}'):>11,.0f}"
                 f"{self.microseconds('hvtrain', f'gather-{size}'):>11,.0f}"
+                f"{self.microseconds('hvtrain', f'bytes-{size}'):>15,.0f}"
             )
         return lines
 

@@ -28,6 +28,9 @@ WORTH_IT = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
 KINDS = {"fp16": "half", "bf16": "bytes", "int8": "bytes"}
 
+# The float32 gradients in a piece of a message, wire_formats.PIECE_BLOCKS.
+PIECE_BYTES = 4096 * 1024 * 4
+
 # The compression, and PowerSGD's rank.
 Wire = tuple[str, int]
 
@@ -169,10 +172,17 @@ def method_cost(
     code = encoded.get(method.wire)
     if code and num_ranks > 1:
         compute += code.seconds / every
-        machine = machine.exchanging(KINDS.get(method.compression, ""))
-        messages = [
-            Gradient(round(size), old.work) for size, old in zip(code.message_bytes, messages)
-        ]
+        kind = KINDS.get(method.compression, "")
+        machine = machine.exchanging(kind)
+        pairs = list(zip(code.message_bytes, messages))
+        messages = []
+        for num_bytes, old in pairs:
+            # Two ranks send bytes in pieces; see ByteFormat.
+            num_pieces = 1
+            if num_ranks == 2 and kind == "bytes":
+                num_pieces = max(1, old.num_bytes // PIECE_BYTES)
+            piece = Gradient(round(num_bytes / num_pieces), old.work / num_pieces)
+            messages += [piece] * num_pieces
 
     # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
     # pass, so little of its messages is hidden.

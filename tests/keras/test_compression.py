@@ -16,6 +16,8 @@ pytestmark = pytest.mark.distributed
     # Three ranks have pieces of their own, and a second rounding.
     params=[
         pytest.param(("gloo", 3), id="gloo-3"),
+        # Two ranks over Gloo swap their bytes by an all-reduce.
+        pytest.param(("gloo", 2), marks=pytest.mark.nightly, id="gloo-2"),
         pytest.param(("mpirun", 2), marks=pytest.mark.release, id="mpi-2"),
     ],
 )

@@ -10,8 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.keras import wire_formats
 from hvtrain.keras.reduction import Reducer
 
+# The gradients here have 9 blocks.
+wire_formats.PIECE_BLOCKS = 2
 STEPS = 10
 SHAPES = [(40, 60), (3,), (1500,), (), (3, 3, 16, 32)]
 Compression = hvd.Compression
