@@ -101,8 +101,11 @@ class ByteFormat(WireFormat):
         # Two ranks swap everything, which takes the same number of bytes and rounds only once. While
         # a piece is on its way, others are encoded and decoded.
         if num_slices == 1:
-            num_pieces = max(1, (blocks.shape[0] or 0) // PIECE_BLOCKS)
-            pieces = tf.split(blocks, [*[PIECE_BLOCKS] * (num_pieces - 1), -1])
+            num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
+            pieces = [blocks]
+            # Eagerly, tf.split takes no -1 alone.
+            if num_pieces > 1:
+                pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
             results = [
                 self._mean_of_two(piece, f"{name}_{number}", process_set)
                 for number, piece in enumerate(pieces)
