@@ -415,8 +415,10 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_splits_is_not_trained_on_as_a_whole(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.csv").write_text(PLAIN)
+    (tmp_path / "train.csv").write_text(PLAIN)
+    (tmp_path / "test.md").write_text("no table")
+    assert Table(str(tmp_path), "y", num_test=0).num_examples("train") == ROWS
+    (tmp_path / "test.csv").write_text(PLAIN)
     with pytest.raises(
         DataError, match=r"several splits \(train.csv, test.csv\).*dataset.test_file"
     ):

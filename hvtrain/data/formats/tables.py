@@ -112,7 +112,9 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
-        splits, _ = find_split_files(path, lambda entry: [entry])
+        splits, _ = find_split_files(
+            path, lambda entry: [entry] if entry.is_dir() or is_table(entry) else []
+        )
         names = [entries[0].name for entries in splits.values() if entries]
         if setting == "dataset.file" and len(names) > 1:
             raise DataError(
