@@ -72,7 +72,7 @@ class Machine:
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, the time until all ranks
             have agreed on it.
         exchanges: What this machine is for exchanges other than of float32, by kind: "gather" for
-            all-gathers (Gloo's are slower between hosts), "bytes" for those of bf16 and int8, "half" for
+            all-gathers (Gloo's are slower between hosts), "bytes" for two ranks that swap bytes, "half" for
             half precision (whose sums are slow on CPUs). A kind that is missing takes as long as float32.
     """
 

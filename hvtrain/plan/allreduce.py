@@ -7,7 +7,7 @@ the bytes that each of n ranks has to send.
 `python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
 training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
 keys `half-BYTES`, `gather-BYTES` and `bytes-BYTES` are other exchanges of training: sums in half precision,
-all-gathers, and what bf16 and int8 do. benchmarks/allreduce.py has other methods.
+all-gathers, and, on two ranks, what bf16 and int8 do. benchmarks/allreduce.py has other methods.
 """
 
 import json
@@ -133,9 +133,8 @@ class Collectives:
         lines = [
             f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
             f"medians of {len(self.seconds['hvtrain'][str(self.sizes[0])])} rounds; half: in half precision; "
-            "gather: gathered, not added; bf16, int8: as these exchange bytes",
-            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}"
-            f"{'bf16, int8 us':>15}",
+            "gather: gathered, not added",
+            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}",
         ]
         for size in self.sizes:
             micros = self.microseconds("hvtrain", size)
@@ -144,7 +143,6 @@ class Collectives:
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
                 f"{self.microseconds('hvtrain', f'half-{size}'):>11,.0f}"
                 f"{self.microseconds('hvtrain', f'gather-{size}'):>11,.0f}"
-                f"{self.microseconds('hvtrain', f'bytes-{size}'):>15,.0f}"
             )
         return lines
 
@@ -278,8 +276,6 @@ def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
         return tf.function(lambda: hvd.allgather(part, name=f"bench_gather_{num_bytes}"))
 
     def swap_bytes(num_bytes: int) -> Action:
-        if hvd.size() > 2:
-            return gather(num_bytes)
         part = tf.ones([num_bytes], tf.uint8)
         name = f"bench_bytes_{num_bytes}"
         return tf.function(lambda: swap(part, name, hvd.global_process_set))
@@ -291,9 +287,12 @@ def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
         name = f"bench_half_{num_bytes}"
         return tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name=name))
 
+    kinds = {"gather": gather, "half": add_halves}
+    if hvd.size() == 2:
+        kinds["bytes"] = swap_bytes
     return {
         f"{kind}-{size}": median_seconds(method, make(int(size)), int(size))
-        for kind, make in (("gather", gather), ("bytes", swap_bytes), ("half", add_halves))
+        for kind, make in kinds.items()
         for size in sizes
     }
 

@@ -26,7 +26,7 @@ REPETITIONS = 5
 # A method must be at least this many times as fast to be worth its effect on the result.
 WORTH_IT = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
-KINDS = {"fp16": "half", "bf16": "bytes", "int8": "bytes"}
+KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
 # The float32 gradients in a piece of a message, wire_formats.PIECE_BLOCKS.
 PIECE_BYTES = 4096 * 1024 * 4
@@ -173,14 +173,12 @@ def method_cost(
     if code and num_ranks > 1:
         compute += code.seconds / every
         kind = KINDS.get(method.compression, "")
-        machine = machine.exchanging(kind)
-        pairs = list(zip(code.message_bytes, messages))
+        # Two ranks swap their bytes in pieces; see ByteFormat.
+        swaps = num_ranks == 2 and kind == "gather"
+        machine = machine.exchanging("bytes" if swaps else kind)
         messages = []
-        for num_bytes, old in pairs:
-            # Two ranks send bytes in pieces; see ByteFormat.
-            num_pieces = 1
-            if num_ranks == 2 and kind == "bytes":
-                num_pieces = max(1, old.num_bytes // PIECE_BYTES)
+        for num_bytes, old in zip(code.message_bytes, work.gradients):
+            num_pieces = max(1, old.num_bytes // PIECE_BYTES) if swaps else 1
             piece = Gradient(round(num_bytes / num_pieces), old.work / num_pieces)
             messages += [piece] * num_pieces
 

@@ -174,6 +174,12 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     seconds["bf16"] += 0.04 + 2 * 1.4 * (0.002 + 0.5)
     seconds["int8"] += 0.05 + 2 * 1.4 * (0.002 + 0.25)
     seconds["powersgd"] += 0.06 + 2 * (0.002 + 0.01)
+    # Three ranks do not swap their bytes.
+    int8 = next(method for method in METHODS if method.compression == "int8")
+    swapping = replace(plain, exchanges={"bytes": exchanges["bytes"]})
+    assert method_cost(int8, work, encoded, 3, swapping, rules) == method_cost(
+        int8, work, encoded, 3, plain, rules
+    )
     costs = [method_cost(method, work, encoded, 2, machine, rules) for method in METHODS]
     for method, cost in zip(METHODS, costs):
         expected = seconds[method.compression]
