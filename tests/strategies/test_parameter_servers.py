@@ -247,7 +247,7 @@ def ranks_of(folder):
     for process in psutil.process_iter(["cmdline", "environ"]):
         rank = (process.info["environ"] or {}).get("OMPI_COMM_WORLD_RANK")
         if rank and f"run.dir={folder}/run" in (process.info["cmdline"] or ()):
-            pids[int(rank)] = process.pid
+            pids.setdefault(int(rank), process.pid)  # Not what the rank has just forked.
     return pids
 
 

@@ -30,7 +30,8 @@ def processes(mark: str) -> dict[int, dict[str, str]]:
 def rank_processes(mark: str) -> dict[int, int]:
     """Rank -> process id, of those that have started Python."""
     pids: dict[int, int] = {}
-    for process, variables in processes(mark).items():
+    # A process that a rank has just forked looks like it; the rank has the lower number.
+    for process, variables in sorted(processes(mark).items()):
         rank = next((variables[name] for name in _RANKS if name in variables), None)
         try:
             is_python = Path(f"/proc/{process}/exe").resolve().name.startswith("python")
@@ -38,7 +39,7 @@ def rank_processes(mark: str) -> dict[int, int]:
         except OSError:
             continue
         if rank is not None and is_python and b"hvtrain" in line:
-            pids[int(rank)] = process
+            pids.setdefault(int(rank), process)
     return pids
 
 
