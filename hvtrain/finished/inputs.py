@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.formats.columns import Column
-from hvtrain.data.formats.folders import is_junk
+from hvtrain.data.formats.folders import files_below, is_junk
 from hvtrain.data.formats.image_files import SUFFIXES, is_image
 from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
@@ -128,8 +128,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         return _of_array(run, path)
     # For a run on a table, any file is read as a table, whatever its suffix.
     reads_any_file = isinstance(run.source, Table) and path.is_file()
-    paths = sorted(path.rglob("*")) if path.is_dir() else [path]
-    paths = [file for file in paths if not is_junk(file.name)]
+    paths = files_below(path, is_junk) if path.is_dir() else [path]
     images = list(filter(is_image, paths))
     takes_images = hasattr(run.source, "image_shape")
     # A folder of images may also hold a table, such as labels.csv.

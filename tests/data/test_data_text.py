@@ -181,7 +181,8 @@ def test_tokens_are_hidden_anew_in_training_and_alike_in_evaluation(file):
 
 
 def test_texts_from_files_folders_and_tables(tmp_path):
-    (tmp_path / "b").mkdir()
+    (tmp_path / ".other").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / ".other")
     (tmp_path / "a.txt").write_bytes(b"eins\r\n")
     (tmp_path / "b/c.txt").write_text("zwölf", encoding="utf-8-sig")
     (tmp_path / "empty.txt").write_text(" \n")

@@ -339,6 +339,18 @@ def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None
     ]
 
 
+def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    for name in ("all/year=2023", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.csv").write_text(PLAIN)
+    (tmp_path / "all/year=2024").symlink_to(tmp_path / "elsewhere")
+    assert Table(str(tmp_path / "all"), "y", num_test=0).num_examples("train") == 2 * ROWS
+
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "all")
+    with pytest.raises(DataError, match=r"year=2024/back is a link to .*all, which contains it"):
+        Table(str(tmp_path / "all"), "y", num_test=0).num_examples("train")
+
+
 def test_rows_with_gaps_are_dropped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(text(["", *NAMES[1:]]))
     source = Table(str(tmp_path / "t.csv"), "y", num_test=0, missing="drop")

@@ -12,7 +12,7 @@ import pyarrow.json
 
 from hvtrain.data.formats.cell_texts import by_value, numbers_in
 from hvtrain.data.formats.columns import Column, plain, read
-from hvtrain.data.formats.folders import is_junk, read_text
+from hvtrain.data.formats.folders import files_below, is_junk, read_text
 from hvtrain.data.formats.row_groups import is_text
 from hvtrain.data.formats.schema import FEW_NAMES
 from hvtrain.data.formats.tables import is_table, read_table
@@ -78,10 +78,8 @@ def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
     """Lists the .txt files in a folder and its subfolders, sorted, and counts all other files by suffix."""
     texts = []
     others = Counter[str]()
-    for path in sorted(folder.rglob("*")):
-        # Junk is, for example, ._tale.txt, which macOS writes beside tale.txt.
-        if not path.is_file() or any(is_junk(part) for part in path.relative_to(folder).parts):
-            continue
+    # Junk is, for example, ._tale.txt, which macOS writes beside tale.txt.
+    for path in files_below(folder, is_junk):
         if path.suffix.lower() == ".txt":
             texts.append(path)
         else:

@@ -5,7 +5,7 @@ Also looks up the classes of files in a label file, for folders without class fo
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
@@ -36,15 +36,32 @@ def visible(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Lists the files in a folder and its subfolders, sorted, skipping names that begin with `.` or `_`."""
-    # Spark marks bookkeeping and unfinished files with these prefixes,
-    # such as _SUCCESS and .part.crc.
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part[0] in "._" for part in path.relative_to(folder).parts)
-    ]
+def files_below(folder: Path, skips: Callable[[str], bool] | None = None) -> list[Path]:
+    """Lists the files in a folder and its subfolders, sorted, following links; empty if there is no folder.
+
+    Args:
+        folder: The folder.
+        skips: True for the name of a file or folder to leave out; by default those that begin with
+            `.` or `_`, with which Spark marks its bookkeeping and unfinished files.
+
+    Raises:
+        DataError: A link leads to a folder that contains it.
+    """
+    skips = skips or (lambda name: name[0] in "._")
+
+    def walk(current: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
+        real = current.resolve()
+        if real in parents:
+            raise DataError(f"{current} is a link to {real}, which contains it; remove the link")
+        for path in sorted(current.iterdir()):
+            if skips(path.name):
+                continue
+            if path.is_dir():
+                yield from walk(path, (*parents, real))
+            elif path.is_file():
+                yield path
+
+    return list(walk(folder, ())) if folder.is_dir() else []
 
 
 def is_junk(name: str) -> bool:
