@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
+from hvtrain.keras import wire_formats
 from hvtrain.models.memory import Footprint
 from hvtrain.plan.algorithms import (
     ALGORITHMS,
@@ -20,7 +21,15 @@ from hvtrain.plan.algorithms import (
     tree_seconds,
 )
 from hvtrain.plan.machine import Measured, fit
-from hvtrain.plan.methods import METHODS, Encoded, advice, method_cost, method_of, sent_bytes
+from hvtrain.plan.methods import (
+    METHODS,
+    PIECE_BYTES,
+    Encoded,
+    advice,
+    method_cost,
+    method_of,
+    sent_bytes,
+)
 from hvtrain.plan.step_cost import Gradient, Rules, Work, expected_maximum, slowdown, step_cost
 
 SLOW_NETWORK = Machine(Link(5e-6, 10e9), Link(2e-5, 1e9), ranks_per_host=4)
@@ -174,6 +183,8 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     seconds["bf16"] += 0.04 + 2 * 1.4 * (0.002 + 0.5)
     seconds["int8"] += 0.05 + 2 * 1.4 * (0.002 + 0.25)
     seconds["powersgd"] += 0.06 + 2 * (0.002 + 0.01)
+    # plan has a copy, since importing wire_formats loads Horovod.
+    assert PIECE_BYTES == wire_formats.PIECE_BLOCKS * wire_formats.BLOCK * 4
     # Three ranks do not swap their bytes.
     int8 = next(method for method in METHODS if method.compression == "int8")
     swapping = replace(plain, exchanges={"bytes": exchanges["bytes"]})

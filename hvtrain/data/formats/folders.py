@@ -36,18 +36,21 @@ def visible(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
 
 
-def files_below(folder: Path, skips: Callable[[str], bool] | None = None) -> list[Path]:
+def is_bookkeeping(name: str) -> bool:
+    """True for a name with which Spark marks bookkeeping and unfinished files, such as _SUCCESS and .part.crc."""
+    return name[0] in "._"
+
+
+def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> list[Path]:
     """Lists the files in a folder and its subfolders, sorted, following links; empty if there is no folder.
 
     Args:
         folder: The folder.
-        skips: True for the name of a file or folder to leave out; by default those that begin with
-            `.` or `_`, with which Spark marks its bookkeeping and unfinished files.
+        skips: True for the name of a file or folder to leave out.
 
     Raises:
         DataError: A link leads to a folder that contains it.
     """
-    skips = skips or (lambda name: name[0] in "._")
 
     def walk(current: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
         real = current.resolve()
