@@ -44,6 +44,8 @@ class Contestant:
         has_servers: True for strategies with parameter servers.
         differences: how this training differs from the others because of the comparison; differences
             due to the strategy itself are in the record of its run.
+        steady: settings without which a timed run might have only a strategy's first steps, in which
+            PowerSGD does not compress and local steps are synchronous.
     """
 
     name: str
@@ -52,11 +54,12 @@ class Contestant:
     accumulate: int = 1
     has_servers: bool = False
     differences: Sequence[str] = ()
+    steady: Sequence[str] = ()
 
     def speed_overrides(self, num_steps: int) -> list[str]:
         """Returns the settings of a timed run of num_steps, rounded up to a multiple of `accumulate`."""
         steps = f"train.steps={round_up_to_accumulation(num_steps, self.accumulate)}"
-        return [*self.overrides, steps, *ONLY_STEPS]
+        return [*self.overrides, *self.steady, steps, *ONLY_STEPS]
 
 
 def contestants(
@@ -123,6 +126,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
             if is_scaled and config.schedule.get("warmup_epochs"):
                 differences.append("has no warm-up: its learning rate begins at the peak")
 
+    first_steps = config.strategy.keys() & {"whole_steps", "warmup_steps"}
     return Contestant(
         name,
         strategy,
@@ -130,6 +134,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         config.train.accumulate,
         has_servers="num_ps" in config.strategy,
         differences=differences,
+        steady=[f"strategy.{setting}=0" for setting in first_steps],
     )
 
 

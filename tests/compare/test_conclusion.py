@@ -14,7 +14,7 @@ from hvtrain.compare.ratios import Ratio
 from hvtrain.compare.results import best_of_all, curve, reached_at, summary, table
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
-from hvtrain.launch.measure import Training
+from hvtrain.launch.measure import ONLY_STEPS, Training
 from hvtrain.system.text import aligned
 
 SINGLE, HOROVOD = (
@@ -295,6 +295,14 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
         "strategy.compression"
     ] == "fp16" and "strategy.compression" not in settings_of(plain)
     assert "train.steps=12" in small.speed_overrides(10), "whole accumulations"
+
+
+def test_short_runs_time_no_first_steps_that_differ_from_the_others() -> None:
+    names = "strategy=horovod@compression=powersgd,local_sgd@warmup_steps=200,single"
+    power, local, single = contestants([names, "model=mlp"], 2)
+    assert power.speed_overrides(100)[-len(ONLY_STEPS) - 2] == "strategy.whole_steps=0"
+    assert local.speed_overrides(100)[-len(ONLY_STEPS) - 2] == "strategy.warmup_steps=0"
+    assert "strategy.warmup_steps=200" in local.overrides and list(single.steady) == []
 
 
 @pytest.mark.parametrize(
