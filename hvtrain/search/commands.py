@@ -173,9 +173,12 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         call_steps: steps in a call of the graph, rounded up to whole accumulations.
     """
     steps = round_up_to_accumulation(call_steps, config.train.accumulate)
+    # Otherwise PowerSGD would compress only the later, larger batches.
+    whole_steps = {"whole_steps": 0} if "whole_steps" in config.strategy else {}
     trial = as_trial(
         config,
         CALLS * steps,
+        strategy={**config.strategy, **whole_steps},
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
         # With "trim" all batches are full, so each step takes the memory and time of its size.
         data=replace(config.data, uneven="trim"),

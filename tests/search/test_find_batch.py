@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.search import batch_search
 from hvtrain.search.batch_sizes import RankMemory, Trial, lacking_host, predicted_peak
-from hvtrain.search.commands import find_batch
+from hvtrain.search.commands import as_search, find_batch
 from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
@@ -142,6 +144,12 @@ def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
         "  horovodrun -np 2 python -m hvtrain model=cnn 'dataset.api_key=***' train.batch_size=8"
         in lines
     )
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "elastic"])
+def test_powersgd_compresses_batches_of_all_sizes(strategy):
+    config = from_dict(compose(["model=mlp", f"strategy={strategy}"]))
+    assert as_search(config, 1, 5).strategy.get("whole_steps", 0) == 0
 
 
 def test_ranks_that_take_no_steps_of_their_own_are_refused():
