@@ -9,7 +9,7 @@ the tensors that pass from each layer to the next.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,10 +93,13 @@ def num_bytes(variables: Iterable[Any]) -> int:
     )
 
 
-def innermost_layers(model: Any) -> Iterator[Any]:
-    """Yields a model's layers, with nested models replaced by their own layers."""
+def innermost_layers(model: Any) -> list[Any]:
+    """Returns a model's layers, each once, with nested models replaced by their own layers."""
+    # A language model of keras-hub uses its backbone's embedding a second time, as its head.
+    inner: dict[Any, None] = {}
     for layer in model.layers:
-        yield from innermost_layers(layer) if isinstance(layer, Model) else [layer]
+        inner |= dict.fromkeys(innermost_layers(layer) if isinstance(layer, Model) else [layer])
+    return list(inner)
 
 
 def example_shape(layer: Any) -> tuple[int, ...] | None:

@@ -205,7 +205,7 @@ def gradients(model: keras.Model) -> list[Gradient]:
     """
     in_order = []
     sharded = sharded_layers(model)
-    for layer in reversed(list(innermost_layers(model))):
+    for layer in reversed(innermost_layers(model)):
         # The rows of sharded tables are exchanged, not reduced.
         if layer in sharded:
             continue

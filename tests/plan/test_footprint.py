@@ -6,7 +6,7 @@ from keras import layers
 
 from hvtrain.keras.optimizers import RowwiseAdagrad
 from hvtrain.keras.sharded_embedding import ShardedEmbedding
-from hvtrain.models.memory import footprint
+from hvtrain.models.memory import flops_per_example, footprint
 from hvtrain.plan.forecast import gradients
 
 
@@ -45,6 +45,15 @@ def test_bytes(model):
         "convolution, ReLU and dense; no view"
     )
     assert sizes.checkpoint_bytes == sizes.weight_bytes + sizes.slot_bytes
+
+
+def test_a_layer_of_an_inner_model_that_is_used_again_counts_once():
+    shared = layers.Dense(4, use_bias=False)
+    first, second = keras.Input((4,)), keras.Input((4,))
+    inner = keras.Model(first, shared(first))
+    model = keras.Model(second, shared(inner(second)))
+    assert [gradient.num_bytes for gradient in gradients(model)] == [4 * 16]
+    assert flops_per_example(model) == 6 * 2 * 16, "it multiplies twice"
 
 
 def test_half_precision_halves_activations_alone(model):
