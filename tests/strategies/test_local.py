@@ -1,6 +1,7 @@
 """strategy=local_sgd and diloco, and compression that keeps errors: whole runs on real ranks."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ RUNS = {
         "strategy=local_sgd",
         "strategy.every=4",
         "checkpoint.every_steps=8",
+        "metrics.file={folder}/local.prom",
     ],
     "whole": [*DILOCO, "train.epochs=2"],
     "begun": [*DILOCO, "train.epochs=1", "run.dir={folder}/resumed"],
@@ -107,6 +109,9 @@ def test_synchronizations_are_those_that_are_due(runs):
     assert counted["reductions"] == counted["synchronizations"] == 2 + 3 + 1 + 3 + 1
     # Within the host gradients are reduced in the other steps, which settle() counts.
     assert proof(folder / "within")["synchronizations"] == 3 + 1 + 1
+    metrics = (folder / "local.prom").read_text()
+    (sent,) = re.findall(r"\nhvtrain_sent_bytes_per_step\S+ (\S+)", metrics)
+    assert float(sent) == proof(folder / "local")["sent_bytes"] / 4 > 0, "weights, every 4th step"
 
 
 def test_rank_0_warns_of_a_rate_for_the_joint_batch(runs):

@@ -149,8 +149,8 @@ class Metrics(RunCallback):
             ),
             (
                 "sent_bytes_per_step",
-                "Bytes that a rank sends in a step.",
-                sent_bytes(self._optimizer),
+                "Bytes that a rank sends in a step, on average.",
+                sent_bytes(self._optimizer) / (self.plan.accumulate * self.strategy.sync_every),
             ),
             ("memory_bytes", "Memory that rank 0 uses.", memory, "kind"),
             ("checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step),
