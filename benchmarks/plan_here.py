@@ -34,6 +34,7 @@ from benchmarks.steps import Steps
 from hvtrain.compare.ratios import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.launch.child import exit_at_signals
 from hvtrain.plan.algorithms import Link, Machine
 from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
 from hvtrain.plan.machine import Measured, corrected, fit
@@ -54,6 +55,7 @@ RULES = Rules(cycle_seconds=0.0, algorithms=("ring",), fusion_bytes=0)
 
 def main() -> None:
     """Measures, predicts, and prints the table for docs/plan.md."""
+    exit_at_signals()  # The lab would outlive this process.
     options = _parse()
     folder = Path(options.output or tempfile.mkdtemp(prefix="hvtrain-here-")).absolute()
     workloads = [WORKLOADS[name] for name in options.workloads.split(",")]

@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.contenders import WORKLOADS, Workload
 from benchmarks.plan_here import link_seconds, ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
+from hvtrain.launch.child import exit_at_signals
 from hvtrain.launch.measure import in_turns
 from hvtrain.system.files import write_json
 
@@ -122,6 +123,7 @@ def predicted(setting: Setting, work: Workload, alone: float, link: Path, folder
 
 def main() -> None:
     """Measures all settings in turns, and prints the table."""
+    exit_at_signals()  # The lab would outlive this process.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,6 +22,7 @@ from statistics import mean, median
 from benchmarks.method_quality import METHODS, TRAININGS, measure_missing, trained
 from benchmarks.plan_here import ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
+from hvtrain.launch.child import exit_at_signals
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -74,6 +75,7 @@ def seconds_of_a_step(rate: str, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measures what is missing in the output file, and prints the table."""
+    exit_at_signals()  # The lab would outlive this process.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

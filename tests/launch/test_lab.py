@@ -145,3 +145,19 @@ def test_nothing_is_left_behind_after_a_crash():
         made("down")
         assert not made.state.exists()
         assert holders(made) == []
+
+
+@pytest.mark.nightly
+def test_nothing_is_left_behind_by_a_signal_while_it_starts():
+    class Interrupted(Lab):
+        def __call__(self, *command, **options):
+            done = super().__call__(*command, **options)
+            if command[0] == "up":
+                raise KeyboardInterrupt
+            return done
+
+    made = Interrupted(1)
+    with pytest.raises(KeyboardInterrupt), made:
+        pass
+    assert not made.state.exists()
+    assert holders(made) == []

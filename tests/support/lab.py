@@ -34,7 +34,11 @@ class Lab:
         self._up = ["up", str(num_hosts), *options]
 
     def __enter__(self) -> Lab:
-        self(*self._up)
+        try:
+            self(*self._up)
+        except BaseException:  # A signal kills `up`, and its namespaces stay.
+            self("down")
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
