@@ -67,6 +67,15 @@ def test_every_strategy_is_built(name):
     assert build(composed(f"strategy={name}"), "strategy", Strategy)
 
 
+def test_diloco_compresses_from_its_first_synchronization():
+    from hvtrain.strategies.base import Strategy
+
+    config = composed("strategy=diloco", "strategy.compression=powersgd")
+    assert repr(build(config, "strategy", Strategy).compression) == (
+        "powersgd(rank=4, whole_steps=0)"
+    )
+
+
 @pytest.mark.parametrize("name", CHOICES["experiment"])
 def test_an_experiment_says_how_it_is_run(name):
     text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
