@@ -109,7 +109,9 @@ def main() -> None:
     print(f"| | {metric}, mean | standard deviation |\n|---|---|---|")
     for name, by_seed in values.items():
         means = list(by_seed.values())
-        print(f"| {name} | {statistics.mean(means):.4f} | {statistics.stdev(means):.4f} |")
+        # One seed has no deviation.
+        deviation = statistics.stdev(means) if len(means) > 1 else float("nan")
+        print(f"| {name} | {statistics.mean(means):.4f} | {deviation:.4f} |")
 
 
 if __name__ == "__main__":
