@@ -70,6 +70,11 @@ class Method:
             parts["optimizer slots"] = footprint.slot_bytes // num_ranks - footprint.slot_bytes
         return parts
 
+    def rank_bytes(self, footprint: "Footprint") -> int:
+        """Returns the bytes of a rank's own state, which checkpoints hold: errors, and slots of local steps."""
+        errors = footprint.gradient_bytes if self.compression in ("int8", "powersgd") else 0
+        return errors + (footprint.slot_bytes if self.every > 1 else 0)
+
 
 # The mildest effect on the result first: of about equally fast methods, the first is advised.
 # Sharding is last, since it saves memory, not time.

@@ -65,6 +65,13 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
     return parts
 
 
+def checkpoint_bytes(forecast: Forecast) -> int:
+    """Returns the size of a checkpoint, including the state that each rank has of its own."""
+    own = method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
+    ranks = forecast.plan.size
+    return forecast.footprint.checkpoint_bytes + (ranks * own if ranks > 1 else 0)
+
+
 def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     """Returns the lines about the run that do not depend on the predicted step time."""
     config = forecast.config
@@ -82,7 +89,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     num_checkpoints = config.checkpoint.keep + 1
     if config.checkpoint.keep_every_epochs:
         num_checkpoints += plan.num_epochs // config.checkpoint.keep_every_epochs
-    checkpoint_bytes = forecast.footprint.checkpoint_bytes
+    size = checkpoint_bytes(forecast)
 
     lines = [
         (
@@ -98,8 +105,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
         ("memory", _memory(forecast)),
         (
             "checkpoint",
-            f"{amount(checkpoint_bytes)}; {num_checkpoints} of them are kept: "
-            f"{amount(num_checkpoints * checkpoint_bytes)}",
+            f"{amount(size)}; {num_checkpoints} of them are kept: {amount(num_checkpoints * size)}",
         ),
         ("launch", launch_line(forecast, options)),
     ]
@@ -247,7 +253,7 @@ def as_json(
         "steps_per_epoch": plan.steps_per_epoch,
         "learning_rate": [[step, forecast.schedule(step)] for _, step in key_steps(forecast)],
         "memory_bytes": memory(forecast, method_of(forecast.config.strategy)),
-        "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
+        "checkpoint_bytes": checkpoint_bytes(forecast),
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "row_bytes": forecast.row_bytes,
         "launch": launch_line(forecast, options),

@@ -226,6 +226,9 @@ def test_what_a_runs_settings_choose_has_its_memory():
         "optimizer slots": 40 - 160
     }
     assert method_of({"compression": "none", "bucket_mib": 25}).extra_bytes(sizes, 4) == {}
+    assert diloco.rank_bytes(sizes) == 80 + 160, "errors and slots of each rank are saved"
+    assert method_of({"compression": "powersgd"}).rank_bytes(sizes) == 80
+    assert method_of({"shard_optimizer": True}).rank_bytes(sizes) == 0, "slots are saved whole"
 
 
 def test_a_fit_finds_the_link_through_noise():
