@@ -63,12 +63,12 @@ def main() -> int:
     rules = _rules(options, run)
     machine = None
     costs = []
-    method_costs = []
+    method_costs = {}
     if step_seconds:
         machine, links = machine_of(options, measurements, rules.algorithms)
         work = Work(step_seconds, run.messages)
         own = method_of(config.strategy)
-        methods = METHODS if options.advise else ()
+        methods = [each for each in METHODS if options.advise and each.fits(config)]
         encoded = _encode(options, run, [own, *methods])
 
         def cost(method, num_ranks):
@@ -77,7 +77,7 @@ def main() -> int:
             )
 
         costs = [cost(own, num_ranks) for num_ranks in rank_counts(options.np)]
-        method_costs = [cost(method, options.np) for method in methods]
+        method_costs = {method: cost(method, options.np) for method in methods}
         print("\n".join(report.step_lines(run, costs, links, rules)))
         if options.noise_scale:
             print(report.progress_line(run, costs[-1], options.noise_scale))

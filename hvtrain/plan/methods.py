@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hvtrain.config.schema import RunConfig
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import failure
 from hvtrain.plan.algorithms import Machine, allreduce_seconds
@@ -58,6 +59,12 @@ class Method:
     @property
     def wire(self) -> Wire:
         return self.compression, self.rank
+
+    def fits(self, config: RunConfig) -> bool:
+        """True if runs with these settings take the method (docs/networks.md)."""
+        if config.train.precision == "mixed_float16":
+            return self.every == 1 and self.compression not in ("int8", "powersgd")
+        return self.every == 1 or config.train.accumulate == 1
 
     def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
         """Returns the bytes of memory that the method adds to a rank, by purpose; negative if it saves memory."""
@@ -232,14 +239,15 @@ def sent_bytes(
     return factor * sum(sizes) * 2 * (num_ranks - 1) / num_ranks / (method.every * accumulate)
 
 
-def advice(costs: Sequence[Cost]) -> str:
+def advice(costs: Mapping[Method, Cost]) -> str:
     """Returns one sentence that advises which of METHODS to take, or says that none pays off.
 
     Args:
-        costs: The cost of each of METHODS, in the same order.
+        costs: The cost of each method that fits the run.
 
     >>> def of(*seconds):
-    ...     return [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
+    ...     costs = [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
+    ...     return dict(zip(METHODS, costs))
     >>> advice(of(1.0, 0.7, 0.9, 0.68, 0.9, 0.3, 0.2, 1.3)).split("; ")[0]
     'take strategy.compression=fp16, 1.4 times as fast'
     >>> advice(of(1.0, 0.98, 1.0, 0.89, 1.0, 0.9, 0.9, 1.3))
@@ -247,8 +255,8 @@ def advice(costs: Sequence[Cost]) -> str:
     >>> advice(of(1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.95, 1.3))
     'none pays: the reduction adds 400% to a step, and no method makes it 1.1 times as fast'
     """
-    base = costs[0]
-    speeds = {method: base.step_seconds / cost.step_seconds for method, cost in zip(METHODS, costs)}
+    base = costs[METHODS[0]]
+    speeds = {method: base.step_seconds / cost.step_seconds for method, cost in costs.items()}
 
     def mildest(methods: Sequence[Method], baseline: float) -> Method | None:
         """Returns the first that is nearly as fast as the fastest; None if the fastest gains too little."""
@@ -258,11 +266,11 @@ def advice(costs: Sequence[Cost]) -> str:
 
     parts = []
     speed = 1.0
-    synchronous = mildest([method for method in METHODS if method.every == 1], speed)
+    synchronous = mildest([method for method in costs if method.every == 1], speed)
     if synchronous:
         speed = speeds[synchronous]
         parts.append(f"take {synchronous.settings}, {speed:.1f} times as fast")
-    local = mildest([method for method in METHODS if method.every > 1], speed)
+    local = mildest([method for method in costs if method.every > 1], speed)
     if local:
         parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
     if parts:

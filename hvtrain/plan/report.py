@@ -196,9 +196,9 @@ def step_lines(
 
 
 def advice_lines(
-    forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]
+    forecast: Forecast, costs: Mapping[Method, Cost], work: Work, encoded: Mapping[Wire, Encoded]
 ) -> list[str]:
-    """Returns a table with a row for each of METHODS, and the advice on which one to take.
+    """Returns a table with a row for each method that fits the run, and the advice on which one to take.
 
     Args:
         forecast: The run.
@@ -211,12 +211,12 @@ def advice_lines(
         "",
         f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result",
     ]
-    for method, cost in zip(METHODS, costs):
+    for method, cost in costs.items():
         sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
         size = amount(sum(memory(forecast, method).values()))
         lines.append(
             f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"
-            f"{costs[0].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"
+            f"{costs[METHODS[0]].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"
         )
     return [*lines, "", f"{'advice':<15}{advice(costs)}"]
 
@@ -237,7 +237,7 @@ def as_json(
     options: argparse.Namespace,
     rules: Rules,
     costs: Sequence[Cost],
-    method_costs: Sequence[Cost],
+    method_costs: Mapping[Method, Cost],
     machine: Machine | None,
 ) -> dict[str, Any]:
     """Returns the whole forecast for plan.json, in seconds and bytes."""
@@ -261,5 +261,5 @@ def as_json(
         # null if no step time is predicted.
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
-        "methods": {method.settings: asdict(cost) for method, cost in zip(METHODS, method_costs)},
+        "methods": {method.settings: asdict(cost) for method, cost in method_costs.items()},
     }

@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.keras import wire_formats
 from hvtrain.models.memory import Footprint
@@ -208,13 +210,30 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     assert sent_bytes(METHODS[3], work, encoded, 4, accumulate=8) == pytest.approx(5e6 * 1.5 / 8)
     assert sent_bytes(METHODS[3], work, encoded, 4) == pytest.approx(5e6 * 1.5)
     assert sent_bytes(METHODS[5], work, encoded, 2) == pytest.approx(2e7 / 16)
-    assert advice(costs).startswith(
+    assert advice(dict(zip(METHODS, costs))).startswith(
         "take strategy.compression=powersgd, 11.4 times as fast; if ranks may drift "
     )
 
     fast = Machine(Link(0, 1e10), Link(0, 1e10), 1)
     costs = [method_cost(method, work, encoded, 2, fast, rules) for method in METHODS]
-    assert advice(costs).startswith("none pays: the reduction adds 2% to a step")
+    assert advice(dict(zip(METHODS, costs))).startswith(
+        "none pays: the reduction adds 2% to a step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "fitting"),
+    [
+        ("train.precision=mixed_float16", {"none", "fp16", "bf16"}),
+        ("train.accumulate=2", {"none", "fp16", "bf16", "int8", "powersgd"}),
+    ],
+)
+def test_only_methods_that_the_run_takes_are_compared(setting, fitting):
+    config = from_dict(compose(["model=mlp", setting]))
+    methods = [method for method in METHODS if method.fits(config)]
+    assert {method.compression for method in methods} == fitting
+    assert {method.every for method in methods} == {1}
+    assert all(method.fits(from_dict(compose(["model=mlp"]))) for method in METHODS)
 
 
 def test_what_a_runs_settings_choose_has_its_memory():
