@@ -60,6 +60,7 @@ def trained(overrides: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def measure_missing(
+    what: str,
     methods: Mapping[str, Sequence[str]],
     num_seeds: int,
     output: Path | None,
@@ -68,14 +69,21 @@ def measure_missing(
     """Measures each method with the seeds 1 to num_seeds; returns the values by method and seed.
 
     Args:
+        what: What is measured.
         methods: Settings by the name of the method.
         num_seeds: Number of seeds.
         output: Where values are kept; those that it has already are not measured again.
         measure: Takes a method's settings with a seed.
+
+    Raises:
+        SystemExit: The output file has values of something else.
     """
     values: dict[str, dict[str, float]] = {name: {} for name in methods}
     if output and output.exists():
-        values.update(json.loads(output.read_text()))
+        stored = json.loads(output.read_text())
+        if stored["what"] != what:
+            raise SystemExit(f"{output} has {stored['what']}, not {what}; give another file")
+        values.update(stored["values"])
     for seed in map(str, range(1, num_seeds + 1)):
         for name, method in methods.items():
             if seed in values[name]:
@@ -83,7 +91,7 @@ def measure_missing(
             values[name][seed] = measure([*method, f"seed={seed}"])
             print(f"seed {seed}, {name}: {values[name][seed]:.6g}", flush=True)
             if output:
-                output.write_text(json.dumps(values))
+                output.write_text(json.dumps({"what": what, "values": values}))
     return values
 
 
@@ -103,7 +111,8 @@ def main() -> None:
         result, _ = trained([*common, *method])
         return result["metrics"][metric]
 
-    values = measure_missing(METHODS, options.seeds, options.output, test_metric)
+    what = f"{metric} of {options.training}"
+    values = measure_missing(what, METHODS, options.seeds, options.output, test_metric)
     command = shlex.join(["python", "-m", "benchmarks.method_quality", *arguments])
     print(f"\n{command}, {datetime.now():%Y-%m-%d}\n")
     print(f"| | {metric}, mean | standard deviation |\n|---|---|---|")

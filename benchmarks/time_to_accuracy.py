@@ -99,7 +99,8 @@ def main() -> None:
             raise SystemExit(f"{method}: not {options.accuracy} in {options.steps} steps")
         return reached
 
-    steps = measure_missing(CONTENDERS, options.seeds, options.output, num_steps)
+    what = f"steps until {options.accuracy} of {options.steps}"
+    steps = measure_missing(what, CONTENDERS, options.seeds, options.output, num_steps)
     seconds = seconds_of_a_step(options.rate, options.rounds)
     times = {name: mean(steps[name].values()) * seconds[name] for name in CONTENDERS}
     command = shlex.join(["python", "-m", "benchmarks.time_to_accuracy", *arguments])
