@@ -224,7 +224,12 @@ class LocalSteps(Distributed):
         return (
             super().rank_variables
             | {f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)}
-            | {f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)}
+            | {
+                f"same/outer/{i:04d}": variable
+                for i, variable in enumerate(outer)
+                # The rate is a setting, which a resume may change.
+                if variable.name != "learning_rate"
+            }
         )
 
     def register_local_var(self, var: Any) -> None:

@@ -66,6 +66,15 @@ def test_local_steps_with_a_sum_of_weights_are_refused():
         hvd.LocalSGD(keras.optimizers.SGD(), op=hvd.Sum)
 
 
+def test_a_checkpoint_of_diloco_leaves_the_outer_rate_to_the_settings():
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(), outer_momentum=0.9)
+    optimizer.build([keras.Variable([1.0, 2.0])])
+    outer = [name for name in optimizer.rank_variables if name.startswith("same/outer/")]
+    saved = [optimizer.rank_variables[name] for name in outer]
+    assert [tuple(variable.shape) for variable in saved] == [(), (2,)], "its steps and momentum"
+    assert all(variable.name != "learning_rate" for variable in saved)
+
+
 def test_a_metric_with_a_value_for_each_class_is_averaged():
     logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
