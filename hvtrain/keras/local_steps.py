@@ -83,7 +83,11 @@ def DiLoCo(  # noqa: N802
     The other arguments, results and errors are those of LocalSGD.
     """
     outer = partial(
-        keras.optimizers.SGD, outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+        keras.optimizers.SGD,
+        # Keras takes no whole numbers.
+        float(outer_rate),
+        momentum=float(outer_momentum),
+        nesterov=outer_momentum > 0,
     )
     return _make_local(
         optimizer, every, warmup_steps, outer, within, compression=compression, **options

@@ -179,7 +179,7 @@ results = {
         "diloco, sgd, 5": compared(
             hvd.DiLoCo(SGD(0.05), 5, 0.5, 0.8), simulated(lambda: SGD(0.05), 5, 0.5, 0.8)
         ),
-        "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1.0, 0.0), simulated(adam, 4)),
+        "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1, 0), simulated(adam, 4)),
         "within hosts": compared(
             hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)
         ),
