@@ -183,6 +183,11 @@ class LocalHook(Hook):
             for anchor, variable in zip(self.anchors, variables):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
+            if self.warmup_steps and self.reducer.compressed:
+                for name, error in self.reducer.compressed.memory.items():
+                    # Errors of the warm-up's gradients are no changes of weights.
+                    if name.startswith("sum/"):
+                        error.assign(error * tf.cast(step != self.warmup_steps, error.dtype))
 
         # What the ranks learned together in the warm-up is no change for the outer optimizer.
         begins = (step % self.every == 0) | (step == self.warmup_steps)

@@ -194,6 +194,11 @@ results = {
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
+    # Gradients are a thousand times as large as changes, and so are their errors.
+    "int8, warm": compared(
+        hvd.DiLoCo(SGD(0.001), 4, warmup_steps=3, compression=hvd.Compression.int8),
+        simulated(lambda: SGD(0.001), 4, 0.7, 0.9, warmup=3),
+    ),
     "int8": compared(
         hvd.DiLoCo(adam(), 4, compression=hvd.Compression.int8), simulated(adam, 4, 0.7, 0.9)
     ),
