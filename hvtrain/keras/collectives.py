@@ -173,6 +173,7 @@ def broadcast_(
             tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set
         )
         values.append(tf.convert_to_tensor(tensor.assign(value)))
+        _set_anchor(tensor)
     weights_made_equal()
     return values
 
@@ -239,7 +240,15 @@ def broadcast_variables(
         for same_type in by_type.values()
         for op in _broadcast_packed(same_type, root_rank, process_set)
     ]
+    for tensor in tensors:
+        _set_anchor(tensor)
     return None if tf.executing_eagerly() else tf.group(assigned)
+
+
+def _set_anchor(tensor: Any) -> None:
+    """Copies a weight's new value to its anchor, if it has one: see DiLoCo."""
+    if hasattr(tensor, "anchor"):
+        tensor.anchor.assign(tensor)
 
 
 def _is_each_ranks_own(variable: Any) -> bool:

@@ -165,6 +165,8 @@ class LocalHook(Hook):
         if self.outer and not self.anchors:
             self.anchors = [keras.Variable(variable, name="anchor") for variable in variables]
             self.outer.build(self.anchors)
+            for variable, anchor in zip(variables, self.anchors):
+                tf_variable(variable).anchor = anchor  # For broadcasts after the first step.
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 

@@ -59,6 +59,10 @@ def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_build
     assert [rank["fitted"] for rank in ranks] == [expected] * len(ranks)
 
 
+def test_weights_broadcast_after_the_first_step_are_the_anchors_of_diloco(ranks):
+    assert [rank["broadcast late"] for rank in ranks] == [0] * len(ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
         assert 0 < rank["int8, warm"]["error"] < 0.001

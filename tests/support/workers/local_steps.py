@@ -150,6 +150,21 @@ def fitted(optimizer):
     return {"apart": apart, "weight checks": check.check.num_checks}
 
 
+def broadcast_late(optimizer):
+    """How far the ranks' weights are apart if they are broadcast after the first step, as in Horovod's examples."""
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    step = step_of(model, optimizer)
+    for number, (inputs, targets) in enumerate(zip(*batches(rank))):
+        step(inputs, targets)
+        if number == 0:
+            hvd.broadcast_variables(model.variables, 0)
+            hvd.broadcast_variables(optimizer.variables, 0)
+    hvd.synchronize(optimizer)
+    weights = model.get_weights()
+    return max(gap(weights, other) for other in hvd.allgather_object(weights))
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -193,6 +208,7 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "broadcast late": broadcast_late(hvd.DiLoCo(adam(), every=5)),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
     # Gradients are a thousand times as large as changes, and so are their errors.
     "int8, warm": compared(
