@@ -171,6 +171,8 @@ class LocalHook(Hook):
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
     def weights_were_set(self) -> None:
+        # A rank that joins an elastic job does not know when the others synchronized.
+        self.synchronized_step = 0
         # A model without an Input is broadcast only after its first step,
         # which has taken anchors already.
         if self.has_anchors is not None:

@@ -75,6 +75,17 @@ def test_a_checkpoint_of_diloco_leaves_the_outer_rate_to_the_settings():
     assert all(variable.name != "learning_rate" for variable in saved)
 
 
+def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
+    """A rank that joins has not synchronized, and would wait for the others."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=16)
+    state = hvd.elastic.KerasState(model, optimizer)
+    optimizer._hvtrain.synchronized_step = 10
+    state.restore()
+    state.sync()
+    assert optimizer._hvtrain.are_apart(10)
+
+
 def test_a_metric_with_a_value_for_each_class_is_averaged():
     logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
