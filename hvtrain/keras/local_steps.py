@@ -104,6 +104,8 @@ def synchronize(optimizer: Any) -> bool:
     if local.reducer.is_alone or not local.are_apart(step):
         return False
     local.synchronize(optimizer)
+    # The next step takes the anchors, since all ranks may load other weights before it.
+    local.weights_were_set()
     local.synchronized_step = step
     return True
 

@@ -63,6 +63,10 @@ def test_weights_broadcast_after_the_first_step_are_the_anchors_of_diloco(ranks)
     assert [rank["broadcast late"] for rank in ranks] == [0] * len(ranks)
 
 
+def test_weights_that_all_ranks_load_after_synchronizing_are_no_change_of_a_round(ranks):
+    assert [rank["loaded"] for rank in ranks] == [0] * len(ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
         assert 0 < rank["int8, warm"]["error"] < 0.001

@@ -165,6 +165,19 @@ def broadcast_late(optimizer):
     return max(gap(weights, other) for other in hvd.allgather_object(weights))
 
 
+def loaded(optimizer):
+    """How far the weights move, at a learning rate of 0, from those that all ranks load within a round."""
+    model = new_model()
+    step = step_of(model, optimizer)
+    ones = [np.ones_like(weight) for weight in model.get_weights()]
+    for number, (inputs, targets) in enumerate(zip(*batches(rank))):
+        if number == 3:
+            hvd.synchronize(optimizer)
+            model.set_weights(ones)
+        step(inputs, targets)
+    return gap(model.get_weights(), ones)
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -208,6 +221,7 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "loaded": loaded(hvd.DiLoCo(SGD(0.0), every=5)),
     "broadcast late": broadcast_late(hvd.DiLoCo(adam(), every=5)),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
     # Gradients are a thousand times as large as changes, and so are their errors.
