@@ -140,6 +140,7 @@ class LocalSGDStrategy(HorovodStrategy):
         # The step at the last settle(), and the reductions that had run by then.
         self._settled_step = int(model.optimizer.iterations)
         self._num_counted = self._hook.num_ran()
+        self.num_synchronizations = 0  # Of this attempt, like the steps in its proof.
         return super().make_steps(model, *arguments)
 
     def settle(self) -> None:

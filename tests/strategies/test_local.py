@@ -1,6 +1,7 @@
 """strategy=local_sgd and diloco, and compression that keeps errors: whole runs on real ranks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,6 +110,15 @@ def test_a_second_attempt_keeps_the_process_sets_of_the_hosts(monkeypatch):
     for _ in range(2):
         strategy.start()
     assert sorted(added) == [[0, 1], [2, 3]] and strategy.host_set == [0, 1]
+
+
+def test_a_second_attempt_counts_its_own_synchronizations(monkeypatch):
+    monkeypatch.setattr(HorovodStrategy, "make_steps", lambda self, model: None)
+    strategy = LocalSGDStrategy()
+    strategy._hook = SimpleNamespace(num_ran=lambda: (0, 0))
+    strategy.num_synchronizations = 5
+    strategy.make_steps(SimpleNamespace(optimizer=SimpleNamespace(iterations=20)))
+    assert strategy.num_synchronizations == 0
 
 
 def test_synchronizations_are_those_that_are_due(runs):
