@@ -169,6 +169,7 @@ class LocalHook(Hook):
             self.outer.build(self.anchors)
             for variable, anchor in zip(variables, self.anchors):
                 tf_variable(variable).anchor = anchor  # For broadcasts after the first step.
+                anchor.constraint = variable.constraint
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
@@ -206,7 +207,7 @@ class LocalHook(Hook):
         if not self.outer:
             means = optimizer._check(own, self.reducer(own, variables))
             for variable, mean in zip(variables, means):
-                variable.assign(mean)
+                variable.assign(variable.constraint(mean) if variable.constraint else mean)
             return
         changes = [tf_variable(anchor) - value for anchor, value in zip(self.anchors, own)]
         self.outer.apply(optimizer._check(changes, self.reducer(changes, variables)), self.anchors)

@@ -67,6 +67,10 @@ def test_weights_that_all_ranks_load_after_synchronizing_are_no_change_of_a_roun
     assert [rank["loaded"] for rank in ranks] == [0] * len(ranks)
 
 
+def test_constraints_hold_after_a_synchronization(ranks):
+    assert all(max(rank["constrained"]) < 1e-5 for rank in ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
         assert 0 < rank["int8, warm"]["error"] < 0.001

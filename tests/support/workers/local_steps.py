@@ -178,6 +178,18 @@ def loaded(optimizer):
     return gap(model.get_weights(), ones)
 
 
+def constrained(optimizer):
+    """How far the norms of weights constrained to 1 are from it after a synchronization."""
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(2, kernel_constraint="unit_norm")]
+    )
+    step = step_of(model, optimizer)
+    for inputs, targets in zip(*batches(rank)):
+        step(inputs, targets)
+    hvd.synchronize(optimizer)
+    return float(np.max(np.abs(np.linalg.norm(model.get_weights()[0], axis=0) - 1)))
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -221,6 +233,7 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "constrained": [constrained(wrap(adam(), every=5)) for wrap in (hvd.LocalSGD, hvd.DiLoCo)],
     "loaded": loaded(hvd.DiLoCo(SGD(0.0), every=5)),
     "broadcast late": broadcast_late(hvd.DiLoCo(adam(), every=5)),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
