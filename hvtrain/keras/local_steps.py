@@ -19,6 +19,7 @@ from hvtrain.keras.hooks import Distributed, Hook, make_distributed
 from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.table_steps import take_tables
 
 # Settings of DiLoCo's outer optimizer in the paper's experiments
 # (Douillard et al. 2023, section 3).
@@ -41,8 +42,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     checkpoint.
 
     Args:
-        optimizer: a Keras optimizer, not built yet, without gradient_accumulation_steps, use_ema
-            or a loss scale.
+        optimizer: a Keras optimizer without gradient_accumulation_steps, use_ema or a loss scale.
         every: steps from one synchronization to the next.
         warmup_steps: number of first steps in which gradients are reduced instead, as in post-local SGD
             (Lin et al. 2020, arXiv:1808.07217).
@@ -353,4 +353,7 @@ def _make_local(
         **options,
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
+    if optimizer.built:
+        take_tables(optimizer, optimizer._trainable_variables)
+        hook.build(optimizer._trainable_variables)
     return optimizer

@@ -75,6 +75,12 @@ def test_a_checkpoint_of_diloco_leaves_the_outer_rate_to_the_settings():
     assert all(variable.name != "learning_rate" for variable in saved)
 
 
+def test_diloco_of_a_built_optimizer_has_anchors():
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([keras.Variable([1.0])])
+    assert len(hvd.DiLoCo(optimizer)._hvtrain.anchors) == 1
+
+
 def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
     """A rank that joins has not synchronized, and would wait for the others."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
