@@ -237,8 +237,13 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
+        # Errors of gradients, which strategy=horovod saves, have another unit.
+        memory = {
+            name.replace("/error/", "/error_of_change/"): variable
+            for name, variable in super().rank_variables.items()
+        }
         return (
-            super().rank_variables
+            memory
             | {f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)}
             | {
                 f"same/outer/{i:04d}": variable

@@ -75,6 +75,13 @@ def test_a_checkpoint_of_diloco_leaves_the_outer_rate_to_the_settings():
     assert all(variable.name != "learning_rate" for variable in saved)
 
 
+def test_diloco_saves_its_errors_under_another_name_than_those_of_gradients():
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(), compression=hvd.Compression.int8)
+    optimizer._hvtrain.reducer.compressed.prepare([keras.Variable([1.0])])
+    errors = [name for name in optimizer.rank_variables if name.startswith("sum/")]
+    assert errors == ["sum/error_of_change/0000"]
+
+
 def test_diloco_of_a_built_optimizer_has_anchors():
     optimizer = keras.optimizers.SGD()
     optimizer.build([keras.Variable([1.0])])
