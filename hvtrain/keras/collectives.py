@@ -356,13 +356,14 @@ def join(*args: Any, **kwargs: Any) -> Any:
     Arguments and result are those of Horovod's join.
 
     Raises:
-        ValueError: after sparse gradients, or with sharded slots. These are gathered, and zeros cannot
-            stand in for this rank's part.
+        ValueError: after sparse gradients, with sharded slots, or with LocalSGD or DiLoCo. Zeros cannot
+            stand in for this rank's rows or weights.
     """
     if gradients.exchanges_rows and hvd.size() > 1:
         raise ValueError(
             "join cannot stand in for this rank's sparse gradients or its part of the weights, which the others will "
-            "gather; pass sparse_as_dense=True, leave out shard=True, or take the same number of steps on every rank"
+            "gather or average; pass sparse_as_dense=True, leave out shard=True and LocalSGD, or take the same number "
+            "of steps on every rank"
         )
     return hvd.join(*args, **kwargs)
 

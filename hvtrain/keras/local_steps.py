@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from hvtrain.keras.gradients import FiniteCheck
+from hvtrain.keras.gradients import FiniteCheck, expect_rows
 from hvtrain.keras.hooks import Distributed, Hook, make_distributed
 from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
@@ -292,6 +292,7 @@ class LocalSteps(Distributed):
             self.built = True
         if local.reducer.is_alone:
             return super()._step(grads, variables)
+        expect_rows(local.reducer.op)  # hvd.join would add zeros to the ranks' weights.
         local.begin_round(tf.convert_to_tensor(self.iterations), self._trainable_variables)
         result = super()._step(grads, variables)
         step = tf.convert_to_tensor(self.iterations)

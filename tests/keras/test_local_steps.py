@@ -71,6 +71,10 @@ def test_constraints_hold_after_a_synchronization(ranks):
     assert all(max(rank["constrained"]) < 1e-5 for rank in ranks)
 
 
+def test_join_which_would_average_zeros_into_the_weights_is_refused(ranks):
+    assert all("leave out shard=True and LocalSGD" in rank["join"] for rank in ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
         assert 0 < rank["int8, warm"]["error"] < 0.001

@@ -190,6 +190,13 @@ def constrained(optimizer):
     return float(np.max(np.abs(np.linalg.norm(model.get_weights()[0], axis=0) - 1)))
 
 
+def refusal(function):
+    try:
+        return str(function())
+    except ValueError as error:
+        return str(error)
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -233,6 +240,7 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "join": refusal(hvd.join),
     "constrained": [constrained(wrap(adam(), every=5)) for wrap in (hvd.LocalSGD, hvd.DiLoCo)],
     "loaded": loaded(hvd.DiLoCo(SGD(0.0), every=5)),
     "broadcast late": broadcast_late(hvd.DiLoCo(adam(), every=5)),
