@@ -3,11 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import hvtrain.keras as hvd
+from hvtrain.checks import rank_checks
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.horovod import ElasticStrategy, HorovodStrategy
@@ -110,6 +112,13 @@ def test_a_second_attempt_keeps_the_process_sets_of_the_hosts(monkeypatch):
     for _ in range(2):
         strategy.start()
     assert sorted(added) == [[0, 1], [2, 3]] and strategy.host_set == [0, 1]
+
+
+def test_verify_does_not_accuse_ranks_that_step_on_their_own(monkeypatch):
+    model = SimpleNamespace(optimizer=hvd.LocalSGD(keras.optimizers.SGD()))
+    monkeypatch.setattr(rank_checks, "OwnRun", lambda *_: SimpleNamespace(model=model))
+    with pytest.raises(ConfigError, match="strategy=local_sgd and verify exclude each other"):
+        rank_checks.own_run_checks(None, LocalSGDStrategy())
 
 
 def test_a_second_attempt_counts_its_own_synchronizations(monkeypatch):
