@@ -23,6 +23,7 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.data.manifest import digest_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
+from hvtrain.keras.hooks import hook_of
 from hvtrain.models.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.consistency import check_same_run
@@ -267,6 +268,7 @@ class OwnRun:
 def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
     """Returns the run's checks, ordered so that an early failure explains later ones."""
     run = OwnRun(config, strategy)
+    strategy.exclude({"verify": getattr(hook_of(run.model.optimizer), "averages_weights", False)})
 
     return {
         f"data: {run.source.name}": partial(_data, run),

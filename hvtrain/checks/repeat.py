@@ -204,7 +204,9 @@ class DigestTaking(Checkpointing):
         return self.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
-        # As the run did before each checkpoint: this changes weights that no gradient touches.
+        # As the run did before each checkpoint: ranks with local steps met, also within a round if
+        # it was interrupted, and weights that no gradient touches changed.
+        self.strategy.settle()
         self.weights.average_untrained()
         self._take()
 

@@ -173,6 +173,7 @@ def broadcast_(
             tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set
         )
         values.append(tf.convert_to_tensor(tensor.assign(value)))
+        _set_anchor(tensor)
     weights_made_equal()
     return values
 
@@ -239,7 +240,15 @@ def broadcast_variables(
         for same_type in by_type.values()
         for op in _broadcast_packed(same_type, root_rank, process_set)
     ]
+    for tensor in tensors:
+        _set_anchor(tensor)
     return None if tf.executing_eagerly() else tf.group(assigned)
+
+
+def _set_anchor(tensor: Any) -> None:
+    """Copies a weight's new value to its anchor, if it has one: see DiLoCo."""
+    if hasattr(tensor, "anchor"):
+        tensor.anchor.assign(tensor)
 
 
 def _is_each_ranks_own(variable: Any) -> bool:
@@ -347,13 +356,14 @@ def join(*args: Any, **kwargs: Any) -> Any:
     Arguments and result are those of Horovod's join.
 
     Raises:
-        ValueError: after sparse gradients, or with sharded slots. These are gathered, and zeros cannot
-            stand in for this rank's part.
+        ValueError: after sparse gradients, with sharded slots, or with LocalSGD or DiLoCo. Zeros cannot
+            stand in for this rank's rows or weights.
     """
     if gradients.exchanges_rows and hvd.size() > 1:
         raise ValueError(
             "join cannot stand in for this rank's sparse gradients or its part of the weights, which the others will "
-            "gather; pass sparse_as_dense=True, leave out shard=True, or take the same number of steps on every rank"
+            "gather or average; pass sparse_as_dense=True, leave out shard=True and LocalSGD, or take the same number "
+            "of steps on every rank"
         )
     return hvd.join(*args, **kwargs)
 

@@ -111,6 +111,9 @@ class KerasState(ObjectState):
             variables = self._variables()
             if variables:
                 broadcast_variables(variables, root_rank=0)
+            hook = hook_of(self.optimizer)
+            if hook:
+                hook.weights_were_set()
             attributes = hvd.broadcast_object(
                 self._attributes(), root_rank=0, name="hvtrain.elastic"
             )

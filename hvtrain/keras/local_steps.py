@@ -14,11 +14,12 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from hvtrain.keras.gradients import FiniteCheck
+from hvtrain.keras.gradients import FiniteCheck, expect_rows
 from hvtrain.keras.hooks import Distributed, Hook, make_distributed
 from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.table_steps import take_tables
 
 # Settings of DiLoCo's outer optimizer in the paper's experiments
 # (Douillard et al. 2023, section 3).
@@ -41,8 +42,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     checkpoint.
 
     Args:
-        optimizer: a Keras optimizer, not built yet, without gradient_accumulation_steps, use_ema
-            or a loss scale.
+        optimizer: a Keras optimizer without gradient_accumulation_steps, use_ema or a loss scale.
         every: steps from one synchronization to the next.
         warmup_steps: number of first steps in which gradients are reduced instead, as in post-local SGD
             (Lin et al. 2020, arXiv:1808.07217).
@@ -83,7 +83,11 @@ def DiLoCo(  # noqa: N802
     The other arguments, results and errors are those of LocalSGD.
     """
     outer = partial(
-        keras.optimizers.SGD, outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+        keras.optimizers.SGD,
+        # Keras takes no whole numbers.
+        float(outer_rate),
+        momentum=float(outer_momentum),
+        nesterov=outer_momentum > 0,
     )
     return _make_local(
         optimizer, every, warmup_steps, outer, within, compression=compression, **options
@@ -100,6 +104,8 @@ def synchronize(optimizer: Any) -> bool:
     if local.reducer.is_alone or not local.are_apart(step):
         return False
     local.synchronize(optimizer)
+    # The next step takes the anchors, since all ranks may load other weights before it.
+    local.weights_were_set()
     local.synchronized_step = step
     return True
 
@@ -161,10 +167,15 @@ class LocalHook(Hook):
         if self.outer and not self.anchors:
             self.anchors = [keras.Variable(variable, name="anchor") for variable in variables]
             self.outer.build(self.anchors)
+            for variable, anchor in zip(variables, self.anchors):
+                tf_variable(variable).anchor = anchor  # For broadcasts after the first step.
+                anchor.constraint = variable.constraint
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
     def weights_were_set(self) -> None:
+        # A rank that joins an elastic job does not know when the others synchronized.
+        self.synchronized_step = 0
         # A model without an Input is broadcast only after its first step,
         # which has taken anchors already.
         if self.has_anchors is not None:
@@ -179,6 +190,11 @@ class LocalHook(Hook):
             for anchor, variable in zip(self.anchors, variables):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
+            if self.warmup_steps and self.reducer.compressed:
+                for name, error in self.reducer.compressed.memory.items():
+                    # Errors of the warm-up's gradients are no changes of weights.
+                    if name.startswith("sum/"):
+                        error.assign(error * tf.cast(step != self.warmup_steps, error.dtype))
 
         # What the ranks learned together in the warm-up is no change for the outer optimizer.
         begins = (step % self.every == 0) | (step == self.warmup_steps)
@@ -191,7 +207,7 @@ class LocalHook(Hook):
         if not self.outer:
             means = optimizer._check(own, self.reducer(own, variables))
             for variable, mean in zip(variables, means):
-                variable.assign(mean)
+                variable.assign(variable.constraint(mean) if variable.constraint else mean)
             return
         changes = [tf_variable(anchor) - value for anchor, value in zip(self.anchors, own)]
         self.outer.apply(optimizer._check(changes, self.reducer(changes, variables)), self.anchors)
@@ -221,10 +237,20 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
+        # Errors of gradients, which strategy=horovod saves, have another unit.
+        memory = {
+            name.replace("/error/", "/error_of_change/"): variable
+            for name, variable in super().rank_variables.items()
+        }
         return (
-            super().rank_variables
+            memory
             | {f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)}
-            | {f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)}
+            | {
+                f"same/outer/{i:04d}": variable
+                for i, variable in enumerate(outer)
+                # The rate is a setting, which a resume may change.
+                if variable.name != "learning_rate"
+            }
         )
 
     def register_local_var(self, var: Any) -> None:
@@ -266,6 +292,7 @@ class LocalSteps(Distributed):
             self.built = True
         if local.reducer.is_alone:
             return super()._step(grads, variables)
+        expect_rows(local.reducer.op)  # hvd.join would add zeros to the ranks' weights.
         local.begin_round(tf.convert_to_tensor(self.iterations), self._trainable_variables)
         result = super()._step(grads, variables)
         step = tf.convert_to_tensor(self.iterations)
@@ -332,4 +359,7 @@ def _make_local(
         **options,
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
+    if optimizer.built:
+        take_tables(optimizer, optimizer._trainable_variables)
+        hook.build(optimizer._trainable_variables)
     return optimizer

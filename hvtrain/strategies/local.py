@@ -70,7 +70,8 @@ class LocalSGDStrategy(HorovodStrategy):
             # Must be set before Horovod starts. Only then is it known which ranks share a host.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
-        if self.within_hosts:
+        # Another attempt of the same ranks (train.resize=scale) keeps the sets, which Horovod has already.
+        if self.within_hosts and not self.host_set:
             self._join_hosts(topology)
         return topology
 
@@ -139,6 +140,7 @@ class LocalSGDStrategy(HorovodStrategy):
         # The step at the last settle(), and the reductions that had run by then.
         self._settled_step = int(model.optimizer.iterations)
         self._num_counted = self._hook.num_ran()
+        self.num_synchronizations = 0  # Of this attempt, like the steps in its proof.
         return super().make_steps(model, *arguments)
 
     def settle(self) -> None:

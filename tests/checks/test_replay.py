@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from finished_runs import on_two_ranks
 from hvtrain.checkpoint import receipts as receipts_module
 from hvtrain.checkpoint.receipts import Receipt, ReceiptWriter, read_receipts
-from hvtrain.checks.repeat import Repetition
+from hvtrain.checks.repeat import DigestTaking, Repetition
 from hvtrain.checks.replay import judge, parse_steps
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
@@ -107,6 +108,16 @@ def flip_weight(checkpoint):
 
 def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_local_steps_meet_where_an_interrupted_run_saved():
+    calls = []
+    taking = object.__new__(DigestTaking)
+    taking.strategy = SimpleNamespace(settle=lambda: calls.append("settle"))
+    taking.weights = SimpleNamespace(average_untrained=lambda: calls.append("average"))
+    taking._take = lambda: calls.append("take")
+    taking._save({})
+    assert calls == ["settle", "average", "take"]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,24 @@ def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_build
     assert [rank["fitted"] for rank in ranks] == [expected] * len(ranks)
 
 
+def test_weights_broadcast_after_the_first_step_are_the_anchors_of_diloco(ranks):
+    assert [rank["broadcast late"] for rank in ranks] == [0] * len(ranks)
+
+
+def test_weights_that_all_ranks_load_after_synchronizing_are_no_change_of_a_round(ranks):
+    assert [rank["loaded"] for rank in ranks] == [0] * len(ranks)
+
+
+def test_constraints_hold_after_a_synchronization(ranks):
+    assert all(max(rank["constrained"]) < 1e-5 for rank in ranks)
+
+
+def test_join_which_would_average_zeros_into_the_weights_is_refused(ranks):
+    assert all("leave out shard=True and LocalSGD" in rank["join"] for rank in ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
+        assert 0 < rank["int8, warm"]["error"] < 0.001
         assert 0 < rank["int8"]["error"] < 0.01
         assert rank["int8"]["apart"] == 0

@@ -66,6 +66,39 @@ def test_local_steps_with_a_sum_of_weights_are_refused():
         hvd.LocalSGD(keras.optimizers.SGD(), op=hvd.Sum)
 
 
+def test_a_checkpoint_of_diloco_leaves_the_outer_rate_to_the_settings():
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(), outer_momentum=0.9)
+    optimizer.build([keras.Variable([1.0, 2.0])])
+    outer = [name for name in optimizer.rank_variables if name.startswith("same/outer/")]
+    saved = [optimizer.rank_variables[name] for name in outer]
+    assert [tuple(variable.shape) for variable in saved] == [(), (2,)], "its steps and momentum"
+    assert all(variable.name != "learning_rate" for variable in saved)
+
+
+def test_diloco_saves_its_errors_under_another_name_than_those_of_gradients():
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(), compression=hvd.Compression.int8)
+    optimizer._hvtrain.reducer.compressed.prepare([keras.Variable([1.0])])
+    errors = [name for name in optimizer.rank_variables if name.startswith("sum/")]
+    assert errors == ["sum/error_of_change/0000"]
+
+
+def test_diloco_of_a_built_optimizer_has_anchors():
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([keras.Variable([1.0])])
+    assert len(hvd.DiLoCo(optimizer)._hvtrain.anchors) == 1
+
+
+def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
+    """A rank that joins has not synchronized, and would wait for the others."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=16)
+    state = hvd.elastic.KerasState(model, optimizer)
+    optimizer._hvtrain.synchronized_step = 10
+    state.restore()
+    state.sync()
+    assert optimizer._hvtrain.are_apart(10)
+
+
 def test_a_metric_with_a_value_for_each_class_is_averaged():
     logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)

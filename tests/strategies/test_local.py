@@ -2,13 +2,18 @@
 
 import json
 import re
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import hvtrain.keras as hvd
+from hvtrain.checks import rank_checks
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.horovod import ElasticStrategy
+from hvtrain.strategies.horovod import ElasticStrategy, HorovodStrategy
 from hvtrain.strategies.local import LocalSGDStrategy
 from launching import many_runs
 
@@ -97,6 +102,34 @@ def test_what_the_ranks_could_not_save_or_would_ignore_is_refused(name, kind, se
     expected = f"strategy={name} and strategy.{setting}={shown} exclude each other"
     with pytest.raises(ConfigError, match=expected):
         kind(**{setting: value})
+
+
+def test_a_second_attempt_keeps_the_process_sets_of_the_hosts(monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    monkeypatch.setattr(HorovodStrategy, "start", lambda self: Topology(0, 4, 0, 2))
+    added = []
+    monkeypatch.setattr(hvd, "add_process_set", lambda ranks: added.append(ranks) or ranks)
+    strategy = LocalSGDStrategy(within_hosts=True)
+    monkeypatch.setattr(strategy.comm, "gather", lambda own: [own, own, ("other", 2), ("other", 2)])
+    for _ in range(2):
+        strategy.start()
+    assert sorted(added) == [[0, 1], [2, 3]] and strategy.host_set == [0, 1]
+
+
+def test_verify_does_not_accuse_ranks_that_step_on_their_own(monkeypatch):
+    model = SimpleNamespace(optimizer=hvd.LocalSGD(keras.optimizers.SGD()))
+    monkeypatch.setattr(rank_checks, "OwnRun", lambda *_: SimpleNamespace(model=model))
+    with pytest.raises(ConfigError, match="strategy=local_sgd and verify exclude each other"):
+        rank_checks.own_run_checks(None, LocalSGDStrategy())
+
+
+def test_a_second_attempt_counts_its_own_synchronizations(monkeypatch):
+    monkeypatch.setattr(HorovodStrategy, "make_steps", lambda self, model: None)
+    strategy = LocalSGDStrategy()
+    strategy._hook = SimpleNamespace(num_ran=lambda: (0, 0))
+    strategy.num_synchronizations = 5
+    strategy.make_steps(SimpleNamespace(optimizer=SimpleNamespace(iterations=20)))
+    assert strategy.num_synchronizations == 0
 
 
 def test_synchronizations_are_those_that_are_due(runs):

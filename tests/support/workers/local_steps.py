@@ -150,6 +150,53 @@ def fitted(optimizer):
     return {"apart": apart, "weight checks": check.check.num_checks}
 
 
+def broadcast_late(optimizer):
+    """How far the ranks' weights are apart if they are broadcast after the first step, as in Horovod's examples."""
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    step = step_of(model, optimizer)
+    for number, (inputs, targets) in enumerate(zip(*batches(rank))):
+        step(inputs, targets)
+        if number == 0:
+            hvd.broadcast_variables(model.variables, 0)
+            hvd.broadcast_variables(optimizer.variables, 0)
+    hvd.synchronize(optimizer)
+    weights = model.get_weights()
+    return max(gap(weights, other) for other in hvd.allgather_object(weights))
+
+
+def loaded(optimizer):
+    """How far the weights move, at a learning rate of 0, from those that all ranks load within a round."""
+    model = new_model()
+    step = step_of(model, optimizer)
+    ones = [np.ones_like(weight) for weight in model.get_weights()]
+    for number, (inputs, targets) in enumerate(zip(*batches(rank))):
+        if number == 3:
+            hvd.synchronize(optimizer)
+            model.set_weights(ones)
+        step(inputs, targets)
+    return gap(model.get_weights(), ones)
+
+
+def constrained(optimizer):
+    """How far the norms of weights constrained to 1 are from it after a synchronization."""
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(2, kernel_constraint="unit_norm")]
+    )
+    step = step_of(model, optimizer)
+    for inputs, targets in zip(*batches(rank)):
+        step(inputs, targets)
+    hvd.synchronize(optimizer)
+    return float(np.max(np.abs(np.linalg.norm(model.get_weights()[0], axis=0) - 1)))
+
+
+def refusal(function):
+    try:
+        return str(function())
+    except ValueError as error:
+        return str(error)
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -179,7 +226,7 @@ results = {
         "diloco, sgd, 5": compared(
             hvd.DiLoCo(SGD(0.05), 5, 0.5, 0.8), simulated(lambda: SGD(0.05), 5, 0.5, 0.8)
         ),
-        "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1.0, 0.0), simulated(adam, 4)),
+        "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1, 0), simulated(adam, 4)),
         "within hosts": compared(
             hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)
         ),
@@ -193,7 +240,16 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "join": refusal(hvd.join),
+    "constrained": [constrained(wrap(adam(), every=5)) for wrap in (hvd.LocalSGD, hvd.DiLoCo)],
+    "loaded": loaded(hvd.DiLoCo(SGD(0.0), every=5)),
+    "broadcast late": broadcast_late(hvd.DiLoCo(adam(), every=5)),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
+    # Gradients are a thousand times as large as changes, and so are their errors.
+    "int8, warm": compared(
+        hvd.DiLoCo(SGD(0.001), 4, warmup_steps=3, compression=hvd.Compression.int8),
+        simulated(lambda: SGD(0.001), 4, 0.7, 0.9, warmup=3),
+    ),
     "int8": compared(
         hvd.DiLoCo(adam(), 4, compression=hvd.Compression.int8), simulated(adam, 4, 0.7, 0.9)
     ),
