@@ -194,7 +194,7 @@ def _copy(variable: Any, size: int) -> Any:
 
 
 def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
-    """Assembles whole variables from the parts of all ranks (every rank)."""
+    """Assembles whole variables from all ranks' parts, in make_parts's order (every rank)."""
     types = [tf.as_dtype(part.variable.dtype) for part in parts]
     shapes = [[*part.variable.shape, dtype.size] for part, dtype in zip(parts, types)]
     sizes = [math.prod(shape) for shape in shapes]
@@ -268,11 +268,9 @@ class Sharded:
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         self._hvtrain_received.assign(tf.reduce_sum(tf.concat(elements, axis=0)))
 
-        parts = [
-            self._hvtrain_parts[self._get_variable_index(variable)]  # type: ignore[attr-defined]
-            for variable in trainable_variables
-        ]
-        pairs = list(zip(parts, grads))
+        index_of = self._get_variable_index  # type: ignore[attr-defined]
+        positions = [index_of(variable) for variable in trainable_variables]
+        pairs = [(self._hvtrain_parts[i], gradient) for i, gradient in zip(positions, grads)]
         # A rank that has no part of these variables steps on an empty one, so that it counts the
         # step too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
@@ -285,7 +283,8 @@ class Sharded:
             [part.own for part, _ in own],
             learning_rate,
         )
-        gather_weights(parts, self._hvtrain_reducer)
+        # In the order in which they were divided, whatever the order of this step's variables.
+        gather_weights([self._hvtrain_parts[i] for i in sorted(positions)], self._hvtrain_reducer)
 
 
 def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:

@@ -18,7 +18,8 @@ SAME_BITS = [
         "loss scale",
         "accumulation",
     ),
-    *("averages", "bf16 on the wire", "a part without gradients", "lamb", "adafactor", "muon"),
+    *("averages", "bf16 on the wire", "a part without gradients", "variables in another order"),
+    *("lamb", "adafactor", "muon"),
 ]
 BY_VARIABLES = ("lamb", "adafactor", "muon")
 # TensorFlow sums Muon's products of matrices in another order in another graph.

@@ -52,9 +52,10 @@ def new_model(unused=False):
     return keras.Model(words, outputs)
 
 
-def trained(optimizer, unused=False, number=STEPS):
+def trained(optimizer, unused=False, number=STEPS, reverse=False):
     """The model after some steps on this rank's batches."""
     model = new_model(unused)
+    weights = model.trainable_variables[:: -1 if reverse else 1]
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([*model.variables, *optimizer.variables], 0)
     random = np.random.default_rng(rank)
@@ -65,7 +66,7 @@ def trained(optimizer, unused=False, number=STEPS):
             outputs = model(words)
             loss = tf.reduce_mean(((outputs[0] if unused else outputs) - targets) ** 2)
             loss = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        optimizer.apply(tape.gradient(loss, weights), weights)
 
     for _ in range(number):
         words = random.integers(0, 11, (8, 3))
@@ -89,7 +90,7 @@ def whole_slots(optimizer):
     ]
 
 
-def compared(make, unused=False, cuts_anywhere=None, **options):
+def compared(make, unused=False, cuts_anywhere=None, reverse=False, **options):
     """Largest differences of weights and slots from the optimizer that is not sharded, and this rank's share."""
     plain = hvd.DistributedOptimizer(make(), **options)
     sharded = hvd.DistributedOptimizer(make(), shard=True, **options)
@@ -97,8 +98,8 @@ def compared(make, unused=False, cuts_anywhere=None, **options):
     assert isinstance(inner, Sharded)
     if cuts_anywhere is not None:
         type(inner)._cuts_anywhere = cuts_anywhere
-    weights = trained(plain, unused).get_weights()
-    own = trained(sharded, unused).get_weights()
+    weights = trained(plain, unused, reverse=reverse).get_weights()
+    own = trained(sharded, unused, reverse=reverse).get_weights()
     slots = whole_slots(sharded)
     results = {
         "weights": gap(own, weights),
@@ -206,6 +207,7 @@ results = {
             lambda: optimizers.Adam(0.05), compression=hvd.Compression.bf16
         ),
         "a part without gradients": compared(lambda: optimizers.Nadam(0.05), unused=True),
+        "variables in another order": compared(lambda: optimizers.Adam(0.05), reverse=True),
         "lamb": compared(lambda: optimizers.Lamb(0.05)),
         "adafactor": compared(lambda: optimizers.Adafactor(0.05)),
         "muon": compared(lambda: optimizers.Muon(0.05)),
