@@ -131,6 +131,10 @@ class Distributed:
         return _load_copy, (saved, self._hvtrain_wrap)  # type: ignore[attr-defined]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        known = getattr(self, "_trainable_variables", ())
+        # Keras would count the parts of a sharded optimizer's variables too.
+        if trainable_variables is None and len(known) == len(grads):
+            trainable_variables = known
         variables = None if trainable_variables is None else list(trainable_variables)
         with _entering_step(self, grads, variables) as reduced:
             return self._step(reduced, variables)
@@ -189,8 +193,7 @@ class Distributed:
                 "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
                 "would reduce them twice; use a plain optimizer, or a plain tape"
             )
-        variables = variables or getattr(self, "_trainable_variables", ())
-        if len(variables) != len(grads):
+        if variables and len(variables) != len(grads):
             variables = None  # Keras refuses a wrong number of gradients later.
         return self._check(grads, reducer(grads, variables))
 

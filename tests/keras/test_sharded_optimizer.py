@@ -19,7 +19,7 @@ SAME_BITS = [
         "accumulation",
     ),
     *("averages", "bf16 on the wire", "a part without gradients", "variables in another order"),
-    *("lamb", "adafactor", "muon"),
+    *("no variables given", "lamb", "adafactor", "muon"),
 ]
 BY_VARIABLES = ("lamb", "adafactor", "muon")
 # TensorFlow sums Muon's products of matrices in another order in another graph.

@@ -52,7 +52,7 @@ def new_model(unused=False):
     return keras.Model(words, outputs)
 
 
-def trained(optimizer, unused=False, number=STEPS, reverse=False):
+def trained(optimizer, unused=False, number=STEPS, reverse=False, named=True):
     """The model after some steps on this rank's batches."""
     model = new_model(unused)
     weights = model.trainable_variables[:: -1 if reverse else 1]
@@ -66,7 +66,7 @@ def trained(optimizer, unused=False, number=STEPS, reverse=False):
             outputs = model(words)
             loss = tf.reduce_mean(((outputs[0] if unused else outputs) - targets) ** 2)
             loss = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(loss, weights), weights)
+        optimizer.apply(tape.gradient(loss, weights), weights if named else None)
 
     for _ in range(number):
         words = random.integers(0, 11, (8, 3))
@@ -90,7 +90,7 @@ def whole_slots(optimizer):
     ]
 
 
-def compared(make, unused=False, cuts_anywhere=None, reverse=False, **options):
+def compared(make, unused=False, cuts_anywhere=None, reverse=False, named=True, **options):
     """Largest differences of weights and slots from the optimizer that is not sharded, and this rank's share."""
     plain = hvd.DistributedOptimizer(make(), **options)
     sharded = hvd.DistributedOptimizer(make(), shard=True, **options)
@@ -98,8 +98,8 @@ def compared(make, unused=False, cuts_anywhere=None, reverse=False, **options):
     assert isinstance(inner, Sharded)
     if cuts_anywhere is not None:
         type(inner)._cuts_anywhere = cuts_anywhere
-    weights = trained(plain, unused, reverse=reverse).get_weights()
-    own = trained(sharded, unused, reverse=reverse).get_weights()
+    weights = trained(plain, unused, reverse=reverse, named=named).get_weights()
+    own = trained(sharded, unused, reverse=reverse, named=named).get_weights()
     slots = whole_slots(sharded)
     results = {
         "weights": gap(own, weights),
@@ -208,6 +208,7 @@ results = {
         ),
         "a part without gradients": compared(lambda: optimizers.Nadam(0.05), unused=True),
         "variables in another order": compared(lambda: optimizers.Adam(0.05), reverse=True),
+        "no variables given": compared(lambda: optimizers.Adam(0.05), named=False),
         "lamb": compared(lambda: optimizers.Lamb(0.05)),
         "adafactor": compared(lambda: optimizers.Adafactor(0.05)),
         "muon": compared(lambda: optimizers.Muon(0.05)),
