@@ -55,6 +55,7 @@ class NoiseScale:
                 "DistributedOptimizer with op=Average or Sum, and compression none, fp16 or bf16"
             )
         self.every = every
+        self._reducer = hook.reducer
         with tf.init_scope():
             self._norms = tf.Variable([0.0, 0.0], trainable=False, name="gradient_norms")
         hook.reducer.noise = self
@@ -92,10 +93,17 @@ class NoiseScale:
     def estimate(self, batch_size: int) -> float | None:
         """Returns the noise scale in examples; None if there is not enough data yet (every rank).
 
+        It is that of the ranks that exchange gradients, and None on ranks that exchange none.
+
         Args:
             batch_size: examples in a rank's gradient, the same on all ranks.
         """
-        norms = hvd.allgather_object(self.norms(), name="hvtrain_noise_scale")
+        if self._reducer.is_alone:
+            return None
+        process_set = self._reducer.process_set
+        norms = hvd.allgather_object(
+            self.norms(), name="hvtrain_noise_scale", process_set=process_set
+        )
         return noise_scale(norms, [batch_size] * len(norms))
 
 

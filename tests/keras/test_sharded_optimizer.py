@@ -69,6 +69,10 @@ def test_slots_move_to_another_number_of_ranks(ranks):
     assert [rank["resumed on two"] for rank in ranks[:2]] == [0.0, 0.0]
 
 
+def test_the_noise_scale_is_that_of_the_ranks_that_exchange_gradients(ranks):
+    assert [rank["noise of a pair"] for rank in ranks] == [2.5, 2.5, None][: len(ranks)]
+
+
 def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_builds_the_model(ranks):
     assert [rank["fitted"] for rank in ranks] == [0.0] * len(ranks)
 

@@ -143,6 +143,14 @@ def resumed_on_two():
     return gap(list(slots.values()), list(again.values())) if rank == 0 else 0.0
 
 
+def noise_of_a_pair():
+    """Squared norms of 10 and 9 in batches of 10 and 20: S = 1 / (1/10 - 1/20) = 20, |G|^2 = 9 - 20 / 20 = 8."""
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.0), process_set=PAIR)
+    noise = hvd.NoiseScale(optimizer, every=1)
+    optimizer.apply([tf.constant([3.0, 1.0 - 2 * rank])], [keras.Variable([0.0, 0.0])])
+    return noise.estimate(10)
+
+
 def fitted(optimizer):
     """How far the ranks' weights are apart after Keras's fit, with a model that its first step builds."""
     keras.utils.set_random_seed(rank)
@@ -216,6 +224,7 @@ results = {
     # The control: LAMB takes norms, which are others if a variable is cut.
     "lamb, cut": compared(lambda: optimizers.Lamb(0.05), cuts_anywhere=True),
     "resumed on two": resumed_on_two(),
+    "noise of a pair": noise_of_a_pair(),
     # In several messages, of which each rank needs others for its part: see Sharded._backend_update_step.
     "fitted": fitted(hvd.DistributedOptimizer(optimizers.Adam(0.05), shard=True, bucket_bytes=50)),
     "refused": {
