@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.reduction import Reducer
 
 # Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
 # separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
@@ -46,6 +47,8 @@ class NoiseScale:
         hook = hook_of(optimizer)
         if (
             not hook
+            # Those of virtual ranks and of tf.distribute measure nothing.
+            or type(hook.reducer) is not Reducer
             or hook.averages_weights
             or hook.reducer.op == hvd.Adasum
             or getattr(hook.reducer.compression, "keeps_errors", False)

@@ -28,12 +28,14 @@ ON_TWO = {
     "five": [*DIGITS, "strategy=virtual_ranks", "strategy.virtual_ranks=5"],
     "padded": [*VIRTUAL, "data.uneven=pad"],
     "accumulated": [*VIRTUAL, "train.accumulate=2"],
+    "noise": [*VIRTUAL, "profile.noise_scale_every=2"],
 }
 CUT = 40  # In the second epoch.
 REFUSED = {
     "five": "strategy.virtual_ranks=5 is not a multiple of the 2 ranks",
     "padded": "needs batches of one size in all steps",
     "accumulated": "strategy=virtual_ranks and train.accumulate exclude each other",
+    "noise": "profile.noise_scale_every: the gradient noise scale needs ranks that average whole gradients",
 }
 
 
