@@ -126,7 +126,11 @@ class Part(NamedTuple):
         `folder` has no effect here; Rows.gather needs it.
         """
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
-        flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
+        # As bytes, since Horovod gathers no bfloat16.
+        gathered = hvd.allgather(
+            tf.bitcast(own, tf.uint8), name="hvtrain.slots", process_set=self.process_set
+        )
+        flat = tf.bitcast(gathered, own.dtype)
         # A slot without a reference variable is whole on each rank, or empty on ranks that have no
         # part of its variable.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
@@ -139,9 +143,11 @@ class Part(NamedTuple):
         own: Any = []
         if whole is not None and self.process_set.rank() == 0:
             own = np.ravel(whole)
-        flat = hvd.allgather(
-            tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set
+        own = tf.constant(own, slot.dtype)
+        gathered = hvd.allgather(
+            tf.bitcast(own, tf.uint8), name="hvtrain.slots", process_set=self.process_set
         )
+        flat = tf.bitcast(gathered, own.dtype)
         slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
 
 

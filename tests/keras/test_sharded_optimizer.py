@@ -69,6 +69,10 @@ def test_slots_move_to_another_number_of_ranks(ranks):
     assert [rank["resumed on two"] for rank in ranks[:2]] == [0.0, 0.0]
 
 
+def test_slots_in_bfloat16_move_too(ranks):
+    assert ranks[0]["bfloat16"] == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+
+
 def test_the_noise_scale_is_that_of_the_ranks_that_exchange_gradients(ranks):
     assert [rank["noise of a pair"] for rank in ranks] == [2.5, 2.5, None][: len(ranks)]
 

@@ -143,6 +143,17 @@ def resumed_on_two():
     return gap(list(slots.values()), list(again.values())) if rank == 0 else 0.0
 
 
+def moved_in_bfloat16():
+    """A slot of 7 numbers that went to its ranks, and came back to rank 0."""
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1, momentum=0.5), shard=True)
+    optimizer.build([keras.Variable(np.zeros(7), dtype="bfloat16")])
+    slots = hvd.gather_slots(optimizer)
+    hvd.scatter_slots(
+        optimizer, {place: np.arange(7).astype(slot.dtype) for place, slot in slots.items()}
+    )
+    return [slot.astype(float).tolist() for slot in hvd.gather_slots(optimizer).values()]
+
+
 def noise_of_a_pair():
     """Squared norms of 10 and 9 in batches of 10 and 20: S = 1 / (1/10 - 1/20) = 20, |G|^2 = 9 - 20 / 20 = 8."""
     optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.0), process_set=PAIR)
@@ -224,6 +235,7 @@ results = {
     # The control: LAMB takes norms, which are others if a variable is cut.
     "lamb, cut": compared(lambda: optimizers.Lamb(0.05), cuts_anywhere=True),
     "resumed on two": resumed_on_two(),
+    "bfloat16": moved_in_bfloat16(),
     "noise of a pair": noise_of_a_pair(),
     # In several messages, of which each rank needs others for its part: see Sharded._backend_update_step.
     "fitted": fitted(hvd.DistributedOptimizer(optimizers.Adam(0.05), shard=True, bucket_bytes=50)),
