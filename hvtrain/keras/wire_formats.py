@@ -259,9 +259,11 @@ class PowerSGD(WireFormat):
         for i, base, coefficient in zip(low_rank, bases, coefficients):
             approximation = tf.matmul(base, coefficient, transpose_b=True)
             means_by_index[i] = tf.reshape(approximation, tf.shape(tensors[i]))
-            # A step that overflows must not leave its NaNs in the next step's start.
-            is_finite = tf.reduce_all(tf.math.is_finite(coefficient))
-            kept = tf.where(is_finite, tf.cast(coefficient, projections[i].dtype), projections[i])
+            # A step that overflows must not leave its NaNs in the next step's start. Nor must one
+            # without gradients leave zeros: P would be the same columns of the identity ever after.
+            sizes = tf.reduce_sum(tf.abs(coefficient), axis=0)
+            is_usable = tf.math.is_finite(sizes) & (sizes > 0)
+            kept = tf.where(is_usable, tf.cast(coefficient, projections[i].dtype), projections[i])
             projections[i].assign(kept)
         means = [means_by_index[i] for i in range(len(tensors))]
         errors = [
