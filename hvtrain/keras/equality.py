@@ -61,6 +61,13 @@ class WeightCheck:
             for item in model.weights
             if id(item) not in trained_ids and not hasattr(item, "rank_part")
         ]
+        # After steps that overflowed, a checkpoint holds gradients that are still accumulated. It
+        # gets those of one rank; their mean over the ranks is as good as each rank's own.
+        self._untrained += [
+            item
+            for item in trained
+            if item.name.endswith("gradient_accumulator") and not hasattr(item, "rank_part")
+        ]
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting
@@ -89,7 +96,7 @@ class WeightCheck:
         weights_made_equal()
 
     def average_untrained(self) -> None:
-        """Sets weights that no gradient trains to their means over the ranks, where they differ (every rank).
+        """Sets weights that no gradient trains, and accumulated gradients, to their means over the ranks (every rank).
 
         Means are computed in double precision, so that the mean of equal values is exactly that value,
         on any number of ranks.
@@ -104,8 +111,9 @@ class WeightCheck:
             floating = [
                 variable for variable in different if keras.backend.is_float_dtype(variable.dtype)
             ]
-            sums = sum_arrays([variable.numpy() for variable in floating])
-            for variable, total in zip(floating, sums):
+            # One by one, since accumulated gradients are as large as the weights.
+            for variable in floating:
+                (total,) = sum_arrays([variable.numpy()])
                 variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
 
     @property

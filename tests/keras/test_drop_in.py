@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launching import WORKERS, run, run_worker
@@ -129,6 +130,13 @@ def test_gradients_that_a_rank_accumulates_are_no_drift(ranks):
     """They differ between two steps, and a callback that compares weights after each batch lets them."""
     first, second = (results["stopping_and_drifting"]["accumulated"] for results in ranks[:2])
     assert first != second
+
+
+def test_a_checkpoint_gets_the_mean_of_accumulated_gradients(ranks):
+    own = [results["stopping_and_drifting"]["accumulated"] for results in ranks]
+    for results in ranks:
+        averaged = results["stopping_and_drifting"]["averaged"]
+        assert np.allclose(averaged, np.mean(own, axis=0), atol=1e-6)
 
 
 def test_weights_that_drift_are_named(ranks):

@@ -293,6 +293,9 @@ def stopping_and_drifting():
     table.fit(rows, y, batch_size=4, verbose=0, callbacks=[stops, hvd.StopTogetherCallback()])
     accumulating = small_model(backward_passes_per_step=3)
     accumulating.fit(x, y, batch_size=4, verbose=0, callbacks=[hvd.WeightCheckCallback(1)])
+    accumulator = accumulating.optimizer._accumulated_gradients[0]
+    accumulated = accumulator.numpy().tolist()
+    WeightCheck(accumulating).average_untrained()
     check = WeightCheck(model)
     check("now")
     moving = refusal(lambda: check("now", everything=True))
@@ -304,7 +307,8 @@ def stopping_and_drifting():
         "batches": batches,
         "batches of a table": stops.batches,
         "moving": moving,
-        "accumulated": accumulating.optimizer._accumulated_gradients[0].numpy().tolist(),
+        "accumulated": accumulated,
+        "averaged": accumulator.numpy().tolist(),
         "drift": refusal(lambda: check("after step 7")),
         "drift seen in training": refusal(
             lambda: model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.WeightCheckCallback()])
