@@ -287,7 +287,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
     def _reduce(self, grads, variables):
         reducer = self._hvtrain.reducer
         if reducer.is_alone:
-            return grads
+            return self._check(grads, grads)
         all_finite = hvd.allreduce(
             tf.cast(are_finite(grads), tf.float32),
             op=hvd.Min,

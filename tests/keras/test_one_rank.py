@@ -54,6 +54,20 @@ def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
     assert variable.numpy() == [1.0]
 
 
+def test_halving_the_loss_scale_in_vain_is_told_while_accumulating():
+    variable = keras.Variable([1.0])
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+    optimizer = hvd.DistributedOptimizer(scaled, check_finite=True)
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    gradients = [tf.constant([np.nan])]
+    optimizer.apply(gradients, [variable])
+    assert float(optimizer.dynamic_scale) == 0.5
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the gradient is not finite"):
+        optimizer.apply(gradients, [variable])
+
+
 def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
     optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, check_finite=True)
     assert gradient_norm(optimizer) is None
