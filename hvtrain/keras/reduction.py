@@ -188,7 +188,7 @@ class Reducer:
 
         Raises:
             RankError: if the ranks would not reduce the same gradients; see compare_structure.
-            ValueError: if XLA compiles the step.
+            ValueError: if XLA compiles the step, or a gradient is complex.
         """
         self.num_calls += 1
         reduced = list(gradients)
@@ -218,6 +218,10 @@ class Reducer:
         self._compare(compared, [variables[i] for i in exchanged])
 
         shared = [i for i in present if not is_local[i] and i not in tables]
+        if any(reduced[i].dtype.is_complex for i in shared):
+            raise ValueError(
+                "Horovod reduces no complex gradients; keep real and imaginary parts in two variables"
+            )
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in sparse + overwriting]

@@ -167,6 +167,7 @@ REFUSED = {
     "groups": "groups=-1 is neither a number above 0 nor a list of lists of variables",
     "op": "gradients are reduced by Average, Sum or Adasum",
     "predivide": "gradient_predivide_factor needs op=Average",
+    "complex": "ValueError: Horovod reduces no complex gradients",
     "twice": "is a DistributedOptimizer already; wrap an optimizer once, outermost",
     "not keras": "TypeError: object is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3",
     "local layer": "has no weights yet; build the model before its optimizer",

@@ -384,6 +384,11 @@ def refusals():
         "predivide": refusal(
             lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Sum, gradient_predivide_factor=2.0)
         ),
+        "complex": refusal(
+            lambda: hvd.DistributedOptimizer(SGD()).apply(
+                [tf.constant([1 + 1j])], [tf.Variable([1 + 1j])]
+            )
+        ),
         "twice": refusal(lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(SGD()))),
         "not keras": refusal(lambda: hvd.DistributedOptimizer(object())),
         "local layer": refusal(
