@@ -42,7 +42,7 @@ class CompressedReduction:
         Raises:
             ValueError: if the format keeps errors and a variable is None.
         """
-        if self.memory or not self.wire.keeps_errors:
+        if self.memory or not variables or not self.wire.keeps_errors:
             return
         if any(variable is None for variable in variables):
             raise ValueError(

@@ -104,6 +104,10 @@ class Distributed:
 
     def build(self, variables: Any) -> None:
         super().build(variables)  # type: ignore[misc]
+        self._take_variables(variables)
+
+    def _take_variables(self, variables: Any) -> None:
+        """Prepares for all variables that the optimizer is built with, whichever a step is given."""
         reducer = self._hvtrain.reducer
         if reducer.compressed and not reducer.is_alone:
             reducer.compressed.prepare(list(variables))

@@ -32,7 +32,7 @@ from hvtrain.keras.hooks import (
 )
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import shard_slots
-from hvtrain.keras.table_steps import clip_tables, take_tables
+from hvtrain.keras.table_steps import clip_tables
 from hvtrain.step.joint_loss import overridden_steps
 
 
@@ -190,7 +190,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
     if inner.built:
-        take_tables(optimizer, inner._trainable_variables)
+        optimizer._take_variables(inner._trainable_variables)
     return optimizer
 
 

@@ -155,6 +155,7 @@ def test_saved_models_reduce_again(ranks):
         assert results["saving"]["reduces"] == 1
         assert results["saving"]["own optimizer"] == "Mine"
         assert results["saving"]["iterations"] == 3
+        assert results["saving"]["in parts"] == 2
         assert (
             "filepath=None; give a path that ends in .keras" in results["saving"]["without a path"]
         )
