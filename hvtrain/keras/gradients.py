@@ -146,9 +146,12 @@ def expect_rows(op: int) -> None:
 def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.IndexedSlices:
     """Returns the rows of all ranks, in the order of the ranks (every rank)."""
     options = {"process_set": process_set, "ignore_name_scope": True}
-    values = hvd.allgather(slices.values, name=f"{name}_values", **options)
+    dtype = slices.values.dtype
+    # Horovod gathers no bfloat16.
+    sent = tf.cast(slices.values, tf.float32 if dtype == tf.bfloat16 else dtype)
+    values = hvd.allgather(sent, name=f"{name}_values", **options)
     indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
 
 
 def merge_rows(gradient: Any) -> Any:

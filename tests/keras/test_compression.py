@@ -47,6 +47,11 @@ def test_bf16_is_a_cast_by_hand(ranks):
     assert [rank["bf16 differs"] for rank in ranks] == [0] * len(ranks)
 
 
+def test_sparse_gradients_may_be_bfloat16(ranks):
+    expected = ["bfloat16", len(ranks) * (len(ranks) + 1) / 2]
+    assert [rank["rows of bfloat16"] for rank in ranks] == [expected] * len(ranks)
+
+
 def test_int8_rounds_to_the_nearest_level(ranks):
     for rank in ranks:
         assert 0.4 < rank["half a step"] <= 0.5 + 1e-6

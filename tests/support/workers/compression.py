@@ -87,6 +87,13 @@ def rounds_as_by_hand():
     return different
 
 
+def rows_of_bfloat16():
+    """The sum of the ranks' rows, whose values are 1, 2, ... in a type that Horovod cannot gather."""
+    rows = tf.IndexedSlices(tf.constant([[rank + 1.0]], tf.bfloat16), tf.constant([rank]))
+    (reduced,) = Reducer(op=hvd.Sum, message_name="bfloat16_rows")([rows])
+    return [reduced.dtype.name, float(tf.reduce_sum(reduced.values))]
+
+
 def low_rank():
     """PowerSGD of rank 4 on gradients whose mean has rank 2: exact after some steps of the power iteration.
 
@@ -181,6 +188,7 @@ results = {
         "powersgd": telescopes("powersgd", Compression.powersgd(2, whole_steps=3)),
         "int8 without errors": telescopes("forgets", Compression.int8, forgets=True),
     },
+    "rows of bfloat16": rows_of_bfloat16(),
     "low rank": low_rank(),
     "bf16 differs": rounds_as_by_hand(),
     "half a step": half_a_step(),
