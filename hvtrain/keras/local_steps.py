@@ -19,7 +19,6 @@ from hvtrain.keras.hooks import Distributed, Hook, make_distributed
 from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.table_steps import take_tables
 
 # Settings of DiLoCo's outer optimizer in the paper's experiments
 # (Douillard et al. 2023, section 3).
@@ -360,6 +359,6 @@ def _make_local(
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
     if optimizer.built:
-        take_tables(optimizer, optimizer._trainable_variables)
+        optimizer._take_variables(optimizer._trainable_variables)
         hook.build(optimizer._trainable_variables)
     return optimizer
