@@ -125,12 +125,7 @@ class Part(NamedTuple):
 
         `folder` has no effect here; Rows.gather needs it.
         """
-        own = tf.reshape(tf.convert_to_tensor(slot), [-1])
-        # As bytes, since Horovod gathers no bfloat16.
-        gathered = hvd.allgather(
-            tf.bitcast(own, tf.uint8), name="hvtrain.slots", process_set=self.process_set
-        )
-        flat = tf.bitcast(gathered, own.dtype)
+        flat = self._joined(tf.reshape(tf.convert_to_tensor(slot), [-1]))
         # A slot without a reference variable is whole on each rank, or empty on ranks that have no
         # part of its variable.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
@@ -143,12 +138,16 @@ class Part(NamedTuple):
         own: Any = []
         if whole is not None and self.process_set.rank() == 0:
             own = np.ravel(whole)
-        own = tf.constant(own, slot.dtype)
-        gathered = hvd.allgather(
+        flat = self._joined(tf.constant(own, slot.dtype))
+        slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
+
+    def _joined(self, own: tf.Tensor) -> tf.Tensor:
+        """Joins the ranks' values [n], in the order of the ranks (every rank)."""
+        # As bytes, since Horovod gathers no bfloat16.
+        joined = hvd.allgather(
             tf.bitcast(own, tf.uint8), name="hvtrain.slots", process_set=self.process_set
         )
-        flat = tf.bitcast(gathered, own.dtype)
-        slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
+        return tf.bitcast(joined, own.dtype)
 
 
 def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) -> list[Part]:
