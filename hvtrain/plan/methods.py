@@ -60,16 +60,21 @@ class Method:
     def wire(self) -> Wire:
         return self.compression, self.rank
 
+    @property
+    def keeps_errors(self) -> bool:
+        """True if each rank keeps its compression error, as WireFormat.keeps_errors says."""
+        return self.compression in ("int8", "powersgd")
+
     def fits(self, config: RunConfig) -> bool:
         """True if runs with these settings take the method (docs/networks.md)."""
         if config.train.precision == "mixed_float16":
-            return self.every == 1 and self.compression not in ("int8", "powersgd")
+            return self.every == 1 and not self.keeps_errors
         return self.every == 1 or config.train.accumulate == 1
 
     def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
         """Returns the bytes of memory that the method adds to a rank, by purpose; negative if it saves memory."""
         parts = {}
-        if self.compression in ("int8", "powersgd"):
+        if self.keeps_errors:
             parts["errors"] = footprint.gradient_bytes
         if self.has_outer:
             parts["anchors and outer momentum"] = 2 * footprint.gradient_bytes
@@ -79,7 +84,7 @@ class Method:
 
     def rank_bytes(self, footprint: "Footprint") -> int:
         """Returns the bytes of a rank's own state, which checkpoints hold: errors, and slots of local steps."""
-        errors = footprint.gradient_bytes if self.compression in ("int8", "powersgd") else 0
+        errors = footprint.gradient_bytes if self.keeps_errors else 0
         return errors + (footprint.slot_bytes if self.every > 1 else 0)
 
 
