@@ -231,7 +231,6 @@ class UpdateBatchStateCallback(Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._done_before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.params.get("steps"):
@@ -239,16 +238,18 @@ class UpdateBatchStateCallback(Callback):
                 "Keras does not know the number of steps in an epoch, so an epoch could not resume after a reset; "
                 "pass steps_per_epoch to fit"
             )
-        self._done_before = self.state.batch
+        # LearningRateScheduleCallback reads it too.
+        self.model._hvtrain_batches_done = self.state.batch
         # Still True if a rank was lost between the last batch of an epoch and its end.
         self.model._hvtrain_epoch_is_done = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.state.batch = self._done_before + batch + 1
+        done_before = self.model._hvtrain_batches_done
+        self.state.batch = done_before + batch + 1
         # Callbacks cannot shorten the epoch itself: fit reads the number of steps before it calls
         # them. But fit checks stop_training after each batch and again after the epoch, so setting
         # it here and clearing it in on_epoch_end ends only the epoch.
-        is_done = bool(self._done_before) and self.state.batch >= self.params["steps"]
+        is_done = bool(done_before) and self.state.batch >= self.params["steps"]
         # For StopTogetherCallback, if a callback before this one has asked to stop.
         self.model._hvtrain_epoch_is_done = is_done
         if is_done and not self.model.stop_training:
@@ -256,7 +257,7 @@ class UpdateBatchStateCallback(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.batch = 0
-        self._done_before = 0
+        self.model._hvtrain_batches_done = 0
         self.model._hvtrain_epoch_is_done = False
         if self.model.stop_training is END_OF_EPOCH:
             self.model.stop_training = False
@@ -273,14 +274,6 @@ class UpdateEpochStateCallback(Callback):
         super().__init__()
         self.state = state
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.initial_epoch = self.state.epoch
-        # The number of this fit's first epoch, which depends on how it resumed.
-        self._first: int | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._first is None:
-            self._first = epoch
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1
+        # Not from `epoch`, whose first value depends on how fit resumed.
+        self.state.epoch += 1

@@ -86,7 +86,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.current_epoch < self.start_epoch or has_ended:
             return
         if not self.staircase:
-            self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
+            # More than `batch` in an epoch that resumes after an elastic reset.
+            batches_done = getattr(self.model, "_hvtrain_batches_done", 0) + batch
+            self._set_rate(self.current_epoch + batches_done / self.steps_per_epoch)
         elif batch == 0:
             self._set_rate(self.current_epoch)
 

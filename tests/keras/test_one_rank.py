@@ -230,6 +230,22 @@ def test_a_warm_up_of_half_an_epoch_ends_at_the_rate(monkeypatch):
     assert float(model.optimizer.learning_rate) == pytest.approx(0.8)
 
 
+def test_a_schedule_goes_on_in_the_middle_of_an_epoch_after_a_reset():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.8), "mse")
+    rates = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        0.8, lambda epoch: 1 + epoch, staircase=False
+    )
+    update = hvd.elastic.UpdateBatchStateCallback(SimpleNamespace(batch=2))
+    x = np.zeros((4, 1))
+    model.fit(x, x, batch_size=1, epochs=2, verbose=0, callbacks=[schedule, update, note])
+    assert rates == pytest.approx([0.8 * (1 + batch / 4) for batch in range(2, 8)])
+
+
 def test_a_warm_up_in_an_elastic_job_needs_its_rate(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
