@@ -1,5 +1,6 @@
 """Each of Keras's own callbacks does its work in a run, or is refused in one line that says what to do instead."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -88,6 +89,17 @@ def ran(request, folder):
         "dataset.num_validation=16",
         "train.validate_every_epochs=2",
     ]
+    runs["stopped"] = [
+        "+callbacks.own={_target_: leaves.Stops, rank: 0, batch: 4}",
+        "dataset.num_validation=16",
+        "train.validate_every_steps=5",
+    ]
+    runs["interrupted"] = [
+        "+callbacks.own={_target_: leaves.Terminates, rank: 0, epoch: 1, batch: 0}",
+        "optimizer.learning_rate=0.03",
+        "checkpoint.best=loss",
+        "train.epochs=3",
+    ]
     results, output = many_runs(None, 1, runs, folder)
     return results[0], output
 
@@ -120,6 +132,15 @@ def test_each_works(ran, folder):
     assert weights == {f"{step}.weights.h5" for step in (3, 6, 9, 12)}
     assert len((folder / "CSVLogger" / "log.csv").read_text().splitlines()) == 4
     assert rates(folder / "ReduceLROnPlateau") == pytest.approx([0.001, 0.001, 0.0001])
+
+
+def test_the_best_of_a_run_that_ends_within_an_epoch(ran, folder):
+    """By a validation after its last step, and not by the first steps of an epoch that was interrupted."""
+    results, _ = ran
+    assert results["stopped"]["record"]["best"]["step"] == 5
+    assert results["interrupted"] == {"stopped": 75}
+    best = json.loads((folder / "interrupted" / "checkpoints" / "best.json").read_text())
+    assert best["step"] == 12
 
 
 @pytest.mark.nightly

@@ -252,7 +252,7 @@ class Checkpointing(_Saving):
         if not self.position.in_epoch:
             return
         if self.position.is_multiple_of(self.config.every_steps) or self._minutes_due():
-            self._save(self.validation.latest if self._validated_now() else {})
+            self._save({})
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.model.stop_training and not self.position.in_epoch:
@@ -264,14 +264,8 @@ class Checkpointing(_Saving):
         # _minutes_due is collective. The conditions before it are the same on all ranks, so all
         # call it or none does.
         if is_end or by_epochs or by_steps or self._minutes_due():
-            # Without a validation after this step, val_* are results of an earlier one.
-            has_validation = self._validated_now()
-            metrics = {
-                name: float(value)
-                for name, value in logs.items()
-                if has_validation or not name.startswith("val_")
-            }
-            self._save(metrics)
+            # An interrupted epoch has its metrics once a later start has finished it.
+            self._save({} if self.position.in_epoch and self.report.stopped_by else logs)
 
         if is_end:
             began = time.monotonic()
@@ -290,9 +284,6 @@ class Checkpointing(_Saving):
                     "make room, then start again with the same run.dir"
                 )
 
-    def _validated_now(self) -> bool:
-        return self.validation.latest_step == self.step
-
     def _minutes_due(self) -> bool:
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
@@ -305,6 +296,8 @@ class Checkpointing(_Saving):
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Hands a checkpoint to the chief's writer (every rank).
+
+        Its metrics are these, and the results of a validation after this very step.
 
         Raises TrainingError if a weight is not finite, or the error of the previous write, if any, on all ranks.
         """
@@ -341,7 +334,15 @@ class Checkpointing(_Saving):
             # callback has stopped is complete.
             is_unfinished = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not is_unfinished
-            saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
+            is_validated = self.validation.latest_step == self.step
+            validated = self.validation.latest if is_validated else {}
+            # Without that validation, val_* are results of an earlier step.
+            others = {
+                name: float(value)
+                for name, value in metrics.items()
+                if is_validated or not name.startswith("val_")
+            }
+            saved = self.checkpoint(states, parts, metrics=validated | others, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()
         self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
