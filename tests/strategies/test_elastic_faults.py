@@ -121,10 +121,24 @@ def assert_same_end(folder, uninterrupted, num_left):
 
 @pytest.mark.nightly
 def test_rank_0_is_killed_and_another_joins(uninterrupted, tmp_path):
-    """Two ranks; one, from the last commit; two again, with one that holds nothing."""
+    """Two ranks; one, from the last commit; two again, with one that holds nothing.
+
+    The new rank 0 knows the best value of a callback that only the old one had.
+    """
     fates = {"kill_rank": 0, "kill_step": 28, "host": NAMES[2]}
-    code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=5")
+    # Keeps the epoch with the highest loss, which is the first: no later one is better.
+    keep = {
+        "_target_": "keras.callbacks.ModelCheckpoint",
+        "filepath": f"'{tmp_path}/{{epoch:d}}.weights.h5'",
+        "save_weights_only": "true",
+        "save_best_only": "true",
+        "monitor": "loss",
+        "mode": "max",
+    }
+    settings = [f"+callbacks.keep.{name}={value}" for name, value in keep.items()]
+    code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=5", *settings)
     assert code == 0, output
+    assert [path.name for path in tmp_path.glob("*.weights.h5")] == ["1.weights.h5"]
     dead, survivor, joined = steps(tmp_path)
     assert dead == [(step, 2) for step in range(1, 29)]
     at = joined[0][0]

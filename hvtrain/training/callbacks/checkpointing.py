@@ -383,6 +383,9 @@ class MemoryCommit(_Saving):
             return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
-        self.run.state.checkpoint = self.checkpoint(rank_states, {})
+        # The chief alone has callbacks such as ModelCheckpoint. If it is lost, the next chief needs their
+        # numbers: otherwise a worse model would count as the best.
+        numbers = self.comm.broadcast(self.callback_state.numbers())
+        self.run.state.checkpoint = self.checkpoint(rank_states, {}, callbacks=numbers)
         if not self.position.is_last:
             self.strategy.membership.check()
