@@ -103,19 +103,24 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
 
 
 class Recorder(RunCallback):
-    """Records the rate and the loss over all ranks at each step; stops when the loss diverges (every rank)."""
+    """Records the rate and the loss over all ranks at each step; stops when the loss diverges (every rank).
+
+    Of steps with the same rate it keeps the last: between them the loss has no slope.
+    """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self._rate = 0.0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._rate = float(self.model.optimizer.learning_rate)
         self.model.reset_metrics()  # Otherwise the loss would be the mean of all steps so far.
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # The step before had the same rate if it overflowed under a loss scale: it changed nothing.
+        if self.rates[-1:] == [self._rate]:
+            del self.rates[-1], self.losses[-1]
         self.rates.append(self._rate)
         self.losses.append(self.strategy.metrics_over_ranks(self.model)["loss"])
         if has_diverged(self.losses):

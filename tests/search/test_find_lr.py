@@ -4,12 +4,17 @@ import csv
 import math
 import re
 import sys
+from types import SimpleNamespace
 
+import keras
+import numpy as np
 import pytest
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.search.commands import find_lr
-from hvtrain.search.range_test import has_diverged, suggest, write
+from hvtrain.search.range_test import Recorder, has_diverged, suggest, write
+from hvtrain.strategies.base import Strategy
 from tests.support import launching
 
 
@@ -63,6 +68,23 @@ def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
     assert has_diverged([1.0] * 10 + [100.0])
     assert not has_diverged([-1.0] * 10)
     assert has_diverged([-1.0] * 10 + [100.0])
+
+
+def test_a_step_that_overflows_under_a_loss_scale_is_no_point_of_the_curve():
+    """The next step has the same rate, and the slope between the two would be infinite."""
+    rates = keras.optimizers.schedules.ExponentialDecay(1e-3, decay_steps=1, decay_rate=1.1)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(rates), initial_scale=2.0**127
+    )
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    model.set_weights([np.array([[3.0]]), np.zeros(1)])
+    run = SimpleNamespace(strategy=Strategy(), plan=None, topology=Topology())
+    recorder = Recorder(SimpleNamespace(run=run, position=None, weights=None, report=None))
+    x = np.ones((16, 1))
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=[recorder])
+    assert 0 < len(recorder.rates) == int(optimizer.iterations) < 16
+    assert len(recorder.losses) == len(set(recorder.rates)) == len(recorder.rates)
 
 
 @pytest.mark.parametrize("losses", [[], [2.0], [math.nan], [-1.0, -2.0, -math.inf]])
