@@ -58,7 +58,7 @@ def main() -> int:
     if options.hosts:
         option, value = options.hosts
         hosts = parse_hosts(value) if option == "-H" else parse_hostfile(Path(value))
-    num_training = options.np or sum(host.slots for host in hosts) or 1
+    num_training = options.np or sum(host.slots for host in hosts) or options.min_np or 1
     roles = roles_of(run.strategy, num_training)
     check(names, cluster, roles)
 
@@ -177,8 +177,7 @@ def _job(
 ) -> Job:
     """Returns the job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
-    # An elastic job may start without -np and -H.
-    if options.min_np and (options.np or hosts) and options.min_np > num_ranks:
+    if options.min_np and options.min_np > num_ranks:
         raise ConfigError(f"--min-np {options.min_np} is more than -np {num_ranks}; lower it")
     # Horovod would start only that many, whatever -np says.
     if options.max_np and options.max_np < num_ranks:

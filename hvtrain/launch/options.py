@@ -50,7 +50,7 @@ examples:
         group,
         "-np",
         at_least(1),
-        "ranks, workers or replicas that train; default: all slots of -H, or 1",
+        "ranks, workers or replicas that train; default: all slots of -H, or --min-np, or 1",
     )
     add_number(
         group,

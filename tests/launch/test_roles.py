@@ -186,6 +186,12 @@ def test_files_of_jobset_and_spark_start_the_servers_too(would_run):
     )
 
 
+def test_an_elastic_job_begins_with_its_fewest_ranks(would_run):
+    text = would_run("--dry-run --min-np 2 cluster=mpijob cluster.image=i", "strategy=elastic")
+    values = re.findall(r'- (--?[a-z]*-?np)\n +- "(\d+)"', text)
+    assert values == [("-np", "2"), ("--min-np", "2"), ("--max-np", "2")]
+
+
 def test_ranks_by_job_and_index():
     roles = roles_of({"num_ps": 2}, 2)
     assert [
