@@ -286,7 +286,7 @@ class ElasticStrategy(HorovodStrategy):
         if topology.size > 1 and not hvd.is_elastic():
             raise ConfigError(
                 "strategy=elastic needs an elastic job, but this is not one; start it with "
-                "horovodrun --gloo --min-np N --host-discovery-script FILE, or leave "
+                "horovodrun --gloo -np N --min-np N --host-discovery-script FILE, or leave "
                 "strategy=elastic out"
             )
         return topology

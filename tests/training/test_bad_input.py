@@ -74,7 +74,7 @@ def test_a_strategy_that_reduces_nothing_is_stopped(two_ranks):
 
 @pytest.mark.nightly
 def test_a_job_that_is_not_elastic_is_refused(two_ranks):
-    why = "strategy=elastic needs an elastic job, but this is not one; start it with horovodrun --gloo"
+    why = "needs an elastic job, but this is not one; start it with horovodrun --gloo -np N --min-np N"
     assert all(why in error for error in errors(two_ranks, "elastic"))
 
 
