@@ -51,11 +51,17 @@ def multiply_rates(
         factors: their factors, in the same order.
 
     Raises:
-        ConfigError: the optimizer overrides methods of Keras's step.
+        ConfigError: the optimizer overrides methods of Keras's step, or has
+            adam_weight_decay, as Muon does.
     """
     if all(factor == 1 for factor in factors):
         return
     inner = _checked_inner_optimizer(optimizer, "train.rates")
+    if getattr(inner, "adam_weight_decay", None):
+        raise ConfigError(
+            "train.rates cannot scale adam_weight_decay, with which Muon decays what it leaves to Adam; set "
+            "optimizer.adam_weight_decay=0"
+        )
     # Keyed by index, since with parameter servers the variables in a step are different objects.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}

@@ -110,6 +110,10 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
     ):
         set_rates(compiled(Own(), distributed=True), {"body": 2})
     with pytest.raises(
+        ConfigError, match=r"^train.rates cannot scale adam_weight_decay, .*; set optimizer.adam_w"
+    ):
+        set_rates(compiled(keras.optimizers.Muon()), {"body": 2})
+    with pytest.raises(
         ConfigError,
         match=r"^train.ema=0.9 and Own, which overrides apply, exclude each other; choose",
     ):
