@@ -334,13 +334,12 @@ class Checkpointing(_Saving):
             # callback has stopped is complete.
             is_unfinished = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not is_unfinished
-            is_validated = self.validation.latest_step == self.step
-            validated = self.validation.latest if is_validated else {}
+            validated = self.validation.latest if self.validation.latest_step == self.step else {}
             # Without that validation, val_* are results of an earlier step.
             others = {
                 name: float(value)
                 for name, value in metrics.items()
-                if is_validated or not name.startswith("val_")
+                if validated or not name.startswith("val_")
             }
             saved = self.checkpoint(states, parts, metrics=validated | others, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
