@@ -12,6 +12,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.data.pipeline.augmentation import Augmentation, Labels, Masks
 from hvtrain.data.pipeline.decoding import RandomResizedCrop
+from hvtrain.data.pipeline.streams import are_per_pixel
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Task
@@ -111,10 +112,14 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
 
 def _target_kind(source: Source, task: Task) -> Labels | Masks:
     """Returns how layers treat targets: masks move with their images, labels can only be mixed."""
+    image, targets, *weights = source.element_spec
+    if are_per_pixel(image, weights if task.targets_are_masks else (targets, weights)):
+        raise ConfigError(
+            f"augment moves images, and not the targets or weights of {source.name} that are images; leave augment out"
+        )
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)
 
-    _, targets, *weights = source.element_spec
     # Example weights would have to be mixed with the targets, but layers do not get them.
     soften = None if weights else task.softener(source)
     if soften is None:

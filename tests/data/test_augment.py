@@ -475,6 +475,10 @@ def test_data_and_targets_that_do_not_fit_are_refused():
         "+augment.rand_augment.value_range=[0,255]",
     )
     with pytest.raises(
+        ConfigError, match="augment moves images, and not the targets or weights of arrays that"
+    ):
+        opened(from_arrays(images, images / 255.0), Regression(), "augment=random_flip")
+    with pytest.raises(
         ConfigError, match=r"task.loss is MeanSquaredError, which may accept only class indices"
     ):
         Classification(loss=keras.losses.MeanSquaredError()).soft_loss()

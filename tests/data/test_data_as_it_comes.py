@@ -729,10 +729,17 @@ def test_arrays_that_are_refused(x, y, options, message):
 
 
 def test_images_as_targets_do_not_move_with_their_inputs():
+    """Nor do other numbers for each pixel, such as weights beside masks."""
     pictures = PICTURES_FIRST.transpose(0, 2, 3, 1)
-    source = from_arrays(pictures, pictures / 255.0, flip=True)
-    with pytest.raises(ConfigError, match=r"targets that are images.*flip=false"):
-        source.training(StreamRequest(Topology(), 2, 1, 0, 3))
+    depths = pictures[..., 0] / 255.0
+    for targets, options in (
+        (pictures / 255.0, {}),
+        (depths, {}),
+        (pictures[..., 0] % 3, {"w_train": depths, "num_classes": 3}),
+    ):
+        source = from_arrays(pictures, targets, flip=True, **options)
+        with pytest.raises(ConfigError, match=r"targets or weights that are images.*flip=false"):
+            source.training(StreamRequest(Topology(), 2, 1, 0, 3))
     still = from_arrays(pictures, pictures / 255.0).training(StreamRequest(Topology(), 2, 1, 0, 3))
     assert next(iter(still))[1].shape == (2, 8, 8, 3)
 
