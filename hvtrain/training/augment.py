@@ -134,9 +134,9 @@ def _check_range(
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not that of the images.
+    """Raises ConfigError if a layer rescales, or its value_range, such as the default 0 to 255, is not the images'.
 
-    Such a layer would clip the images.
+    A layer with another range would clip the images.
 
     Args:
         setting: The layer's setting, in which value_range is not set.
@@ -145,6 +145,11 @@ def _check_range(
         source_name: The name of the data set.
     """
     for inner in layer._flatten_layers():
+        if isinstance(inner, (keras.layers.Rescaling, keras.layers.Normalization)):
+            raise ConfigError(
+                f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of validation; "
+                "leave it out"
+            )
         own_range = getattr(inner, "value_range", None)
         if own_range is None or tuple(own_range) == limits:
             continue

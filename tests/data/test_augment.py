@@ -396,6 +396,10 @@ LAYER = "+augment.x={_target_: keras.layers."
             r"x \(RandomContrast\) is for values from 0 to 255, and digits gives images from 0 to 16; set value_range",
         ),
         (
+            [LAYER + "Rescaling, scale: 0.5}"],
+            r"x \(Rescaling\) would rescale the training images, and not those of validation",
+        ),
+        (
             ["augment=mix_up", "data.augment_on=device", "train.jit_compile=true"],
             "data.augment_on=device and train.jit_co",
         ),
