@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvtrain.checkpoint.sharded_table import whole_shape
 from hvtrain.checkpoint.store import Arrays, Checkpoint, folder_name
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import CheckpointError
@@ -171,12 +172,6 @@ def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     if factor is not None:  # The optimizer's own variables do not include it.
         variables["rate/factor"] = factor
     return variables
-
-
-def whole_shape(value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; of some rows of a sharded table, the shape of the whole table."""
-    num_rows = getattr(getattr(value, "rank_part", None), "num_rows", None)
-    return (num_rows, *value.shape[1:]) if num_rows else tuple(value.shape)
 
 
 def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None, Any]) -> None:
