@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvtrain.checkpoint.sharded_table import whole_shape
 from hvtrain.checkpoint.store import Arrays, Checkpoint, folder_name
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import CheckpointError
@@ -65,12 +66,14 @@ def restore(
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
     own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
+    # Of slots that shard=True divides, this process may know only the shapes of its own parts.
+    unknown = {
+        key for key, variable in sharded.items() if not hasattr(variable.rank_part, "num_rows")
+    }
     # Everything is compared before anything is set.
     for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
         key = own_item[0]
-        # This process may know only the shape of its own part, so of sharded
-        # variables only the keys are compared.
-        if key in sharded and key == saved_item[0]:
+        if key in unknown and key == saved_item[0]:
             continue
         _compare(
             f"checkpoint {folder_name(checkpoint.step)} is of another model or optimizer: it",
@@ -181,7 +184,7 @@ def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None,
     """
 
     def describe(name, array):
-        return f"{name} of shape {tuple(array.shape)}" if name else "nothing"
+        return f"{name} of shape {whole_shape(array)}" if name else "nothing"
 
     if describe(*saved) != describe(*own):
         raise CheckpointError(

@@ -10,6 +10,12 @@ import numpy as np
 PIECE_BYTES = 64 << 20
 
 
+def whole_shape(value: Any) -> tuple[int, ...]:
+    """Returns the shape of an array or variable; of some rows of a sharded table, the shape of the whole table."""
+    num_rows = getattr(getattr(value, "rank_part", None), "num_rows", None)
+    return (num_rows, *value.shape[1:]) if num_rows else tuple(value.shape)
+
+
 class ShardedTable:
     """A table whose row r is row r // N of shard r mod N; reads like an array of its rows in order.
 

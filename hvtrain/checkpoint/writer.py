@@ -313,27 +313,28 @@ class Writer:
         self._thread.start()
 
     def _run(self, *checkpoint: Any) -> None:
-        """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread).
-
-        Stores the error if it stops training; otherwise logs a warning.
-        """
+        """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread)."""
         try:
             if checkpoint:
                 self._work(*checkpoint)
             self._copy()
         except UserError as error:
-            if self._config.on_error == "stop":
-                self._error = CheckpointError(
-                    f"{error}, then start again with the same run.dir to continue"
-                )
-            else:
-                self._unsaved = str(error)
-                log.warning(
-                    "%s; training continues (checkpoint.on_error=warn), the next save tries again",
-                    error,
-                )
+            self.fail(error)
         except BaseException as error:  # A bug; outcome() raises it in the training thread.
             self._error = error
+
+    def fail(self, error: UserError) -> None:
+        """Takes note that a checkpoint is not written: stores the error if it stops training, or else warns."""
+        if self._config.on_error == "stop":
+            self._error = CheckpointError(
+                f"{error}, then start again with the same run.dir to continue"
+            )
+        else:
+            self._unsaved = str(error)
+            log.warning(
+                "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                error,
+            )
 
     def outcome(self) -> UserError | None:
         """Waits for the current write; returns the error that stops training, or None.

@@ -86,8 +86,11 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
+        # With shard=True, the shape of a scalar's slot would not say that it is on one rank only.
         self._sums = [
-            self.add_variable(
+            self.add_variable_from_reference(variable, "sum")
+            if len(variable.shape) < 2
+            else self.add_variable(
                 variable.shape[:1], dtype=variable.dtype, name=f"{slot_prefix(variable)}_sum"
             )
             for variable in variables

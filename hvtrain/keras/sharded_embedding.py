@@ -16,6 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.global_state import get_global_attribute
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.keras.in_graph import counter, positional_name, refuse_xla, tf_variable
@@ -119,6 +120,16 @@ class ShardedRows:
         """Returns the variables with a row for each row of the table: the table itself, and an optimizer's slots."""
         table = self._embeddings  # type: ignore[attr-defined]
         return [table, *row_slots(optimizer, table)]
+
+    def get_config(self) -> dict[str, Any]:
+        # Keras writes .h5 files straight from the variables, not through save_own_variables.
+        is_h5 = get_global_attribute("use_legacy_config")
+        if is_h5 and rows_of(getattr(self, "_embeddings", None)):
+            raise ValueError(
+                f"table {self.name} is sharded over the ranks, and an .h5 file would get the rows of one; save the "
+                "model as .keras, or its weights as .weights.h5"
+            )
+        return super().get_config()  # type: ignore[misc]
 
     def save_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
-from hvtrain.checkpoint.sharded_table import PIECE_BYTES, ShardedTable
+from hvtrain.checkpoint.sharded_table import PIECE_BYTES, ShardedTable, whole_shape
 from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
 
@@ -152,7 +152,7 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
 
 def whole_spec(variable: Any) -> tf.TensorSpec:
     """Returns the shape and type of the whole table of which a variable holds rows."""
-    return tf.TensorSpec([rows_of(variable).num_rows, *variable.shape[1:]], variable.dtype)  # type: ignore[union-attr]
+    return tf.TensorSpec(whole_shape(variable), variable.dtype)
 
 
 def with_nan(gradient: Any, value: tf.Tensor) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from keras import Model
 
 from hvtrain.checkpoint import store
+from hvtrain.checkpoint.sharded_table import whole_shape
 from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, hub_layer, task_config
@@ -55,7 +56,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     }
 
     def fits(key: str) -> bool:
-        return key in arrays and arrays[key].shape == _whole_shape(own[key])
+        return key in arrays and arrays[key].shape == whole_shape(own[key])
 
     # The head is taken from the source as a whole, or not at all.
     new_head = [key for key in _keyed(head_of(model)) if key in own]
@@ -100,12 +101,6 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     return variables
 
 
-def _whole_shape(value) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; for a sharded table, the shape of the whole table."""
-    part = getattr(value, "rank_part", None)
-    return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
-
-
 def _path(key: str, variable) -> str:
     """Returns a variable's path LAYER/NAME, for messages."""
     return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
@@ -113,7 +108,7 @@ def _path(key: str, variable) -> str:
 
 def _difference(source: str, path: str, array, variable) -> ConfigError:
     def describe(value):
-        return "nothing" if value is None else f"shape {_whole_shape(value)}"
+        return "nothing" if value is None else f"shape {whole_shape(value)}"
 
     return ConfigError(
         f"model.weights={source} is of another model: it has {describe(array)} where {path} of "

@@ -12,6 +12,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.data.pipeline.augmentation import Augmentation, Labels, Masks
 from hvtrain.data.pipeline.decoding import RandomResizedCrop
+from hvtrain.data.pipeline.streams import are_per_pixel
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Task
@@ -111,10 +112,14 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
 
 def _target_kind(source: Source, task: Task) -> Labels | Masks:
     """Returns how layers treat targets: masks move with their images, labels can only be mixed."""
+    image, targets, *weights = source.element_spec
+    if are_per_pixel(image, weights if task.targets_are_masks else (targets, weights)):
+        raise ConfigError(
+            f"augment moves images, and not the targets or weights of {source.name} that are images; leave augment out"
+        )
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)
 
-    _, targets, *weights = source.element_spec
     # Example weights would have to be mixed with the targets, but layers do not get them.
     soften = None if weights else task.softener(source)
     if soften is None:
@@ -129,9 +134,9 @@ def _check_range(
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not that of the images.
+    """Raises ConfigError if a layer rescales, or its value_range, such as the default 0 to 255, is not the images'.
 
-    Such a layer would clip the images.
+    A layer with another range would clip the images.
 
     Args:
         setting: The layer's setting, in which value_range is not set.
@@ -140,6 +145,11 @@ def _check_range(
         source_name: The name of the data set.
     """
     for inner in layer._flatten_layers():
+        if isinstance(inner, (keras.layers.Rescaling, keras.layers.Normalization)):
+            raise ConfigError(
+                f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of validation; "
+                "leave it out"
+            )
         own_range = getattr(inner, "value_range", None)
         if own_range is None or tuple(own_range) == limits:
             continue

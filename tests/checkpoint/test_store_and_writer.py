@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from hvtrain.checkpoint import model_state, store, writer
+from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import CheckpointError, StorageError
+from hvtrain.keras.table_rows import Rows
 from newest_checkpoint import META, newest
 
 
@@ -172,6 +174,25 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), (
         "nothing was set"
     )
+
+
+def test_another_number_of_rows_of_a_sharded_table_is_refused(tmp_path):
+    """A rank's own part does not show it: 4 of 7 rows, or of 8."""
+    net = model()
+    kernel = net.weights[0]
+    kernel.rank_part = Rows("d", 7, rank=0, num_ranks=2)
+    table = ShardedTable([np.zeros((4, 3), np.float32), np.ones((3, 3), np.float32)])
+    parts = {"model/0000/m/d/kernel": table}
+    arrays = model_state.snapshot(net, [model_state.rank_state(net)], {}, parts)
+    writer.write(tmp_path, 10, arrays, META)
+    checkpoint, _ = newest(tmp_path)
+    model_state.restore(checkpoint, net)
+    assert np.array_equal(kernel.whole[:], table[:])
+    kernel.rank_part = Rows("d", 8, rank=0, num_ranks=2)
+    with pytest.raises(
+        CheckpointError, match=r"holds \S+/kernel of shape \(7, 3\) where .* of shape \(8, 3\)"
+    ):
+        model_state.restore(checkpoint, net)
 
 
 def test_a_snapshot_does_not_follow_the_training():

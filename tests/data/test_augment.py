@@ -396,6 +396,10 @@ LAYER = "+augment.x={_target_: keras.layers."
             r"x \(RandomContrast\) is for values from 0 to 255, and digits gives images from 0 to 16; set value_range",
         ),
         (
+            [LAYER + "Rescaling, scale: 0.5}"],
+            r"x \(Rescaling\) would rescale the training images, and not those of validation",
+        ),
+        (
             ["augment=mix_up", "data.augment_on=device", "train.jit_compile=true"],
             "data.augment_on=device and train.jit_co",
         ),
@@ -474,6 +478,10 @@ def test_data_and_targets_that_do_not_fit_are_refused():
         "augment=rand_augment",
         "+augment.rand_augment.value_range=[0,255]",
     )
+    with pytest.raises(
+        ConfigError, match="augment moves images, and not the targets or weights of arrays that"
+    ):
+        opened(from_arrays(images, images / 255.0), Regression(), "augment=random_flip")
     with pytest.raises(
         ConfigError, match=r"task.loss is MeanSquaredError, which may accept only class indices"
     ):

@@ -327,6 +327,7 @@ REFUSED_MASKS = [
         r"has the color \[\d+, 0, 1\], which is not in dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
+    ({"1.jpg": LABELS}, TWO, "1.jpg is a JPEG, which changes class indices a little; write"),
     ({"1.tif": LABELS * np.float32(-9999)}, TWO, "has the label -9999.0, outside 0 ... 1"),
     ({"1.tif": LABELS * np.float32(0.5)}, TWO, "has the label 0.5, outside 0 ... 1"),
     ({"1.tif": (LABELS * np.uint16(300)).astype(">u2")}, TWO, "has the label 300, outside 0 ... 1"),
@@ -343,7 +344,7 @@ REFUSED_MASKS = [
 def test_masks_that_are_refused(masks, options, message, tmp_path):
     write(tmp_path / "train/images/1.png", COLORS)
     for name, mask in masks.items():
-        kind = "TIFF" if name.endswith(".tif") else "PNG"
+        kind = {".tif": "TIFF", ".jpg": "JPEG"}.get(name[-4:], "PNG")
         write(tmp_path / "train/masks" / name, encoded(Image.fromarray(mask), kind))
     with pytest.raises((ConfigError, DataError), match=message):
         source = SegmentationFolder(str(tmp_path), SHAPE, **options)
@@ -729,10 +730,17 @@ def test_arrays_that_are_refused(x, y, options, message):
 
 
 def test_images_as_targets_do_not_move_with_their_inputs():
+    """Nor do other numbers for each pixel, such as weights beside masks."""
     pictures = PICTURES_FIRST.transpose(0, 2, 3, 1)
-    source = from_arrays(pictures, pictures / 255.0, flip=True)
-    with pytest.raises(ConfigError, match=r"targets that are images.*flip=false"):
-        source.training(StreamRequest(Topology(), 2, 1, 0, 3))
+    depths = pictures[..., 0] / 255.0
+    for targets, options in (
+        (pictures / 255.0, {}),
+        (depths, {}),
+        (pictures[..., 0] % 3, {"w_train": depths, "num_classes": 3}),
+    ):
+        source = from_arrays(pictures, targets, flip=True, **options)
+        with pytest.raises(ConfigError, match=r"targets or weights that are images.*flip=false"):
+            source.training(StreamRequest(Topology(), 2, 1, 0, 3))
     still = from_arrays(pictures, pictures / 255.0).training(StreamRequest(Topology(), 2, 1, 0, 3))
     assert next(iter(still))[1].shape == (2, 8, 8, 3)
 

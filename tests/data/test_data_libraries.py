@@ -165,6 +165,13 @@ def test_the_saved_model_takes_pictures_and_sees_what_streams_give(source):
     )
 
 
+def test_layers_of_augmentation_get_pixels_of_the_range_that_they_are_told(source):
+    source.raw_batches = True  # As with augment=.
+    images, _ = next(iter(source.training(StreamRequest(Topology(), NUM_TRAIN, 1, 0, 1))))
+    low, high = source.value_range()
+    assert low == 0 and high / 2 < images.numpy().max() <= high
+
+
 def test_a_manifest_tells_files_apart(source):
     found = source.manifest()["splits"]
     assert [found[split]["examples"] for split in ("train", "test")] == [NUM_TRAIN, NUM_TEST]

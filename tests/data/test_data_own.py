@@ -197,6 +197,14 @@ def test_functions_with_wrong_arguments_are_refused():
         first(source)
 
 
+def test_arguments_that_a_function_does_not_name_are_not_taken_for_heeded():
+    """Its training part would be the test part too, and a resumed epoch would begin anew."""
+    source = from_dataset(lambda shard, num_shards, **_: numbers(shard, num_shards), name="any")
+    assert [source.num_examples(split) for split in source.SPLITS] == [20, 0, 0]
+    inputs, _ = next(iter(source.training(StreamRequest(Topology(0, 2), 2, 1, 3, 5))))
+    assert inputs.numpy().tolist() == [12, 14]
+
+
 def test_shards_that_are_not_parts_of_the_whole_are_refused():
     with pytest.raises(
         DataError,

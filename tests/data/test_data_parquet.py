@@ -163,14 +163,20 @@ def test_pixels_of_every_type_are_scaled(kind, tmp_path):
     np.testing.assert_array_equal(halved, images / np.float32(2))
 
 
-def test_encoded_images_in_a_field_of_a_struct(tmp_path):
+def test_encoded_images_and_labels_in_a_field_of_a_struct(tmp_path):
     images, labels = random_images(6)
     struct = pa.array([{"bytes": one, "path": "a.png"} for one in png(images)])
-    write(tmp_path / "train.parquet", struct, labels)
-    source = Parquet(str(tmp_path), SHAPE, 3, image_column="image.bytes")
-    assert images_of(source.evaluation("train", Topology(), 4)) == scaled(images)
+    targets = pa.array([{"id": int(label)} for label in labels])
+    write(tmp_path / "train.parquet", struct, labels, target=targets)
+    for label_column in ("label", "target.id"):
+        source = Parquet(
+            str(tmp_path), SHAPE, 3, image_column="image.bytes", label_column=label_column
+        )
+        assert images_of(source.evaluation("train", Topology(), 4)) == scaled(images)
+        ((_, read),) = source.evaluation("train", Topology(), 6).as_numpy_iterator()
+        assert read.tolist() == list(labels)
     with pytest.raises(
-        DataError, match=r"has no column image.data; it has image.bytes, image.path, label$"
+        DataError, match="has no column image.data; it has image.bytes, image.path, label, target"
     ):
         Parquet(str(tmp_path), SHAPE, 3, image_column="image.data").num_examples("train")
 

@@ -238,6 +238,15 @@ def test_masks_in_arrays_move_with_their_images():
     assert moved > 12
 
 
+def test_masks_of_black_and_white_images_keep_their_labels():
+    """A pixel that is True or False could not hold one."""
+    masks = np.random.default_rng(0).integers(0, 2, (8, 6, 7))
+    source = from_arrays(masks == 1, masks * 2, num_classes=3, standardize="none", flip=True)
+    stream = source.training(StreamRequest(Topology(), 8, 1, 0, 1)).take(1)
+    ((images, found),) = stream.as_numpy_iterator()
+    np.testing.assert_array_equal(found, images[..., 0] * 2)
+
+
 @pytest.mark.parametrize(
     ("masks", "message"),
     [

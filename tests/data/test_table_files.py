@@ -241,6 +241,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
     ("a quote that is not closed", PLAIN.replace("yes", '"yes', 1), {}, r"t.csv cannot be read: a cell in its last column begins with a quote \(\"\) that is not closed"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
+    ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is not UTF-8, and has too few Latin letters"),
     ("no rows", "x,y\n", {}, r"dataset.file=.*t.csv holds no rows"),
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
     ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),

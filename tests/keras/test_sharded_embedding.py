@@ -135,6 +135,7 @@ def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
         "table users takes 0.0 GiB, and a .keras file is written in memory"
         in ranks[0]["saved"]["too large"]
     )
+    assert "an .h5 file would get the rows of one; save the model as" in ranks[0]["saved"]["as h5"]
     assert [rank["saved"]["reloaded"] for rank in ranks] == [0.0] * len(ranks)
 
 

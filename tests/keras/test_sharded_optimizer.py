@@ -19,9 +19,9 @@ SAME_BITS = [
         "accumulation",
     ),
     *("averages", "bf16 on the wire", "a part without gradients", "variables in another order"),
-    *("no variables given", "lamb", "adafactor", "muon"),
+    *("no variables given", "lamb", "adafactor", "muon", "rowwise adagrad"),
 ]
-BY_VARIABLES = ("lamb", "adafactor", "muon")
+BY_VARIABLES = ("lamb", "adafactor", "muon", "rowwise adagrad")
 # TensorFlow sums Muon's products of matrices in another order in another graph.
 TOLERANCE = {"muon": 1e-5}
 

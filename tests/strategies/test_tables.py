@@ -53,12 +53,20 @@ KILLED = [
 ]
 # Drawn as before, and example 401, of rank 1, is the only one with ids out of range.
 SPOILED = ["dataset._target_=tables.clicks", "+dataset.bad_example=401"]
+# A table of 320 kB.
+CROWDED = [
+    "dataset.category_sizes=[20000,7]",
+    "train.epochs=1",
+    "checkpoint.on_error=warn",
+    "+callbacks.limit._target_=tables.NoRoom",
+]
 RUNS = {
     "plain": PLAIN,
     "sharded": SHARDED,
     # By the number of rows.
     "again": [*PLAIN, "model.shard_embeddings=50", "run.dir={folder}/again"],
     "taken": [*SHARDED, *TAKEN, "model.weights={folder}/sharded"],
+    "no room": [*SHARDED, *CROWDED],
     "no such layer": [*PLAIN, "model.shard_embeddings=[item*]"],
     "whole weights": [*SHARDED, "optimizer=lamb"],
     "averages": [*SHARDED, "train.ema=0.9"],
@@ -171,6 +179,16 @@ def test_a_run_begins_with_the_tables_of_another(runs):
         if name.startswith("model/")
     }
     assert gap(weights, taken) == 0
+
+
+def test_a_run_goes_on_without_checkpoints_where_a_table_finds_no_room(runs):
+    folder, _, output = runs
+    lines = " ".join(output.split())
+    assert "a whole table of shape (20007, 4) cannot be written in" in lines
+    assert "training continues (checkpoint.on_error=warn), the next save tries again" in lines
+    assert "the last state is not saved: a whole table of shape (20007, 4)" in lines
+    assert not list((folder / "no room").glob("checkpoints/step-*"))
+    assert (folder / "no room" / "model.keras").exists()
 
 
 def test_the_summary_names_the_tables(runs):

@@ -85,8 +85,8 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
         DataError: A column is missing or has an unsuitable type.
     """
     # The schema comes from the footer, so a wrong column is refused before any row is read.
-    image = _type_of(path, schema, columns.image)
-    label = _type_of(path, schema, columns.label)
+    image = type_of(path, schema, columns.image)
+    label = type_of(path, schema, columns.label)
     if not types.is_integer(label) and not is_text(label):
         raise DataError(
             f"{path}: column {columns.label} is {label}; labels must be whole numbers or text"
@@ -257,7 +257,7 @@ def _flat(table: pa.Table) -> pa.Table:
     return table
 
 
-def _type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
+def type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
     """Returns the type of a column, or of the field of a struct. Raises DataError if it is missing."""
     table = schema.empty_table()
     names = _flat(table).column_names

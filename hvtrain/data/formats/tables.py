@@ -55,6 +55,8 @@ SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells. Below 1, since a few
 # rows may be malformed although the delimiter is right.
 MOSTLY = 0.9
+# Of text in Windows-1252, at least this share of the bytes is ASCII: in Western languages, most letters are.
+LEAST_ASCII = 0.75
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
@@ -299,11 +301,20 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
 
 def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if all but a few bytes are UTF-8."""
+    """Decodes text that is not UTF-8, as Windows-1252.
+
+    Raises ValueError if all but a few bytes are UTF-8, or too few are ASCII for a language in Latin letters.
+    """
+    num_ascii = len(text.decode("ascii", errors="ignore"))
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
-    num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
+    num_right = len(text.decode(errors="ignore")) - num_ascii
     if num_right > num_wrong:
         raise ValueError(f"{num_wrong} bytes are not UTF-8, and {num_right} other characters are")
+    if num_ascii < LEAST_ASCII * len(text):
+        raise ValueError(
+            "it is not UTF-8, and has too few Latin letters for Windows-1252; write it in UTF-8 or, for dataset=table, "
+            "set dataset.encoding"
+        )
     try:
         return text.decode("cp1252")
     except UnicodeDecodeError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow import Tensor, nest
+from tensorflow import Tensor, TensorSpec, nest
 from tensorflow.data import Dataset
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
@@ -129,6 +129,13 @@ def regrouped(
     return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
 
 
+def are_per_pixel(image: TensorSpec, others: Any) -> bool:
+    """True if another part of an example is an image too, or has a value for each pixel of the image."""
+    return any(
+        part.shape.rank == 3 or part.shape[:2] == image.shape[:2] for part in nest.flatten(others)
+    )
+
+
 class StreamedSource(Source):
     """A source that reads batches, then augments (in training) and normalizes them with its `transform`."""
 
@@ -195,18 +202,19 @@ class StreamedSource(Source):
 
     def augment(self, elements: Parts, seed: Tensor) -> Parts:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""
+        moves = self.transform.flip or self.transform.shift_pixels
+        if self.sizing and self.sizing.crop:
+            moves = True
+        image, *others = self.element_spec
+        if moves and are_per_pixel(image, others[self.has_masks :]):
+            raise ConfigError(
+                f"{self.name} has targets or weights that are images, which would not move with the inputs; set "
+                "flip=false and shift_pixels=0, and leave random_resized_crop out"
+            )
         inputs, *others = elements
         if self.has_masks:
             masks, *weights = others
             return *self.transform.augment_with_masks(inputs, masks, seed), *weights
-        moves = self.transform.flip or self.transform.shift_pixels
-        if self.sizing and self.sizing.crop:
-            moves = True
-        if moves and any(part.shape.rank == 4 for part in nest.flatten(others)):
-            raise ConfigError(
-                f"{self.name} has targets that are images, which would not move with the inputs; set flip=false and "
-                "shift_pixels=0, and leave random_resized_crop out"
-            )
         return self.transform.augment(inputs, seed), *others
 
     def finish(self, inputs: Any) -> Any:

@@ -74,11 +74,11 @@ class Transform:
 
         Pixels that a shift brings in at a border get the label IGNORED.
         """
-        # As one more channel, masks move with their images. Labels are stored plus one: a shift
-        # fills borders with 0, and 0 - 1 is 255, which is IGNORED, in uint8.
-        labels = tf.cast(masks + 1, images.dtype)[..., None]
-        augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
-        return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
+        # The same seed moves masks as their images. They keep their type, since bool images could hold no
+        # labels. Labels are stored plus one: a shift fills borders with 0, and 0 - 1 is 255, which is
+        # IGNORED, in uint8.
+        labels = self.augment((masks + 1)[..., None], seed)
+        return self.augment(images, seed), labels[..., 0] - 1
 
     def normalize(self, images: Tensor) -> Tensor:
         """Normalizes raw images to float32."""

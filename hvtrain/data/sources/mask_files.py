@@ -125,11 +125,16 @@ class MaskReader:
         Padding is IGNORED.
 
         Raises:
-            DataError: The mask or its image cannot be read, their sizes differ, or a label or color has no class.
+            DataError: The mask or its image cannot be read, their sizes differ, a label or color has no class, or
+                class indices are in a JPEG.
         """
         image, mask = pair
         try:
             with _opened(image) as picture, _opened(mask) as mask_picture:
+                if mask_picture.format == "JPEG" and not (self.colors or self.is_binary):
+                    raise DataError(
+                        f"{mask} is a JPEG, which changes class indices a little; write masks as PNG"
+                    )
                 mask_size = self._size(mask_picture)
                 image_size = self._size(picture)
                 if image_size != mask_size:

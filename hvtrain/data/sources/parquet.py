@@ -174,7 +174,7 @@ class Parquet(DealtSource):
         if groups:
             pixel_type = row_groups.pixel_type(path, schema, self._columns)
             first_paths.setdefault(pixel_type, path)
-            label_type = schema.field(self._columns.label).type
+            label_type = row_groups.type_of(path, schema, self._columns.label)
             label_paths.setdefault(row_groups.is_text(label_type), path)
             pixel_range = row_groups.value_range(path, self._columns)
             if pixel_range and not is_encoded(pixel_type):

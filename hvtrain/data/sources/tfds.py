@@ -149,6 +149,10 @@ class PreparedDataset(FunctionSource):
             return super().preprocessing()
         return decoded_preprocessing(Transform(scale=255.0), self.sizing)
 
+    def value_range(self) -> tuple[float, float] | None:
+        # preprocessing() takes pixels of 0 ... 255; layers of augmentation get what _decoded() returns.
+        return (0.0, 1.0) if self._keys[0] in self._images else super().value_range()
+
 
 def open_builder(dataset: str, data_dir: str | None) -> Any:
     """Opens a prepared data set.

@@ -323,7 +323,8 @@ def from_dataset(
     """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts of the data.
 
     The function returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets,
-    weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments:
+    weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments, by name
+    (**options get only shard and num_shards):
 
     - split: "train", "validation" or "test"; it then returns None for a split that does not exist.
     - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them:

@@ -216,9 +216,9 @@ class UserFunction(NotesFailure):
         known = (*REQUIRED, *DEFAULTS)
         self.declared: set[str] = set()
         for argument in inspect.signature(function).parameters.values():
-            # **kwargs accepts all arguments.
+            # **kwargs accepts all arguments, but may ignore them. Neither side would then skip to `start`.
             if argument.kind is argument.VAR_KEYWORD:
-                self.declared.update(known)
+                self.declared.update(REQUIRED)
             elif argument.name in known:
                 self.declared.add(argument.name)
             elif (

@@ -1,4 +1,6 @@
-"""A model with an embedding table, and clicks with an id out of range, for tests of sharded tables."""
+"""A model with an embedding table, clicks with an id out of range and a full disk, for tests of sharded tables."""
+
+import resource
 
 import keras
 from keras import layers
@@ -18,6 +20,17 @@ def model(input_spec, category_sizes, num_outputs):
     features = [layers.Flatten()(table(inputs["categories"])), inputs["numbers"]]
     hidden = layers.Dense(8, "tanh", name="hidden")(layers.Concatenate()(features))
     return keras.Model(inputs, layers.Dense(num_outputs, name="logits")(hidden))
+
+
+class NoRoom(keras.callbacks.Callback):
+    """Lets this process write no file of more than 100 kB while it trains."""
+
+    def on_train_begin(self, logs=None):
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, self.limits[1]))
+
+    def on_train_end(self, logs=None):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
 
 
 def clicks(bad_example, **options):

@@ -231,6 +231,7 @@ results = {
         "lamb": compared(lambda: optimizers.Lamb(0.05)),
         "adafactor": compared(lambda: optimizers.Adafactor(0.05)),
         "muon": compared(lambda: optimizers.Muon(0.05)),
+        "rowwise adagrad": compared(lambda: hvd.optimizers.RowwiseAdagrad(0.05)),
     },
     # The control: LAMB takes norms, which are others if a variable is cut.
     "lamb, cut": compared(lambda: optimizers.Lamb(0.05), cuts_anywhere=True),

@@ -263,8 +263,10 @@ def saved(folder):
     file = folder / "model.keras"
     message = refusal(lambda: model.save(file)) if rank == 0 else ""
     too_large = ""
+    as_h5 = ""
     with hvd.whole_tables(model):
         if rank == 0:
+            as_h5 = refusal(lambda: model.save(folder / "model.h5"))
             alone = model(ids).numpy()
             model.save(file)
             # Enough for Keras to write in memory, since it counts this rank's rows only.
@@ -298,6 +300,7 @@ def saved(folder):
         "gap": loaded,
         "alone": message,
         "too large": too_large,
+        "as h5": as_h5,
         "reloaded": reloaded,
         "evaluated": evaluated,
     }
