@@ -67,10 +67,7 @@ SAME = {
         ],
     ],
     "norm": ["model.norm=true", "dataset.num_validation=40"],
-    "parts": [
-        *["train.rates={hidden*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
-        *["optimizer=adamw", "optimizer.weight_decay=5"],
-    ],
+    "parts": ["train.rates={hidden*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
 }
 MORE = {
     "half": ["train.precision=mixed_float16"],
@@ -86,7 +83,7 @@ both = pytest.mark.parametrize("strategy", WORDS)
 BY_DEFAULT = ("classification", "norm")
 # An Embedding's rows and masks with both; what else there is with one of them.
 NIGHTLY = {
-    "mirrored": ("language", "one number", "text in two", "half", "parts"),
+    "mirrored": ("language", "one number", "text in two", "half"),
     "multi_worker_mirrored": (
         "language",
         "regression",
