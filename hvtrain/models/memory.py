@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import Model, layers
+from keras.src.backend import get_keras_mask, set_keras_mask
 
 from hvtrain.errors import ConfigError
 
@@ -312,10 +313,15 @@ def _run_twice(
     # Other tensors, such as masks and indices, have no gradient; they are kept, not recomputed.
     takes = list(filter(_is_floating, segment.takes))
     gives = list(filter(_is_floating, segment.gives))
+    # Keras attaches a mask to a tensor object, and TensorFlow makes new ones of the tensors that enter
+    # and leave the segment.
+    masks = [get_keras_mask(known[id(symbol)]) for symbol in takes]
     is_again = False
 
     def forward(*tensors):
         nonlocal is_again
+        for tensor, mask in zip(tensors, masks):
+            set_keras_mask(tensor, mask)
         local = known | dict(zip(map(id, takes), tensors))
 
         # TensorFlow calls this function once for the forward pass and again for the gradient.
@@ -332,7 +338,9 @@ def _run_twice(
         return tuple(local[id(symbol)] for symbol in gives)
 
     results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
-    known.update(zip(map(id, gives), results))
+    for symbol, result in zip(gives, results):
+        set_keras_mask(result, get_keras_mask(known[id(symbol)]))
+        known[id(symbol)] = result
 
 
 def _refuse_losses(segment: Segment) -> None:
