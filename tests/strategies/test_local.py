@@ -60,6 +60,11 @@ RUNS = {
     "half precision": [*WORDS, "train.precision=mixed_float16", "strategy.compression=int8"],
     "accumulated": [*WORDS, "strategy=local_sgd", "train.accumulate=2"],
     "in between": [*WORDS, "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=6"],
+    "saved in between": [
+        *WORDS,
+        "strategy=local_sgd",
+        "+callbacks.own={_target_: keras.callbacks.ModelCheckpoint, filepath: x.keras, save_freq: 16}",
+    ],
     "never": [*WORDS, "strategy=local_sgd", "strategy.every=0"],
     "outer": [*WORDS, "strategy=diloco", "strategy.outer_momentum=1.0"],
 }
@@ -186,6 +191,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
         ),
         ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
         ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),
+        (
+            "saved in between",
+            "callbacks.own.save_freq=16 would save rank 0's own weights, since those of strategy=local_sgd differ",
+        ),
         ("never", "strategy.every=0 is not a whole number of at least 1"),
         ("outer", "strategy.outer_momentum=1.0 are out of range"),
     ],
