@@ -24,6 +24,9 @@ from hvtrain.errors import ConfigError
 
 # Layers whose output shares the memory of their input.
 _VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
+# Slots that a sharded optimizer keeps whole. A copy of sharded_optimizer.WHOLE_SLOTS, since
+# importing that loads Horovod.
+WHOLE_SLOTS = ("gradient_accumulator", "average")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Footprint:
         slot_bytes: The optimizer's variables.
         activation_bytes: An estimate for one batch; None if a layer's output shape is unknown.
         elsewhere_bytes: Rows of sharded tables, and of their slots, that other ranks hold.
+        whole_slot_bytes: The optimizer's variables that stay whole if it is sharded over the ranks.
     """
 
     weight_bytes: int
@@ -43,6 +47,7 @@ class Footprint:
     slot_bytes: int
     activation_bytes: int | None
     elsewhere_bytes: int = 0
+    whole_slot_bytes: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -78,6 +83,9 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
         slot_bytes=num_bytes(model.optimizer.variables) - slots_elsewhere,
         activation_bytes=_activation_bytes(model, batch_size),
         elsewhere_bytes=weights_elsewhere + slots_elsewhere,
+        whole_slot_bytes=num_bytes(
+            slot for slot in model.optimizer.variables if slot.name.endswith(WHOLE_SLOTS)
+        ),
     )
 
 
