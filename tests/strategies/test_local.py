@@ -14,7 +14,7 @@ from hvtrain.checks import rank_checks
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.horovod import ElasticStrategy, HorovodStrategy
-from hvtrain.strategies.local import LocalSGDStrategy
+from hvtrain.strategies.local import DiLoCoStrategy, LocalSGDStrategy
 from launching import many_runs
 
 pytestmark = pytest.mark.distributed
@@ -109,16 +109,25 @@ def test_what_the_ranks_could_not_save_or_would_ignore_is_refused(name, kind, se
         kind(**{setting: value})
 
 
-def test_a_second_attempt_keeps_the_process_sets_of_the_hosts(monkeypatch):
+def test_a_second_attempt_or_run_keeps_the_process_sets_of_the_hosts(monkeypatch):
+    """train.resize=scale starts a strategy again, and bisect starts another one, while Horovod goes on."""
+    monkeypatch.setattr(LocalSGDStrategy, "host_set", None)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     monkeypatch.setattr(HorovodStrategy, "start", lambda self: Topology(0, 4, 0, 2))
     added = []
     monkeypatch.setattr(hvd, "add_process_set", lambda ranks: added.append(ranks) or ranks)
-    strategy = LocalSGDStrategy(within_hosts=True)
-    monkeypatch.setattr(strategy.comm, "gather", lambda own: [own, own, ("other", 2), ("other", 2)])
-    for _ in range(2):
+    strategies = LocalSGDStrategy(within_hosts=True), DiLoCoStrategy(within_hosts=True)
+    for strategy in (*strategies, strategies[0]):
+        hosts = [("other", 2), ("other", 2)]
+        monkeypatch.setattr(strategy.comm, "gather", lambda own, hosts=hosts: [own, own, *hosts])
         strategy.start()
-    assert sorted(added) == [[0, 1], [2, 3]] and strategy.host_set == [0, 1]
+        assert strategy.host_set == [0, 1]
+    assert sorted(added) == [[0, 1], [2, 3]]
+
+    monkeypatch.setattr(hvd, "shutdown", lambda: None)
+    strategies[0].stop()
+    strategies[1].start()
+    assert len(added) == 4, "Horovod has forgotten them"
 
 
 def test_verify_does_not_accuse_ranks_that_step_on_their_own(monkeypatch):
