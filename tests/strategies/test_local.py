@@ -65,6 +65,13 @@ RUNS = {
         "strategy=local_sgd",
         "+callbacks.own={_target_: keras.callbacks.ModelCheckpoint, filepath: x.keras, save_freq: 16}",
     ],
+    # NaN on rank 1 in the sixth of six steps, two steps after the last synchronization of the epoch.
+    "nan": [
+        "model.nan_on_rank=1",
+        "strategy=local_sgd",
+        "strategy.every=4",
+        "train.learning_rate_scale=none",
+    ],
     "never": [*WORDS, "strategy=local_sgd", "strategy.every=0"],
     "outer": [*WORDS, "strategy=diloco", "strategy.outer_momentum=1.0"],
 }
@@ -212,6 +219,12 @@ def test_what_cannot_be_is_refused_in_one_line(runs, name, line):
     _, ranks = runs
     for results in ranks:
         assert line in results[name]["error"]
+
+
+def test_weights_that_are_not_finite_at_the_end_of_an_epoch_name_its_last_step(runs):
+    _, ranks = runs
+    for results in ranks:
+        assert "the gradient of step 6 is not finite on rank 1; " in results["nan"]["error"]
 
 
 @pytest.mark.nightly
