@@ -42,7 +42,7 @@ from hvtrain.step.step_timing import host_variable
 ELEMENTWISE = (SGD, RMSprop, Adam, AdamW, Nadam, Adamax, Adagrad, Adadelta, Ftrl, Lion)
 # Slots of Keras's base class that stay whole: gradients are accumulated before they are reduced,
 # and averages of the weights are used for validation, and become the weights at the end.
-_WHOLE_SLOTS = ("gradient_accumulator", "average")
+WHOLE_SLOTS = ("gradient_accumulator", "average")
 
 # Size of the messages of gather_weights. A message of several variables may be almost twice as
 # large (see in_buckets), which still fits into the 32 bits in which MPI counts its bytes.
@@ -246,7 +246,7 @@ class Sharded:
             if (
                 len(slot.shape)
                 and not hasattr(slot, "rank_part")
-                and not slot.name.endswith(_WHOLE_SLOTS)
+                and not slot.name.endswith(WHOLE_SLOTS)
             ):
                 slot.rank_part = Part(slot, slot, 0, self._hvtrain_reducer.process_set)
 
@@ -255,7 +255,7 @@ class Sharded:
     ) -> Any:
         add = super().add_variable_from_reference  # type: ignore[misc]
         part = next((part for part in self._hvtrain_parts if part.own is reference_variable), None)
-        if part is None or name in _WHOLE_SLOTS:
+        if part is None or name in WHOLE_SLOTS:
             return add(part.variable if part else reference_variable, name, initializer)
         slot = add(reference_variable, name, initializer)
         slot.rank_part = part

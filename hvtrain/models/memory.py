@@ -18,11 +18,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import Model, layers
+from keras.src.backend import get_keras_mask, set_keras_mask
 
 from hvtrain.errors import ConfigError
 
 # Layers whose output shares the memory of their input.
 _VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
+# Slots that a sharded optimizer keeps whole. A copy of sharded_optimizer.WHOLE_SLOTS, since
+# importing that loads Horovod.
+WHOLE_SLOTS = ("gradient_accumulator", "average")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Footprint:
         slot_bytes: The optimizer's variables.
         activation_bytes: An estimate for one batch; None if a layer's output shape is unknown.
         elsewhere_bytes: Rows of sharded tables, and of their slots, that other ranks hold.
+        whole_slot_bytes: The optimizer's variables that stay whole if it is sharded over the ranks.
     """
 
     weight_bytes: int
@@ -42,6 +47,7 @@ class Footprint:
     slot_bytes: int
     activation_bytes: int | None
     elsewhere_bytes: int = 0
+    whole_slot_bytes: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -77,6 +83,9 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
         slot_bytes=num_bytes(model.optimizer.variables) - slots_elsewhere,
         activation_bytes=_activation_bytes(model, batch_size),
         elsewhere_bytes=weights_elsewhere + slots_elsewhere,
+        whole_slot_bytes=num_bytes(
+            slot for slot in model.optimizer.variables if slot.name.endswith(WHOLE_SLOTS)
+        ),
     )
 
 
@@ -312,10 +321,15 @@ def _run_twice(
     # Other tensors, such as masks and indices, have no gradient; they are kept, not recomputed.
     takes = list(filter(_is_floating, segment.takes))
     gives = list(filter(_is_floating, segment.gives))
+    # Keras attaches a mask to a tensor object, and TensorFlow makes new ones of the tensors that enter
+    # and leave the segment.
+    masks = [get_keras_mask(known[id(symbol)]) for symbol in takes]
     is_again = False
 
     def forward(*tensors):
         nonlocal is_again
+        for tensor, mask in zip(tensors, masks):
+            set_keras_mask(tensor, mask)
         local = known | dict(zip(map(id, takes), tensors))
 
         # TensorFlow calls this function once for the forward pass and again for the gradient.
@@ -332,7 +346,9 @@ def _run_twice(
         return tuple(local[id(symbol)] for symbol in gives)
 
     results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
-    known.update(zip(map(id, gives), results))
+    for symbol, result in zip(gives, results):
+        set_keras_mask(result, get_keras_mask(known[id(symbol)]))
+        known[id(symbol)] = result
 
 
 def _refuse_losses(segment: Segment) -> None:

@@ -67,6 +67,8 @@ def multiply_rates(
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
+    # Not read in decay: replicas of tf.distribute run it in turns, and one would read another's product.
+    weight_decay = inner.weight_decay
 
     def update(gradient, variable, learning_rate):
         factor = factor_of.get(index_of(variable), 1.0)
@@ -74,7 +76,6 @@ def multiply_rates(
 
     def decay(variables):
         # Keras reads weight_decay once per call, so each variable gets a call of its own.
-        weight_decay = inner.weight_decay
         for variable in variables:
             factor = factor_of.get(index_of(variable), 1.0)
             # None if the optimizer does not decay weights.

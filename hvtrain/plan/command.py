@@ -128,6 +128,12 @@ def _measured(options: argparse.Namespace, run) -> float:
             override("dataset.image_shape", [*shape]),
             f"dataset.num_classes={run.source.num_classes}",
         ]
+        # An experiment may set what only files take, such as dataset.flip.
+        taken = composed(["dataset=synthetic"]).dataset
+        unknown = composed(overrides).dataset.keys() - taken.keys()
+        overrides += [f"~dataset.{name}" for name in unknown]
+        if "random_resized_crop" in run.config.augment:
+            overrides.append("~augment.random_resized_crop")
     return measured_step_seconds(overrides, max(run.plan.batch_sizes), run.config.train.accumulate)
 
 
@@ -153,6 +159,8 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         *ONLY_STEPS,
         "train.max_time=null",
+        # In calls of its own size a short run might have only one, the first.
+        "train.steps_per_execution=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
         # This training is part of the command, so it sends no notices.

@@ -79,7 +79,8 @@ class Method:
         if self.has_outer:
             parts["anchors and outer momentum"] = 2 * footprint.gradient_bytes
         if self.shard_optimizer:
-            parts["optimizer slots"] = footprint.slot_bytes // num_ranks - footprint.slot_bytes
+            sharded = footprint.slot_bytes - footprint.whole_slot_bytes
+            parts["optimizer slots"] = sharded // num_ranks - sharded
         return parts
 
     def rank_bytes(self, footprint: "Footprint") -> int:

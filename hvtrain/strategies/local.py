@@ -42,6 +42,9 @@ class LocalSGDStrategy(HorovodStrategy):
     # weights, which can be rounded.
     compresses = False
     can_restart = False
+    # The process set of this host's ranks; None before within_hosts needs it. Horovod takes each set
+    # only once, so later attempts share it, and so does the second run that bisect repeats.
+    host_set: Any = None
 
     def __init__(
         self, every: int = 16, warmup_steps: int = 0, within_hosts: bool = False, **horovod: Any
@@ -59,8 +62,6 @@ class LocalSGDStrategy(HorovodStrategy):
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
-        # The process set of this host's ranks; None without within_hosts.
-        self.host_set: Any = None
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]
@@ -70,7 +71,6 @@ class LocalSGDStrategy(HorovodStrategy):
             # Must be set before Horovod starts. Only then is it known which ranks share a host.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
-        # Another attempt of the same ranks (train.resize=scale) keeps the sets, which Horovod has already.
         if self.within_hosts and not self.host_set:
             self._join_hosts(topology)
         return topology
@@ -89,7 +89,11 @@ class LocalSGDStrategy(HorovodStrategy):
             is_everybody = len(ranks) == topology.size
             process_set = hvd.global_process_set if is_everybody else hvd.add_process_set(ranks)
             if topology.rank in ranks:
-                self.host_set = process_set
+                LocalSGDStrategy.host_set = process_set
+
+    def stop(self) -> None:
+        super().stop()
+        LocalSGDStrategy.host_set = None
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         precision = keras.config.dtype_policy().name
@@ -104,7 +108,7 @@ class LocalSGDStrategy(HorovodStrategy):
             optimizer,
             bucket_bytes=self.bucket_bytes,
             check_finite=check_finite,
-            within=self.host_set,
+            within=self.host_set if self.within_hosts else None,
         )
         self._hook = local_hook(distributed)
         self._hook.reducer.marks = self.marks

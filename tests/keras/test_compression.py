@@ -66,6 +66,10 @@ def test_an_overflow_of_one_rank_is_seen_by_all_and_kept_by_none(ranks):
     assert [rank["overflow"] for rank in ranks] == [{"seen": True, "kept": True}] * len(ranks)
 
 
+def test_comm_tune_times_powersgd_and_not_its_first_steps(ranks):
+    assert all(rank["error after a trial"] > 0 for rank in ranks)
+
+
 def test_what_averages_by_itself_refuses_other_reductions(ranks):
     for rank in ranks:
         assert "gradient_predivide_factor; leave one of the two out" in rank["refused"][1]

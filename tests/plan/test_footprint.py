@@ -4,10 +4,12 @@ import keras
 import pytest
 from keras import layers
 
+from hvtrain.keras import sharded_optimizer
 from hvtrain.keras.optimizers import RowwiseAdagrad
 from hvtrain.keras.sharded_embedding import ShardedEmbedding
-from hvtrain.models.memory import flops_per_example, footprint
+from hvtrain.models.memory import WHOLE_SLOTS, flops_per_example, footprint
 from hvtrain.plan.forecast import gradients
+from hvtrain.plan.methods import method_of
 
 
 @pytest.fixture
@@ -45,6 +47,24 @@ def test_bytes(model):
         "convolution, ReLU and dense; no view"
     )
     assert sizes.checkpoint_bytes == sizes.weight_bytes + sizes.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "num_whole"),
+    [
+        ({}, 0),
+        ({"gradient_accumulation_steps": 2}, 1),
+        ({"gradient_accumulation_steps": 2, "use_ema": True}, 2),
+    ],
+)
+def test_sharding_leaves_accumulated_gradients_and_averages_whole(model, options, num_whole):
+    model.compile(keras.optimizers.Adam(**options))
+    model.optimizer.build(model.trainable_variables)
+    sizes = footprint(model, 1)
+    extra = method_of({"shard_optimizer": True}).extra_bytes(sizes, num_ranks=10**9)
+    whole = sizes.slot_bytes + extra["optimizer slots"]
+    assert whole == sizes.whole_slot_bytes == num_whole * sizes.gradient_bytes
+    assert WHOLE_SLOTS == sharded_optimizer.WHOLE_SLOTS
 
 
 def test_a_layer_of_an_inner_model_that_is_used_again_counts_once():

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.config.compose import compose
+from hvtrain.config.compose import compose, composed
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.plan import machine
+from hvtrain.plan import command, machine
 from hvtrain.plan.algorithms import (
     LINK_SHARE,
     NETWORK_SECONDS,
@@ -24,6 +24,7 @@ from hvtrain.plan.algorithms import (
 from hvtrain.plan.command import main, measured_step_seconds
 from hvtrain.plan.forecast import forecast, key_steps
 from hvtrain.plan.report import launch_line
+from hvtrain.training.setup import open_source, open_task_and_layers
 from in_process import run_command
 
 RESNET20 = [
@@ -252,6 +253,28 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output
     ), output
     assert "\nadvice         none pays: the reduction adds 7% to a step" in output
+
+
+def test_a_run_is_measured_without_what_an_experiment_sets_for_its_files(tmp_path, monkeypatch):
+    commands = []
+
+    def train(line, cores, folder):
+        commands.append(line)
+        return SimpleNamespace(result={"step_seconds": 0.1})
+
+    arguments = ["-np", "2", "--measure", "--examples", "5000", "--classes", "10"]
+    arguments += ["experiment=imagenet_resnet50", "dataset.dir=/nowhere", "model=mlp"]
+    arguments += ["dataset.image_shape=[8,8,3]", "train.steps_per_execution=50"]
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+    monkeypatch.chdir(tmp_path)
+    assert main() == 0
+    # Without "python -m hvtrain".
+    config = composed(commands[0][3:])
+    source = open_source(config)
+    open_task_and_layers(config, source, is_resized=False)
+    assert (source.name, source.image_shape, source.num_classes) == ("synthetic", (8, 8, 3), 10)
+    assert config.train.steps_per_execution is None, "30 steps in one call would have no warm-up"
 
 
 @pytest.mark.nightly

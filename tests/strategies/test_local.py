@@ -14,7 +14,7 @@ from hvtrain.checks import rank_checks
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.horovod import ElasticStrategy, HorovodStrategy
-from hvtrain.strategies.local import LocalSGDStrategy
+from hvtrain.strategies.local import DiLoCoStrategy, LocalSGDStrategy
 from launching import many_runs
 
 pytestmark = pytest.mark.distributed
@@ -60,6 +60,18 @@ RUNS = {
     "half precision": [*WORDS, "train.precision=mixed_float16", "strategy.compression=int8"],
     "accumulated": [*WORDS, "strategy=local_sgd", "train.accumulate=2"],
     "in between": [*WORDS, "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=6"],
+    "saved in between": [
+        *WORDS,
+        "strategy=local_sgd",
+        "+callbacks.own={_target_: keras.callbacks.ModelCheckpoint, filepath: x.keras, save_freq: 16}",
+    ],
+    # NaN on rank 1 in the sixth of six steps, two steps after the last synchronization of the epoch.
+    "nan": [
+        "model.nan_on_rank=1",
+        "strategy=local_sgd",
+        "strategy.every=4",
+        "train.learning_rate_scale=none",
+    ],
     "never": [*WORDS, "strategy=local_sgd", "strategy.every=0"],
     "outer": [*WORDS, "strategy=diloco", "strategy.outer_momentum=1.0"],
 }
@@ -104,16 +116,25 @@ def test_what_the_ranks_could_not_save_or_would_ignore_is_refused(name, kind, se
         kind(**{setting: value})
 
 
-def test_a_second_attempt_keeps_the_process_sets_of_the_hosts(monkeypatch):
+def test_a_second_attempt_or_run_keeps_the_process_sets_of_the_hosts(monkeypatch):
+    """train.resize=scale starts a strategy again, and bisect starts another one, while Horovod goes on."""
+    monkeypatch.setattr(LocalSGDStrategy, "host_set", None)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     monkeypatch.setattr(HorovodStrategy, "start", lambda self: Topology(0, 4, 0, 2))
     added = []
     monkeypatch.setattr(hvd, "add_process_set", lambda ranks: added.append(ranks) or ranks)
-    strategy = LocalSGDStrategy(within_hosts=True)
-    monkeypatch.setattr(strategy.comm, "gather", lambda own: [own, own, ("other", 2), ("other", 2)])
-    for _ in range(2):
+    strategies = LocalSGDStrategy(within_hosts=True), DiLoCoStrategy(within_hosts=True)
+    for strategy in (*strategies, strategies[0]):
+        hosts = [("other", 2), ("other", 2)]
+        monkeypatch.setattr(strategy.comm, "gather", lambda own, hosts=hosts: [own, own, *hosts])
         strategy.start()
-    assert sorted(added) == [[0, 1], [2, 3]] and strategy.host_set == [0, 1]
+        assert strategy.host_set == [0, 1]
+    assert sorted(added) == [[0, 1], [2, 3]]
+
+    monkeypatch.setattr(hvd, "shutdown", lambda: None)
+    strategies[0].stop()
+    strategies[1].start()
+    assert len(added) == 4, "Horovod has forgotten them"
 
 
 def test_verify_does_not_accuse_ranks_that_step_on_their_own(monkeypatch):
@@ -186,6 +207,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
         ),
         ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
         ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),
+        (
+            "saved in between",
+            "callbacks.own.save_freq=16 would save rank 0's own weights, since those of strategy=local_sgd differ",
+        ),
         ("never", "strategy.every=0 is not a whole number of at least 1"),
         ("outer", "strategy.outer_momentum=1.0 are out of range"),
     ],
@@ -194,6 +219,12 @@ def test_what_cannot_be_is_refused_in_one_line(runs, name, line):
     _, ranks = runs
     for results in ranks:
         assert line in results[name]["error"]
+
+
+def test_weights_that_are_not_finite_at_the_end_of_an_epoch_name_its_last_step(runs):
+    _, ranks = runs
+    for results in ranks:
+        assert "the gradient of step 6 is not finite on rank 1; " in results["nan"]["error"]
 
 
 @pytest.mark.nightly

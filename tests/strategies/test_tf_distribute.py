@@ -34,6 +34,7 @@ JOINT = {
         "optimizer=adamw",
         "optimizer.global_clipnorm=0.5",
         "train.class_weights=balanced",
+        "train.rates={dense:0.5}",  # Also of the weight decay.
     ],
     "regression": ["optimizer=momentum"],  # With weights of examples.
     "language": ["optimizer=momentum"],  # With an Embedding, and masked.

@@ -5,11 +5,12 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Retrieval, Segmentation
-from hvtrain.training.callbacks.recompute import Recompute, judge
+from hvtrain.training.callbacks.recompute import Recompute, digest_of, judge
 from launching import many_runs
 from run_folders import saved
 
@@ -36,6 +37,13 @@ RUNS = {
     ],
     "weight": [*RUN, "+callbacks.flip={_target_: flawed.FlipBit, rank: 0, step: 11}"],
     "compiled": [*RUN, "train.jit_compile=true"],
+    # The loss scale doubles in step 4, which is computed again.
+    "half": [
+        *RUN,
+        "train.precision=mixed_float16",
+        "train.steps=8",
+        "+callbacks.grow={_target_: flawed.GrowScale, step: 3}",
+    ],
 }
 AT_FAULT = {"activation": 2, "sent": 1, "weight": 0}
 
@@ -68,6 +76,14 @@ def test_the_rank_at_fault_is_named_in_the_next_check(runs, name):
 
 
 @pytest.mark.distributed
+def test_a_loss_scale_that_changes_accuses_nobody(runs):
+    _, results, output = runs
+    assert results[0]["half"]["record"]["num_steps"] == 8
+    assert "3 gradients were computed again on all ranks" in output
+    assert "the loss scale is 128" in output
+
+
+@pytest.mark.distributed
 def test_what_excludes_it_is_refused(runs):
     for rank in runs[1]:
         assert (
@@ -81,16 +97,32 @@ def test_losses_over_the_joint_batch_are_refused():
     context = MagicMock()
     context.run.strategy = Strategy()
     context.run.config.train = SimpleNamespace(jit_compile=False, sync_batch_norm=False)
-    context.run.task = Retrieval()
     context.model.weights = []
-    with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
-        Recompute(context)
+    for task in (Retrieval(), SimpleNamespace(loss={"pair": Retrieval().loss, "size": "mse"})):
+        context.run.task = task
+        with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
+            Recompute(context)
     context.run.task = Segmentation()
     callback = Recompute(context)
     # As joint_loss sets it while the step is traced, here for an ignored label.
-    callback.set_model(SimpleNamespace(loss=SimpleNamespace(denominator=4.0)))
-    with pytest.raises(ConfigError, match=r"does not go with a loss that divides by what counts"):
-        callback.on_train_batch_begin(0, None)
+    divides = SimpleNamespace(denominator=4.0)
+    for loss in (divides, {"size": SimpleNamespace(denominator=None), "kind": divides}):
+        callback.set_model(SimpleNamespace(loss=loss))
+        with pytest.raises(
+            ConfigError, match=r"does not go with a loss that divides by what counts"
+        ):
+            callback.on_train_batch_begin(0, None)
+
+
+def test_gradients_that_overflow_are_alike():
+    """What stays finite in them, and whether a sum is infinite or NaN, depends on the order of operations."""
+    sent, again = (
+        digest_of([tf.constant(values), tf.ones(2)]).numpy()
+        for values in ([np.inf, 1.0], [np.nan, -np.inf])
+    )
+    assert judge(0, sent, [again, sent, again], 1e-5).ranks == []
+    finite = digest_of([tf.ones(2), tf.ones(2)]).numpy()
+    assert judge(0, sent, [sent, sent, finite], 1e-5).ranks == [2]
 
 
 def test_two_ranks_that_disagree_are_both_named():

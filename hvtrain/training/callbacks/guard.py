@@ -79,14 +79,15 @@ def explain_errors(
         DataError: This rank cannot read its data, or an id is out of an embedding table's range.
     """
     strategy = context.run.strategy
-    steps_before = strategy.marks().ended
+    steps_before = strategy.marks().arrived
     try:
         yield
     except tf.errors.OpError as error:
         ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
         if ranks:
-            # Not position.step: the call of the graph that failed may have completed some steps.
-            step = context.position.start_step + strategy.marks().ended - steps_before + 1
+            # Not position.step: the call of the graph that failed may have completed some steps. Nor is
+            # it always the step after those that ended: local steps also synchronize between steps.
+            step = context.position.start_step + strategy.marks().arrived - steps_before
             origin = ""
             hint = NAMES_LAYER
             if search:

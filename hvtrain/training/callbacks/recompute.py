@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -68,7 +69,9 @@ class Recompute(RunCallback):
             obstacle = "train.jit_compile=true"
         elif train.sync_batch_norm:
             obstacle = "train.sync_batch_norm=true"
-        elif sharded_tables(model) or hasattr(run.task.loss, "joint_batch"):
+        elif sharded_tables(model) or any(
+            hasattr(loss, "joint_batch") for loss in keras.tree.flatten(run.task.loss)
+        ):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
             raise ConfigError(
@@ -89,7 +92,8 @@ class Recompute(RunCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         # Set once the step is traced. If all ranks take one batch, its mean over them differs.
-        if getattr(self.model.loss, "denominator", None) is not None:
+        losses = keras.tree.flatten(self.model.loss)
+        if any(getattr(loss, "denominator", None) is not None for loss in losses):
             raise ConfigError(
                 "guard.recompute_every does not go with a loss that divides by what counts in the batches of all ranks "
                 "(a mask, an ignored label, weights); leave it out"
@@ -113,8 +117,10 @@ class Recompute(RunCallback):
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns all variables that a step uses, except the optimizer's, with copies of their values."""
-        variables = (*self.model.variables, *self.model.metrics_variables)
+        """Returns all variables on which a step's gradient depends, with copies of their values."""
+        variables = [*self.model.variables, *self.model.metrics_variables]
+        if hasattr(self.model.optimizer, "dynamic_scale"):
+            variables.append(self.model.optimizer.dynamic_scale)
         return [(variable, tf.identity(variable.value)) for variable in variables]
 
     def _recorded_step(self, data):
@@ -198,7 +204,8 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns float64 [variables, 3]: for each gradient its norm, a weighted sum, and a checksum.
 
     The weights of the sum have both signs, so the sum also reveals errors that leave the norm unchanged.
-    The checksum depends on every bit: gradients with equal checksums count as equal.
+    The checksum depends on every bit: gradients with equal checksums count as equal. All gradients that are not
+    finite have the same digest.
     """
     rows = []
     for gradient in gradients:
@@ -207,6 +214,8 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
             continue
         dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         values = tf.cast(tf.reshape(dense, [-1]), tf.float32)
+        # All that overflow are alike: a loss scale skips their steps, and the values are left to chance.
+        values = tf.where(tf.reduce_all(tf.math.is_finite(values)), values, float("nan"))
         numbers = tf.range(tf.size(values))
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)

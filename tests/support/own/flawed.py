@@ -65,6 +65,22 @@ class FlipBit(keras.callbacks.Callback):
             kernel.assign(values)
 
 
+class GrowScale(keras.callbacks.Callback):
+    """Makes the loss scale double in the step after this one, as it does every 2,000 steps."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        if batch + 1 == self.step:
+            optimizer.dynamic_scale.assign(64.0)  # With which nothing overflows.
+            optimizer.step_counter.assign(optimizer.dynamic_growth_steps - 1)
+        elif batch == self.step and hvd.rank() == 0:
+            print(f"the loss scale is {float(optimizer.dynamic_scale):g}", flush=True)
+
+
 def model(image_shape, num_classes, rank=-1, first_call=1, last_call=10**9, of_gradient=False, **_):
     return keras.Sequential(
         [

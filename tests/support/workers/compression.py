@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fast_keras  # noqa: F401
 import keras
@@ -11,7 +12,11 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.keras import wire_formats
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.reduction import Reducer
+from hvtrain.step.step_timing import StepMarks
+from hvtrain.strategies.horovod import HorovodComm
+from hvtrain.training import comm_tuning
 
 # The gradients here have 9 blocks.
 wire_formats.PIECE_BLOCKS = 2
@@ -173,6 +178,21 @@ def refused_noise_scale():
     return ""
 
 
+def error_after_a_trial():
+    """What PowerSGD keeps after some steps of comm.tune; nothing after those that send whole gradients."""
+    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(40)])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=Compression.powersgd(2)
+    )
+    model.compile(optimizer, "mse", jit_compile=False)
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_model(model)
+    batch = [random.normal(size=(8, width)).astype("float32") for width in (60, 40)]
+    strategy = SimpleNamespace(comm=HorovodComm(), marks=StepMarks())
+    comm_tuning._trial(model, strategy, tf.data.Dataset.from_tensors(tuple(batch)))
+    return largest([error.numpy() for error in errors_of(hook_of(optimizer).reducer)])
+
+
 def refused(**options):
     try:
         Reducer(**options)
@@ -193,6 +213,7 @@ results = {
     "bf16 differs": rounds_as_by_hand(),
     "half a step": half_a_step(),
     "overflow": overflow(),
+    "error after a trial": error_after_a_trial(),
     "noise scale": {**noise_of_a_linear_regression(), "refused": refused_noise_scale()},
     "refused": [
         refused(compression=Compression.int8, op=hvd.Adasum),

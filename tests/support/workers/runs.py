@@ -35,6 +35,7 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.errors import Stopped, UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
+from hvtrain.models.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
 from hvtrain.training.run import RunState, training_batches, with_rank_weights
@@ -159,6 +160,9 @@ def against_the_joint_batches(config):
                 bool(source.augmentation and source.augmentation.mixes),
             )
             task.compile(joint, build_optimizer(config, plan), weighted=weighted, soft_targets=soft)
+            # By position, since its layers have other names.
+            factors = factors_of(model, config.train.rates)
+            multiply_rates(joint.optimizer, joint.trainable_variables, factors)
             prepare_step(joint, source, [], harden=task.harden)
             by_class, train_one = (
                 class_weights(config, source, task),
