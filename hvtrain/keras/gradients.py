@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
-from hvtrain.keras.in_graph import tf_variable
+from hvtrain.keras.in_graph import in_every_step, tf_variable
 
 NOT_FINITE = "hvtrain: the gradient is not finite"
 
@@ -148,9 +148,10 @@ def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.Ind
     options = {"process_set": process_set, "ignore_name_scope": True}
     dtype = slices.values.dtype
     # Horovod gathers no bfloat16.
-    sent = tf.cast(slices.values, tf.float32 if dtype == tf.bfloat16 else dtype)
+    sent = tf.cast(in_every_step(slices.values), tf.float32 if dtype == tf.bfloat16 else dtype)
     values = hvd.allgather(sent, name=f"{name}_values", **options)
-    indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
+    # Constant for an embedding of positions, which are the same in all batches.
+    indices = hvd.allgather(in_every_step(slices.indices), name=f"{name}_indices", **options)
     return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
 
 
