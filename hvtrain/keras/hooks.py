@@ -23,9 +23,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.sharded_optimizer import Sharded
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import ClipsTables, RecordsVariables, take_tables
+from hvtrain.keras.table_steps import RecordsVariables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -179,13 +178,9 @@ class Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Makes an optimizer from its config; it reduces too."""
-        # make_distributed puts the plain class second among the bases.
-        plain_class: Any = cls.__bases__[1]
-        # These mixins are left out, because wrapping adds them again and would take them for an
-        # overridden step.
-        while issubclass(plain_class, ClipsTables | Sharded):
-            plain_class = plain_class.__bases__[1]
-        return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
+        # make_distributed puts the class that it wraps second among the bases.
+        wrapped_class: Any = cls.__bases__[1]
+        return cls._hvtrain_wrap(wrapped_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
 
     def _reduce(self, grads, variables):
         """Returns the gradients of the joint batch, reduced over all ranks."""
