@@ -57,7 +57,8 @@ class FiniteCheck:
             own: this rank's gradients before the reduction.
             reduced: the reduced gradients, the same on all ranks.
             excused: a boolean, the same on all ranks; True lets non-finite gradients pass.
-            loss_scale: the scale of the loss; the norm is that of the unscaled gradients.
+            loss_scale: the scale of the loss; the norm is that of the unscaled gradients. None: keeps the
+                last step's norm, as for gradients that are only accumulated.
         """
 
         def fail():
@@ -72,7 +73,8 @@ class FiniteCheck:
         all_finite = tf.cond(
             tf.math.is_finite(half_squares), lambda: True, lambda: are_finite(reduced)
         )
-        self._norm.assign(half_squares / loss_scale**2)
+        if loss_scale is not None:
+            self._norm.assign(half_squares / loss_scale**2)
         is_fine = tf.logical_or(all_finite, excused)
         # In a branch, so that the exchange costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)

@@ -194,11 +194,12 @@ class Distributed:
             )
         if variables and len(variables) != len(grads):
             variables = None  # Keras refuses a wrong number of gradients later.
-        return self._check(grads, reducer(grads, variables))
+        # Keras divides by loss_scale_factor later.
+        return self._check(grads, reducer(grads, variables), self.loss_scale_factor or 1.0)  # type: ignore[attr-defined]
 
-    def _check(self, own, reduced):
+    def _check(self, own, reduced, loss_scale=1.0):
         check = self._hvtrain.finite_check
-        return check(own, reduced) if check else reduced
+        return check(own, reduced, loss_scale=loss_scale) if check else reduced
 
     def _step(self, grads, variables):
         return super().apply(grads, variables)  # type: ignore[misc]
@@ -249,18 +250,18 @@ class DistributedLossScale(Distributed):
         self._hvtrain.reducer.shares_overflow = self._hvtrain.loss_was_scaled
         return super()._reduce(grads, variables)
 
-    def _check(self, own, reduced):
+    def _check(self, own, reduced, loss_scale=1.0):
         """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
         With a scale below 1, values that are not finite are no overflow but in the gradient itself.
         """
         if not self._hvtrain.loss_was_scaled:
-            return super()._check(own, reduced)  # No step is skipped.
+            return super()._check(own, reduced, loss_scale)  # No step is skipped.
         check = self._hvtrain.finite_check
         if not check or not self.built:
             return reduced
         scale = self.dynamic_scale.value  # type: ignore[attr-defined]
-        return check(own, reduced, excused=scale >= 1.0, loss_scale=scale)
+        return check(own, reduced, excused=scale >= 1.0, loss_scale=loss_scale and scale)
 
     def _step(self, grads, variables):
         if self._hvtrain.loss_was_scaled:
@@ -285,22 +286,22 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
     def _reduce(self, grads, variables):
         reducer = self._hvtrain.reducer
-        if reducer.is_alone:
-            return self._check(grads, grads)
-        all_finite = hvd.allreduce(
-            tf.cast(are_finite(grads), tf.float32),
-            op=hvd.Min,
-            name=f"{reducer.name}_overflow",
-            ignore_name_scope=True,
-            process_set=reducer.process_set,
-        )
-        # Keras checks the gradients themselves, so NaN is added to the first one if any rank
-        # overflowed.
-        poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
-        first = next(i for i, gradient in enumerate(grads) if gradient is not None)
-        poisoned[first] = with_nan(grads[first], poison)
-        return self._check(grads, poisoned)
+        if not reducer.is_alone:
+            all_finite = hvd.allreduce(
+                tf.cast(are_finite(grads), tf.float32),
+                op=hvd.Min,
+                name=f"{reducer.name}_overflow",
+                ignore_name_scope=True,
+                process_set=reducer.process_set,
+            )
+            # Keras checks the gradients themselves, so NaN is added to the first one if any rank
+            # overflowed.
+            poison = tf.where(all_finite > 0, 0.0, float("nan"))
+            first = next(i for i, gradient in enumerate(grads) if gradient is not None)
+            poisoned[first] = with_nan(grads[first], poison)
+        # The inner optimizer checks what it steps on, and measures its norm.
+        return self._check(grads, poisoned, loss_scale=None)
 
 
 @contextmanager

@@ -68,6 +68,22 @@ def test_halving_the_loss_scale_in_vain_is_told_while_accumulating():
         optimizer.apply(gradients, [variable])
 
 
+def test_the_norm_is_that_of_the_gradients_of_the_last_step_without_any_scale():
+    variable = keras.Variable([1.0, 1.0])
+    fixed = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, loss_scale_factor=8.0), check_finite=True
+    )
+    fixed.apply([fixed.scale_loss(tf.constant([3.0, 4.0]))], [variable])
+    assert gradient_norm(fixed) == 5.0
+
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner), check_finite=True)
+    scaled.build([variable])
+    for gradient in ([2.0, 0.0], [4.0, 8.0], [100.0, 0.0]):
+        scaled.apply([scaled.scale_loss(tf.constant(gradient))], [variable])
+    assert gradient_norm(scaled) == 5.0, "of the mean of the first two; the third is no step yet"
+
+
 def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
     optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, check_finite=True)
     assert gradient_norm(optimizer) is None
