@@ -163,6 +163,12 @@ def test_a_gradient_of_unknown_shape_counts_as_no_bytes(compression):
     assert sent_bytes([tf.TensorSpec(None), known], compression, 2) == expected > 0
 
 
+@pytest.mark.parametrize(("compression", "item_bytes"), [("none", 4), ("fp16", 2), ("bf16", 2)])
+def test_gradients_of_bfloat16_are_sent_as_float32_and_counted_so(compression, item_bytes):
+    gradient = tf.TensorSpec([1024], tf.bfloat16)
+    assert sent_bytes([gradient], getattr(hvd.Compression, compression), 2) == 1024 * item_bytes
+
+
 def test_an_average_in_the_place_of_the_name_is_refused():
     with pytest.raises(TypeError, match="which is name here; pass average=False"):
         hvd.allreduce(1.0, False)
