@@ -157,25 +157,18 @@ def broadcast_(
     name: str | None = None,
     process_set: Any = hvd.global_process_set,
 ) -> list[Any]:
-    """Sets Keras or TensorFlow variables to the values of root_rank, and returns the new values.
+    """Does what broadcast_variables does, and returns the new values.
 
-    Each variable is a message of its own; broadcast_variables sends fewer. As there, variables are matched
-    by position, and sharded variables and the seeds of random layers keep their values.
+    Args:
+        name: accepted for compatibility with Horovod; no effect, since variables share messages.
+
+    The other arguments and the errors are those of broadcast_variables.
     """
-    prefix = name or positional_name("broadcast_in_place")
-    values = []
-    for position, variable in enumerate(variables):
-        tensor = tf_variable(variable)
-        if _is_each_ranks_own(variable):
-            values.append(tf.convert_to_tensor(tensor))
-            continue
-        value = hvd.broadcast(
-            tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set
-        )
-        values.append(tf.convert_to_tensor(tensor.assign(value)))
-        _set_anchor(tensor)
-    weights_made_equal()
-    return values
+    variables = list(variables)
+    done = broadcast_variables(variables, root_rank, process_set)
+    # In a TensorFlow 1 graph nothing else makes the values wait.
+    with tf.control_dependencies([done] if done else []):
+        return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
 
 
 def broadcast_object_fn(root_rank: int = 0, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
@@ -241,14 +234,10 @@ def broadcast_variables(
         for op in _broadcast_packed(same_type, root_rank, process_set)
     ]
     for tensor in tensors:
-        _set_anchor(tensor)
+        # A copy of the weight's new value: see DiLoCo.
+        if hasattr(tensor, "anchor"):
+            tensor.anchor.assign(tensor)
     return None if tf.executing_eagerly() else tf.group(assigned)
-
-
-def _set_anchor(tensor: Any) -> None:
-    """Copies a weight's new value to its anchor, if it has one: see DiLoCo."""
-    if hasattr(tensor, "anchor"):
-        tensor.anchor.assign(tensor)
 
 
 def _is_each_ranks_own(variable: Any) -> bool:
