@@ -124,15 +124,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
         A GAN, for example, has two, and may pass neither to compile.
         """
-        items: list[Any] = []
-        for value in vars(self.model).values():
+        values = list(vars(self.model).values())
+        for value in list(values):
             if isinstance(value, dict):
-                items += value.values()
+                values += value.values()
             elif isinstance(value, list | tuple):
-                items += value
-            else:
-                items.append(value)
-        return [item for item in items if isinstance(item, keras.optimizers.Optimizer)]
+                values += value
+        return [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.

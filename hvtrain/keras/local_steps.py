@@ -321,11 +321,9 @@ def _make_local(
         raise ValueError(
             "ranks that step on their own would have loss scales of their own; use the policy mixed_bfloat16 or float32"
         )
-    excluded = [
-        name for name in ("gradient_accumulation_steps", "use_ema") if getattr(optimizer, name)
-    ]
-    if excluded:
-        raise ValueError(f"an optimizer that steps locally cannot have {excluded[0]}; leave it out")
+    for name in ("gradient_accumulation_steps", "use_ema"):
+        if getattr(optimizer, name):
+            raise ValueError(f"an optimizer that steps locally cannot have {name}; leave it out")
 
     if check_finite and options.get("process_set") is not None:
         raise ValueError(
