@@ -26,11 +26,11 @@ class FiniteCheck:
     tf.errors.InvalidArgumentError, whose message contains NOT_FINITE.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = False) -> None:
         # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so
-        # there the update begins at once; gradients that are not finite are replaced by zeros,
-        # and the step fails all the same.
-        self.waits = not tf.config.list_logical_devices("GPU")
+        # there the update begins at once unless `waits`; gradients that are not finite are replaced
+        # by zeros, and the step fails all the same.
+        self.waits = waits or not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
             no_faults = tf.zeros([self.num_processes], tf.int32)

@@ -40,6 +40,9 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     `every`th step and after synchronize(optimizer), which has to be called before an evaluation or a
     checkpoint.
 
+    With check_finite a synchronization fails if a rank's weights are not finite. Each rank then keeps the
+    weights of its own last step: set them on all ranks and broadcast them before another step.
+
     Args:
         optimizer: a Keras optimizer without gradient_accumulation_steps, use_ema or a loss scale.
         every: steps from one synchronization to the next.
@@ -340,7 +343,8 @@ def _make_local(
 
     hook = LocalHook(
         reducer,
-        FiniteCheck() if check_finite else None,
+        # Zeros in the place of weights that are not finite would become the weights.
+        FiniteCheck(waits=True) if check_finite else None,
         every=every,
         warmup_steps=warmup_steps,
         outer=outer,

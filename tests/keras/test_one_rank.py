@@ -91,6 +91,14 @@ def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
         hvd.NoiseScale(optimizer)
 
 
+def test_weights_that_are_not_finite_do_not_become_zeros_on_gpus(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    local = hvd.LocalSGD(keras.optimizers.SGD(), check_finite=True)
+    every_step = hvd.DistributedOptimizer(keras.optimizers.SGD(), check_finite=True)
+    waits = [optimizer._hvtrain.finite_check.waits for optimizer in (local, every_step)]
+    assert waits == [True, False]
+
+
 def test_local_steps_with_a_sum_of_weights_are_refused():
     with pytest.raises(ValueError, match="leave op out"):
         hvd.LocalSGD(keras.optimizers.SGD(), op=hvd.Sum)
