@@ -38,7 +38,8 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
     Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after every
     `every`th step and after synchronize(optimizer), which has to be called before an evaluation or a
-    checkpoint.
+    checkpoint. Keras's ModelCheckpoint does not call it: with save_freq=N it saves rank 0's own weights,
+    unless N is a multiple of `every`.
 
     With check_finite a synchronization fails if a rank's weights are not finite. Each rank then keeps the
     weights of its own last step: set them on all ranks and broadcast them before another step.
