@@ -101,7 +101,7 @@ FAULTS = [
         "nan-applied",
         "a gradient that is not finite reaches the weights",
         "keras/hooks.py",
-        "return check(own, reduced) if check else reduced",
+        "return check(own, reduced, loss_scale=loss_scale) if check else reduced",
         "return reduced",
         (f"{DROP_IN}::test_a_gradient_that_is_not_finite_reaches_no_weight[mpi-2]",),
     ),

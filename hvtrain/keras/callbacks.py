@@ -37,7 +37,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         local_variables: a variable, or several, that are not broadcast.
 
     Raises:
-        RankError: if Keras knows that the ranks hold different numbers of batches.
+        RankError: if Keras knows that the ranks hold different numbers of batches, or if the model is
+            built on some ranks only, as where rank 0 alone has loaded it.
         ValueError: if local_variables holds anything but variables.
     """
 
@@ -69,13 +70,17 @@ class BroadcastGlobalVariablesCallback(Callback):
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._compare_steps()
+        # Keras's default build() sets `built` without creating any weights.
+        # A loop of the user's own may set no params.
+        own = (self.params or {}).get("steps"), bool(self.model.built and self.model.weights)
+        steps, are_built = zip(*hvd.allgather_object(own, name="hvtrain.steps"))
+        self._compare_steps(steps)
         self._tape_reductions_before = num_tape_reductions()
         self._is_first_step = True
         if self.broadcast_done:
             return
-        # Keras's default build() sets `built` without creating any weights.
-        if self.model.built and self.model.weights:
+        # If it is built on some ranks only, the broadcast fails on all of them.
+        if any(are_built):
             self._broadcast()
         elif hvd.size() > 1 and hvd.rank() == 0:
             warnings.warn(
@@ -98,11 +103,8 @@ class BroadcastGlobalVariablesCallback(Callback):
             )
         self._is_first_step = False
 
-    def _compare_steps(self) -> None:
+    def _compare_steps(self, steps: Any) -> None:
         """Raises RankError if Keras knows that the ranks hold different numbers of batches."""
-        if hvd.size() == 1:
-            return
-        steps = hvd.allgather_object(self.params.get("steps"), name="hvtrain.steps")
         different = [rank for rank, num_steps in enumerate(steps) if num_steps != steps[0]]
         if different and None not in steps:
             rank = different[0]
@@ -122,15 +124,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
         A GAN, for example, has two, and may pass neither to compile.
         """
-        items: list[Any] = []
-        for value in vars(self.model).values():
+        values = list(vars(self.model).values())
+        for value in list(values):
             if isinstance(value, dict):
-                items += value.values()
+                values += value.values()
             elif isinstance(value, list | tuple):
-                items += value
-            else:
-                items.append(value)
-        return [item for item in items if isinstance(item, keras.optimizers.Optimizer)]
+                values += value
+        return [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
@@ -140,9 +140,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         # Keyed by identity, since an optimizer may be an attribute under two names.
         by_id = {variable_id(variable): variable for variable in variables}
         shared = [variable for key, variable in by_id.items() if key not in self._local]
-        if shared:
-            with tf.device(self.device or None):
-                broadcast_variables(shared, self.root_rank)
+        with tf.device(self.device or None):
+            broadcast_variables(shared, self.root_rank)
         for hook in filter(None, map(hook_of, self._optimizers())):
             hook.weights_were_set()
         self.broadcast_done = True
@@ -168,15 +167,14 @@ class MetricAverageCallback(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = logs or {}
         names = sorted(logs)
-        # Values are summed by position, so all ranks must have the same names.
-        if hvd.size() > 1:
-            self._compare(names, epoch)
+        self._compare(names, epoch)
         with tf.device(self.device or None):
             sums = sum_arrays([logs[name] for name in names])
         # A metric may have a value for each class, such as F1Score.
         logs.update({name: (total / hvd.size()).tolist() for name, total in zip(names, sums)})
 
     def _compare(self, names: list[str], epoch: int) -> None:
+        # Values are summed by position, so all ranks must have the same names.
         for rank, other_names in enumerate(hvd.allgather_object(names, name="hvtrain.metrics")):
             if other_names != names:
                 only_here = sorted(set(names) - set(other_names))

@@ -116,17 +116,11 @@ def _compared(collective: Callable[..., Any], any_length: bool = False) -> Calla
         # Horovod's three functions take process_set and op at different positions.
         arguments = signature.bind(tensors, *args, **kwargs).arguments
         process_set = arguments.get("process_set", hvd.global_process_set)
-        if process_set.size() > 1:
-            specs = tensors
-            if any_length:
-                specs = [
-                    tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors
-                ]
-            settings = f"{collective.__name__}, op={arguments.get('op')}"
-            no_variables = [None] * len(specs)
-            compare_structure(
-                collective.__name__, settings, specs, no_variables, process_set, "tensor"
-            )
+        specs = tensors
+        if any_length:
+            specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
+        settings = f"{collective.__name__}, op={arguments.get('op')}"
+        compare_structure(collective.__name__, settings, specs, [], process_set, "tensor")
         return collective(tensors, *args, **kwargs)
 
     return compare_and_call
@@ -157,25 +151,18 @@ def broadcast_(
     name: str | None = None,
     process_set: Any = hvd.global_process_set,
 ) -> list[Any]:
-    """Sets Keras or TensorFlow variables to the values of root_rank, and returns the new values.
+    """Does what broadcast_variables does, and returns the new values.
 
-    Each variable is a message of its own; broadcast_variables sends fewer. As there, variables are matched
-    by position, and sharded variables and the seeds of random layers keep their values.
+    Args:
+        name: accepted for compatibility with Horovod; no effect, since variables share messages.
+
+    The other arguments and the errors are those of broadcast_variables.
     """
-    prefix = name or positional_name("broadcast_in_place")
-    values = []
-    for position, variable in enumerate(variables):
-        tensor = tf_variable(variable)
-        if _is_each_ranks_own(variable):
-            values.append(tf.convert_to_tensor(tensor))
-            continue
-        value = hvd.broadcast(
-            tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set
-        )
-        values.append(tf.convert_to_tensor(tensor.assign(value)))
-        _set_anchor(tensor)
-    weights_made_equal()
-    return values
+    variables = list(variables)
+    done = broadcast_variables(variables, root_rank, process_set)
+    # In a TensorFlow 1 graph nothing else makes the values wait.
+    with tf.control_dependencies([done] if done else []):
+        return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
 
 
 def broadcast_object_fn(root_rank: int = 0, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
@@ -215,13 +202,12 @@ def broadcast_variables(
     variables = list(variables)
     weights_made_equal()
     tensors = [tf_variable(variable) for variable in variables if not _is_each_ranks_own(variable)]
-    if process_set.size() > 1:
-        # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                _compare_variables(
-                    [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors], process_set
-                )
+    # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            _compare_variables(
+                [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors], process_set
+            )
     # Raised only after the comparison, where the other ranks would otherwise wait for this rank.
     if not variables:
         raise ValueError(
@@ -241,14 +227,10 @@ def broadcast_variables(
         for op in _broadcast_packed(same_type, root_rank, process_set)
     ]
     for tensor in tensors:
-        _set_anchor(tensor)
+        # A copy of the weight's new value: see DiLoCo.
+        if hasattr(tensor, "anchor"):
+            tensor.anchor.assign(tensor)
     return None if tf.executing_eagerly() else tf.group(assigned)
-
-
-def _set_anchor(tensor: Any) -> None:
-    """Copies a weight's new value to its anchor, if it has one: see DiLoCo."""
-    if hasattr(tensor, "anchor"):
-        tensor.anchor.assign(tensor)
 
 
 def _is_each_ranks_own(variable: Any) -> bool:
@@ -313,12 +295,14 @@ def broadcast_model(model: keras.Model) -> None:
     one process on the joint batch.
     """
     optimizer = built_optimizer(model)
-    broadcast_variables(model.weights, 0)
+    variables = list(model.weights)
+    broadcast_variables(variables, 0)
     if optimizer is not None:
         broadcast_variables(optimizer.variables, 0)
+        variables += optimizer.variables
         if hasattr(optimizer, "_hvtrain"):
             optimizer._hvtrain.weights_were_set()
-    distribute_whole([*model.weights, *(optimizer.variables if optimizer else ())])
+    distribute_whole(variables)
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
@@ -375,7 +359,7 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
         arrays: must have the same shapes on all ranks.
     """
     arrays = [np.asarray(array, np.float64) for array in arrays]
-    if hvd.size() == 1 or not arrays:
+    if not arrays:
         return arrays
     packed = np.concatenate([array.ravel() for array in arrays])
     with tf.device("/CPU:0"):

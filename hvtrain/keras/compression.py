@@ -115,7 +115,10 @@ def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
     num_bytes = 0
     for tensor in tensors:
-        item_bytes = 2 if compression is Compression.fp16 else tensor.dtype.size
+        # Horovod adds no bfloat16, which is sent as float32.
+        item_bytes = 4 if tensor.dtype == tf.bfloat16 else tensor.dtype.size
+        if compression is Compression.fp16:
+            item_bytes = 2
         num_bytes += item_bytes * (tensor.shape.num_elements() or 0)
     return ring_bytes(num_bytes, num_ranks)
 

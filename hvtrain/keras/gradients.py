@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
-from hvtrain.keras.in_graph import tf_variable
+from hvtrain.keras.in_graph import in_every_step, tf_variable
 
 NOT_FINITE = "hvtrain: the gradient is not finite"
 
@@ -26,11 +26,11 @@ class FiniteCheck:
     tf.errors.InvalidArgumentError, whose message contains NOT_FINITE.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = False) -> None:
         # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so
-        # there the update begins at once; gradients that are not finite are replaced by zeros,
-        # and the step fails all the same.
-        self.waits = not tf.config.list_logical_devices("GPU")
+        # there the update begins at once unless `waits`; gradients that are not finite are replaced
+        # by zeros, and the step fails all the same.
+        self.waits = waits or not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
             no_faults = tf.zeros([self.num_processes], tf.int32)
@@ -57,7 +57,8 @@ class FiniteCheck:
             own: this rank's gradients before the reduction.
             reduced: the reduced gradients, the same on all ranks.
             excused: a boolean, the same on all ranks; True lets non-finite gradients pass.
-            loss_scale: the scale of the loss; the norm is that of the unscaled gradients.
+            loss_scale: the scale of the loss; the norm is that of the unscaled gradients. None: keeps the
+                last step's norm, as for gradients that are only accumulated.
         """
 
         def fail():
@@ -72,7 +73,8 @@ class FiniteCheck:
         all_finite = tf.cond(
             tf.math.is_finite(half_squares), lambda: True, lambda: are_finite(reduced)
         )
-        self._norm.assign(half_squares / loss_scale**2)
+        if loss_scale is not None:
+            self._norm.assign(half_squares / loss_scale**2)
         is_fine = tf.logical_or(all_finite, excused)
         # In a branch, so that the exchange costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)
@@ -148,9 +150,10 @@ def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.Ind
     options = {"process_set": process_set, "ignore_name_scope": True}
     dtype = slices.values.dtype
     # Horovod gathers no bfloat16.
-    sent = tf.cast(slices.values, tf.float32 if dtype == tf.bfloat16 else dtype)
+    sent = tf.cast(in_every_step(slices.values), tf.float32 if dtype == tf.bfloat16 else dtype)
     values = hvd.allgather(sent, name=f"{name}_values", **options)
-    indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
+    # Constant for an embedding of positions, which are the same in all batches.
+    indices = hvd.allgather(in_every_step(slices.indices), name=f"{name}_indices", **options)
     return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
 
 

@@ -23,9 +23,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.sharded_optimizer import Sharded
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import ClipsTables, RecordsVariables, take_tables
+from hvtrain.keras.table_steps import RecordsVariables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -179,13 +178,9 @@ class Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Makes an optimizer from its config; it reduces too."""
-        # make_distributed puts the plain class second among the bases.
-        plain_class: Any = cls.__bases__[1]
-        # These mixins are left out, because wrapping adds them again and would take them for an
-        # overridden step.
-        while issubclass(plain_class, ClipsTables | Sharded):
-            plain_class = plain_class.__bases__[1]
-        return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
+        # make_distributed puts the class that it wraps second among the bases.
+        wrapped_class: Any = cls.__bases__[1]
+        return cls._hvtrain_wrap(wrapped_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
 
     def _reduce(self, grads, variables):
         """Returns the gradients of the joint batch, reduced over all ranks."""
@@ -199,11 +194,12 @@ class Distributed:
             )
         if variables and len(variables) != len(grads):
             variables = None  # Keras refuses a wrong number of gradients later.
-        return self._check(grads, reducer(grads, variables))
+        # Keras divides by loss_scale_factor later.
+        return self._check(grads, reducer(grads, variables), self.loss_scale_factor or 1.0)  # type: ignore[attr-defined]
 
-    def _check(self, own, reduced):
+    def _check(self, own, reduced, loss_scale=1.0):
         check = self._hvtrain.finite_check
-        return check(own, reduced) if check else reduced
+        return check(own, reduced, loss_scale=loss_scale) if check else reduced
 
     def _step(self, grads, variables):
         return super().apply(grads, variables)  # type: ignore[misc]
@@ -254,18 +250,18 @@ class DistributedLossScale(Distributed):
         self._hvtrain.reducer.shares_overflow = self._hvtrain.loss_was_scaled
         return super()._reduce(grads, variables)
 
-    def _check(self, own, reduced):
+    def _check(self, own, reduced, loss_scale=1.0):
         """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
         With a scale below 1, values that are not finite are no overflow but in the gradient itself.
         """
         if not self._hvtrain.loss_was_scaled:
-            return super()._check(own, reduced)  # No step is skipped.
+            return super()._check(own, reduced, loss_scale)  # No step is skipped.
         check = self._hvtrain.finite_check
         if not check or not self.built:
             return reduced
         scale = self.dynamic_scale.value  # type: ignore[attr-defined]
-        return check(own, reduced, excused=scale >= 1.0, loss_scale=scale)
+        return check(own, reduced, excused=scale >= 1.0, loss_scale=loss_scale and scale)
 
     def _step(self, grads, variables):
         if self._hvtrain.loss_was_scaled:
@@ -290,22 +286,22 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
     def _reduce(self, grads, variables):
         reducer = self._hvtrain.reducer
-        if reducer.is_alone:
-            return self._check(grads, grads)
-        all_finite = hvd.allreduce(
-            tf.cast(are_finite(grads), tf.float32),
-            op=hvd.Min,
-            name=f"{reducer.name}_overflow",
-            ignore_name_scope=True,
-            process_set=reducer.process_set,
-        )
-        # Keras checks the gradients themselves, so NaN is added to the first one if any rank
-        # overflowed.
-        poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
-        first = next(i for i, gradient in enumerate(grads) if gradient is not None)
-        poisoned[first] = with_nan(grads[first], poison)
-        return self._check(grads, poisoned)
+        if not reducer.is_alone:
+            all_finite = hvd.allreduce(
+                tf.cast(are_finite(grads), tf.float32),
+                op=hvd.Min,
+                name=f"{reducer.name}_overflow",
+                ignore_name_scope=True,
+                process_set=reducer.process_set,
+            )
+            # Keras checks the gradients themselves, so NaN is added to the first one if any rank
+            # overflowed.
+            poison = tf.where(all_finite > 0, 0.0, float("nan"))
+            first = next(i for i, gradient in enumerate(grads) if gradient is not None)
+            poisoned[first] = with_nan(grads[first], poison)
+        # The inner optimizer checks what it steps on, and measures its norm.
+        return self._check(grads, poisoned, loss_scale=None)
 
 
 @contextmanager

@@ -51,6 +51,17 @@ def counter(operation: str) -> tf.Variable:
     return getattr(owner, attribute)
 
 
+def in_every_step(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the same tensor [n, ...], to be exchanged in each step even if it is constant.
+
+    TensorFlow runs operations on constants once, while it optimizes a graph. A rank whose batches all
+    have one size would then send nothing in later steps, and a rank that traces a step again would send
+    once more, so ranks would wait for each other. The slice begins at a variable, which is always 0, so
+    its result is no constant. It copies nothing.
+    """
+    return tf.convert_to_tensor(tensor)[counter("constants") :]
+
+
 def new_counter() -> tf.Variable:
     """Creates a counter on the CPU, so that reading it waits for no GPU."""
     return host_variable(0, tf.int64, "num_reductions")

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.in_graph import positional_name, refuse_xla
+from hvtrain.keras.in_graph import in_every_step, positional_name, refuse_xla
 from hvtrain.step.joint_loss import joint_loss
 
 
@@ -72,7 +72,9 @@ def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
         "a mask or an ignored label needs none)"
     )
     name = positional_name("joint_denominator")
-    return hvd.allreduce(number, op=hvd.Average, name=name, ignore_name_scope=True)
+    # It is constant if all weights are 1 and the batch's size is known while the step is traced.
+    numbers = in_every_step(number[None])
+    return hvd.allreduce(numbers, op=hvd.Average, name=name, ignore_name_scope=True)[0]
 
 
 def joint_batch(rows: Any) -> Any:
@@ -120,4 +122,5 @@ def joint_batch(rows: Any) -> Any:
 
         return hvd.allgather(own, name=name, ignore_name_scope=True), gradient
 
-    return gather(rows)
+    # The number of rows is constant if it is known while the step is traced.
+    return gather(in_every_step(rows))

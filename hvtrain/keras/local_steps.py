@@ -38,7 +38,11 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
     Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after every
     `every`th step and after synchronize(optimizer), which has to be called before an evaluation or a
-    checkpoint.
+    checkpoint. Keras's ModelCheckpoint does not call it: with save_freq=N it saves rank 0's own weights,
+    unless N is a multiple of `every`.
+
+    With check_finite a synchronization fails if a rank's weights are not finite. Each rank then keeps the
+    weights of its own last step: set them on all ranks and broadcast them before another step.
 
     Args:
         optimizer: a Keras optimizer without gradient_accumulation_steps, use_ema or a loss scale.
@@ -321,11 +325,9 @@ def _make_local(
         raise ValueError(
             "ranks that step on their own would have loss scales of their own; use the policy mixed_bfloat16 or float32"
         )
-    excluded = [
-        name for name in ("gradient_accumulation_steps", "use_ema") if getattr(optimizer, name)
-    ]
-    if excluded:
-        raise ValueError(f"an optimizer that steps locally cannot have {excluded[0]}; leave it out")
+    for name in ("gradient_accumulation_steps", "use_ema"):
+        if getattr(optimizer, name):
+            raise ValueError(f"an optimizer that steps locally cannot have {name}; leave it out")
 
     if check_finite and options.get("process_set") is not None:
         raise ValueError(
@@ -342,7 +344,8 @@ def _make_local(
 
     hook = LocalHook(
         reducer,
-        FiniteCheck() if check_finite else None,
+        # Zeros in the place of weights that are not finite would become the weights.
+        FiniteCheck(waits=True) if check_finite else None,
         every=every,
         warmup_steps=warmup_steps,
         outer=outer,

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.keras.in_graph import counter, positional_name, refuse_xla, tf_variable
+from hvtrain.keras.in_graph import in_every_step, positional_name, refuse_xla, tf_variable
 from hvtrain.keras.optimizers import row_slots
 from hvtrain.keras.process import is_elastic
 from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of, save_table
@@ -186,9 +186,7 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
-    # Adds 0 from a variable. Otherwise TensorFlow would constant-fold lookups of constant ids: run
-    # them while it optimizes the graph, at a different time on each rank.
-    ids += counter("constant_ids")
+    ids = in_every_step(ids)
 
     # tf.unique runs on the CPU only.
     with tf.device("/CPU:0"):

@@ -52,10 +52,12 @@ class RecordsVariables:
 
     _hvtrain_stepped: Sequence[Any] = ()
 
-    def _backend_apply_gradients(self, grads, trainable_variables):
+    # Not in _backend_apply_gradients, which would count as a step of the optimizer's own: see overridden_steps.
+    def _overwrite_variables_directly_with_gradients(self, grads, vars):
+        stepped = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
         # Bypasses Keras's __setattr__, as make_distributed does.
-        object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        object.__setattr__(self, "_hvtrain_stepped", list(stepped[1]))
+        return stepped
 
 
 class ClipsTables(RecordsVariables):

@@ -3,6 +3,7 @@
 Settings that differ from the checkpoint's are recorded, or refused if they must not change.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.text import flatten
 from hvtrain.training.run import ResumePoint, Start, versions
+
+log = logging.getLogger(__name__)
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
@@ -82,11 +85,16 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
     # After the broadcast, which would replace it with the chief's.
-    if has_memory:
+    if has_memory and model_state.keeps_memory(model):
         received = [
             send_arrays(memory, 0, comm, rank == own_rank) for rank, memory in enumerate(memories)
         ]
         model_state.restore_memory(received[own_rank], model)
+    elif has_memory:
+        log.warning(
+            "what the checkpoint's ranks kept for their next exchange, such as compression errors, is left out, since "
+            "this run keeps nothing of the kind; a single rank compresses nothing"
+        )
     return start
 
 

@@ -109,6 +109,19 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
         assert results["finite_on_gpus"] == {**expected, "update waits": False}
 
 
+def test_constants_are_exchanged_in_every_step(ranks):
+    """TensorFlow would do it only once, while it optimizes the graph, and each rank as often as it traces the step."""
+    size = len(ranks)
+    constants = [results["exchanges_of_constants"] for results in ranks]
+    sizes = range(1, size + 1)
+    for results in constants:
+        assert (results["exchanges"], results["constant"]) == (5, [])
+        assert results["rows"] == pytest.approx([1.0, *([1 / size] * size)])
+        assert results["batch"] == [float(number) for number in sizes for _ in range(number)]
+    joint_mean = sum(number**2 for number in sizes) / sum(sizes)
+    assert np.mean([results["mean"] for results in constants]) == pytest.approx(joint_mean)
+
+
 def test_no_rank_stops_alone(ranks):
     """Wished by the last rank after its third batch, and at the end of the second epoch of 16 batches."""
     assert [results["stopping_and_drifting"]["batches"] for results in ranks] == [[4, 32]] * len(

@@ -292,6 +292,15 @@ def test_the_broadcast_warns_of_ranks_that_train_alone(library):
         assert results["neither"] == []
 
 
+def test_a_model_that_one_rank_alone_has_built_is_refused_on_all(library):
+    for rank, messages in enumerate(idioms(library, "built")):
+        ranks = f"ranks {rank} and {0 if rank else 1} hold different variables at position 0: "
+        for message in messages:
+            assert message.startswith(f"RankError: {ranks}")
+            assert "((4, 3), 'float32')" in message
+        assert " none" in messages[1]
+
+
 def test_epochs_that_differ_between_ranks(library):
     last = len(library) - 1
     for results in idioms(library, "unlike"):

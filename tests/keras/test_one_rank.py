@@ -68,11 +68,35 @@ def test_halving_the_loss_scale_in_vain_is_told_while_accumulating():
         optimizer.apply(gradients, [variable])
 
 
+def test_the_norm_is_that_of_the_gradients_of_the_last_step_without_any_scale():
+    variable = keras.Variable([1.0, 1.0])
+    fixed = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, loss_scale_factor=8.0), check_finite=True
+    )
+    fixed.apply([fixed.scale_loss(tf.constant([3.0, 4.0]))], [variable])
+    assert gradient_norm(fixed) == 5.0
+
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner), check_finite=True)
+    scaled.build([variable])
+    for gradient in ([2.0, 0.0], [4.0, 8.0], [100.0, 0.0]):
+        scaled.apply([scaled.scale_loss(tf.constant(gradient))], [variable])
+    assert gradient_norm(scaled) == 5.0, "of the mean of the first two; the third is no step yet"
+
+
 def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
     optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, check_finite=True)
     assert gradient_norm(optimizer) is None
     with pytest.raises(ValueError, match="needs ranks that average whole gradients"):
         hvd.NoiseScale(optimizer)
+
+
+def test_weights_that_are_not_finite_do_not_become_zeros_on_gpus(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    local = hvd.LocalSGD(keras.optimizers.SGD(), check_finite=True)
+    every_step = hvd.DistributedOptimizer(keras.optimizers.SGD(), check_finite=True)
+    waits = [optimizer._hvtrain.finite_check.waits for optimizer in (local, every_step)]
+    assert waits == [True, False]
 
 
 def test_local_steps_with_a_sum_of_weights_are_refused():
@@ -145,6 +169,12 @@ def test_a_gradient_of_unknown_shape_counts_as_no_bytes(compression):
     known = tf.TensorSpec([1024])
     expected = sent_bytes([known], compression, 2)
     assert sent_bytes([tf.TensorSpec(None), known], compression, 2) == expected > 0
+
+
+@pytest.mark.parametrize(("compression", "item_bytes"), [("none", 4), ("fp16", 2), ("bf16", 2)])
+def test_gradients_of_bfloat16_are_sent_as_float32_and_counted_so(compression, item_bytes):
+    gradient = tf.TensorSpec([1024], tf.bfloat16)
+    assert sent_bytes([gradient], getattr(hvd.Compression, compression), 2) == 1024 * item_bytes
 
 
 def test_an_average_in_the_place_of_the_name_is_refused():

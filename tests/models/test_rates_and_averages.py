@@ -64,6 +64,7 @@ OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.01, 0.9, nesterov=True),
     "lion": lambda: keras.optimizers.Lion(0.01, weight_decay=0.1),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "clipped": lambda: keras.optimizers.SGD(1.0, global_clipnorm=0.1),
     "half": lambda: LossScaleOptimizer(keras.optimizers.Adam(0.01)),
 }
 

@@ -1,8 +1,13 @@
 """What each rank finds in the checkpoint that a run goes on from."""
 
+import keras
 import numpy as np
 
-from hvtrain.training.resume import states_on
+from hvtrain.checkpoint.model_state import snapshot
+from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.strategies.comm import Comm
+from hvtrain.training.resume import resume, states_on
+from hvtrain.training.run import ResumePoint
 
 
 def rank_state(rank):
@@ -29,3 +34,20 @@ def test_a_new_rank_has_counted_nothing_and_has_the_learning_rate_of_the_others(
     *kept, new = states_on(3, before)
     assert [ours is expected for ours, expected in zip(kept, before, strict=True)] == [True, True]
     assert new == {"rate/factor": np.float32(0.1)}
+
+
+def test_errors_of_compression_that_one_rank_cannot_use_are_told(caplog):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    meta = {"world_size": 2, "num_ranks": 2}
+
+    def told(state):
+        caplog.clear()
+        checkpoint = Checkpoint(4, meta, snapshot(model, [state, state], {}, {}))
+        resume(model, ResumePoint("step-00000004", 4, meta, checkpoint), Comm())
+        return caplog.messages
+
+    assert told({}) == []
+    (line,) = told({"memory/sum/error/0000": np.ones((1, 1), "float32")})
+    assert "such as compression errors, is left out" in line

@@ -234,6 +234,36 @@ def ancestors(operation):
     return seen
 
 
+def exchanges_of_constants():
+    """Those among the exchanges of a step that TensorFlow could make while it optimizes the graph, and results."""
+    table = keras.Variable(np.ones((SIZE + 1, 2), "float32"))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, [0, RANK + 1]))
+        (rows,) = hvd.DistributedGradientTape(tape).gradient(loss, [table])
+        batch = hvd.joint_batch(tf.fill([RANK + 1, 2], RANK + 1.0))
+        mean = hvd.joint_mean(tf.fill([RANK + 1], RANK + 1.0))
+        return tf.convert_to_tensor(rows)[:, 0], batch[:, 0], mean
+
+    operations = step.get_concrete_function().graph.get_operations()
+    exchanges = [operation for operation in operations if operation.type.startswith("Horovod")]
+    constant = [
+        operation.name
+        for operation in exchanges
+        if not any(other.type == "ReadVariableOp" for other in ancestors(operation))
+    ]
+    rows, batch, mean = (tensor.numpy().tolist() for tensor in step())
+    return {
+        "exchanges": len(exchanges),
+        "constant": constant,
+        "rows": rows,
+        "batch": batch,
+        "mean": mean,
+    }
+
+
 def small_model(broadcast=True, backward_passes_per_step=1, **compiled):
     keras.utils.set_random_seed(RANK)
     layers = [
@@ -484,8 +514,8 @@ def a_script_for_horovod():
 
 WORK = (
     local_variables, local_overflow, groups, copies, adasum, process_set, broadcast_in_a_process_set,
-    overflow_while_accumulating, tapes, finite, finite_on_gpus, stopping_and_drifting,
-    one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
+    overflow_while_accumulating, tapes, finite, finite_on_gpus, exchanges_of_constants,
+    stopping_and_drifting, one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
 results = {work.__name__: work() for work in WORK}
 everyone = hvd.allgather_object(results)

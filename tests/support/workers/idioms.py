@@ -202,6 +202,19 @@ def warnings_of_the_broadcast():
     }
 
 
+def built_on_rank_0():
+    """What a model is told that only rank 0 has built, as if it had loaded it: compiled, and in a loop of its own."""
+
+    def begin(optimizer):
+        model = net(optimizer, keras.layers.Dense(3))
+        if RANK == 0:
+            model.build((None, 4))
+        callbacks = [hvd.BroadcastGlobalVariablesCallback(0)]
+        keras.callbacks.CallbackList(callbacks, model=model).on_train_begin()
+
+    return [refused(lambda: begin(SGD(0.1))), refused(lambda: begin(None))]
+
+
 def unlike_epochs():
     """The last rank has a batch less, or no validation data."""
     broadcast, metrics = hvd.BroadcastGlobalVariablesCallback(0), hvd.MetricAverageCallback()
@@ -335,6 +348,7 @@ def all_of_them(folder):
         "schedule": learning_rate_schedule(),
         "own_optimizers": own_optimizers(),
         "warnings": warnings_of_the_broadcast(),
+        "built": built_on_rank_0(),
         "unlike": unlike_epochs(),
         "twice": reduced_by_tape_and_optimizer(),
         "float8": float8(),
