@@ -24,7 +24,6 @@ from hvtrain.errors import ConfigError
 # A camera writes the orientation of a photograph near the start of the file, mostly in the first
 # 200 bytes. A colour profile before it takes up to 3 KB.
 HEAD_BYTES = 4096
-JPEG_BEGIN = b"\xff\xd8\xff"
 
 # In RE2, \C matches any byte. EXIF data are a TIFF file of either byte order. Its entry 0x0112 is
 # the orientation; 2 ... 8 mean rotated or mirrored.
@@ -266,14 +265,10 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 4:
-        # TensorFlow cannot decode a JPEG to four channels.
-        are_for_pillow |= _are_jpegs(head)
+        # TensorFlow cannot decode a JPEG to four channels. Not part of the expression above, since RE2
+        # cannot match single bytes above 127.
+        are_for_pillow |= tf.io.is_jpeg(head)
     return are_for_pillow
-
-
-def _are_jpegs(encoded: Any) -> Tensor:
-    # Not part of the expression above, since RE2 cannot match single bytes above 127.
-    return tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
 
 
 def decode(encoded: Any, sizing: Sizing) -> Tensor:
@@ -294,7 +289,7 @@ def decode_batch(encoded: Tensor, sizing: Sizing, draws: Tensor | None = None) -
     elements: tuple[Any, ...] = (encoded, are_for_pillow)
     decode_one: Callable[..., Tensor] = partial(_decode_central, sizing)
     if draws is not None:
-        are_cropped = _are_jpegs(encoded) & ~are_for_pillow
+        are_cropped = tf.io.is_jpeg(encoded) & ~are_for_pillow
         windows = RandomResizedCrop.windows(_jpeg_sizes(encoded, are_cropped), draws)
         elements += (are_cropped, windows, draws)
         decode_one = partial(_decode_random, sizing)
