@@ -158,8 +158,7 @@ def _seconds_in(text: pa.Array) -> pa.Array:
     >>> _seconds_in(pa.array(["0:01:02.5", "12:30", "12:60"])).to_pylist()
     [62.5, 45000.0, None]
     """
-    parts = pc.extract_regex(text, CLOCK_TIME)
-    hours, minutes, seconds = (pc.struct_field(parts, [index]) for index in range(3))
+    hours, minutes, seconds = pc.extract_regex(text, CLOCK_TIME).flatten()
     seconds = pc.if_else(pc.equal(seconds, ""), "0", seconds).cast(pa.float64())
     minutes = pc.add(pc.multiply(hours.cast(pa.float64()), 60.0), minutes.cast(pa.float64()))
     return pc.add(pc.multiply(minutes, 60.0), seconds)
