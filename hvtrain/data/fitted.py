@@ -49,9 +49,12 @@ def read(run: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         return {}
     try:
-        # A file left unfinished by a killed run still has its temporary name.
-        paths = [path for path in folder.iterdir() if not path.name.startswith(TEMPORARY)]
-        return {path.name: read_bytes(path) for path in sorted(paths)}
+        return {
+            path.name: read_bytes(path)
+            for path in folder.iterdir()
+            # A file left unfinished by a killed run still has its temporary name.
+            if not path.name.startswith(TEMPORARY)
+        }
     except OSError as error:
         raise StorageError(
             f"{folder} cannot be read: {error.strerror or error}; fix that, and start again"
