@@ -177,6 +177,11 @@ class Source(ABC):
         """
         return TensorSpec(self.image_shape, tf.float32), TensorSpec((), tf.int32)
 
+    @property
+    def skips(self) -> bool:
+        """True if unreadable examples are left out."""
+        return self.on_error == "skip"
+
     def facts(self) -> dict[str, Any]:
         """Returns facts of the data set by name. A model's builder gets those it declares as arguments."""
         names = ("image_shape", "num_classes", "class_names")

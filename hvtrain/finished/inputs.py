@@ -75,13 +75,13 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     # If each rank skipped examples of its own, no rank would know the others' example numbers, so
     # with on_error="skip" all ranks read everything. Data in memory are never skipped.
     opens_single_examples = isinstance(source, IndexedSource) and (
-        source.on_error == "stop" or isinstance(source, MemorySource)
+        not source.skips or isinstance(source, MemorySource)
     )
     if opens_single_examples:
         data = source.evaluation(split, topology, batch_size)
     else:
         whole = replace(topology, rank=0, size=1)
-        if isinstance(source, StreamedSource) and source.on_error == "skip":
+        if isinstance(source, StreamedSource) and source.skips:
             data = source.numbered_evaluation(split, whole, batch_size)
         else:
             data = source.evaluation(split, whole, batch_size)

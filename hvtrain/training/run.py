@@ -183,7 +183,7 @@ def evaluation_batches(
     shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
     num_batches = math.ceil(shard_sizes[topology.rank] / batch_size)
     dataset = source.evaluation(split, topology, batch_size)
-    if num_batches and source.on_error == "skip":
+    if num_batches and source.skips:
         return dataset  # Its length is unknown: it may have fewer batches.
     return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 

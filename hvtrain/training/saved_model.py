@@ -149,7 +149,7 @@ def check_preprocessing(
 
     Returns a description of the difference; None if they agree, or cannot be compared.
     """
-    if source.on_error == "skip":
+    if source.skips:
         return None  # The stream may leave out the first examples.
     split = checked_split(source)
     try:

@@ -234,7 +234,7 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
                 "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
                 "leave one of the two out"
             )
-        if source.on_error == "skip":
+        if source.skips:
             raise ConfigError(
                 "model.shard_embeddings needs equal numbers of batches on all ranks, and data.on_error=skip may leave "
                 "some out; choose one of the two"

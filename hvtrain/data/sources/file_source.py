@@ -146,10 +146,6 @@ class FileSource(NotesFailure, StreamedSource):
         """Opens the reader for single examples of a failed batch; by default, that of reader()."""
         return self.reader(split, topology)
 
-    @property
-    def skips(self) -> bool:
-        return self.on_error == "skip"
-
     def manifest(self) -> dict[str, Any]:
         return with_files(super().manifest(), self.folder, self.paths)
 

@@ -143,7 +143,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         }
 
     def reader(self, split: str, topology: Topology) -> Read:
-        if self.on_error == "skip":
+        if self.skips:
             raise ConfigError(
                 "dataset=huggingface cannot skip unreadable examples; set data.on_error=stop"
             )

@@ -178,7 +178,7 @@ class FunctionSource(Source):
             ConfigError: with on_error="skip".
             DataError: if a shard is the whole data set, too small, or differs in types from the data set.
         """
-        if self.on_error == "skip":
+        if self.skips:
             raise ConfigError(
                 f"{self.name}: data.on_error=skip does not apply to a user's function; use "
                 "data.on_error=stop, and dataset.ignore_errors() in the function"

@@ -348,7 +348,7 @@ def report_skipped(run: Run, report: RunReport) -> None:
     Their names go to the log of the rank that failed to read them, and their number so far goes to
     the console.
     """
-    if run.source.on_error != "skip":
+    if not run.source.skips:
         return
 
     own = run.source.unreadable()
