@@ -219,6 +219,11 @@ class Source(ABC):
     def num_examples(self, split: str) -> int:
         """Returns the number of examples of a split over all ranks; 0 if there is no such split."""
 
+    def split_sizes(self) -> dict[str, int]:
+        """Returns the number of examples of each split that has any."""
+        sizes = {split: self.num_examples(split) for split in self.SPLITS}
+        return {split: size for split, size in sizes.items() if size}
+
     def own_counts(self, topology: Topology) -> dict[Any, int]:
         """Returns counts that only this rank can read, such as its shards'; empty, the default, if all are known."""
         return {}
@@ -281,8 +286,7 @@ class Source(ABC):
         3 classes (no 61%, yes 38%, maybe 1%)"]}. The label "warnings" holds what a user should check
         before training. Called on every rank, after examples are counted.
         """
-        splits = {split: self.num_examples(split) for split in self.SPLITS}
-        return {"splits": [f"{split} {count:,}" for split, count in splits.items() if count]}
+        return {"splits": [f"{split} {size:,}" for split, size in self.split_sizes().items()]}
 
     def value_range(self) -> tuple[float, float] | None:
         """Returns the smallest and the largest value of images before normalization; None if unknown."""
@@ -344,8 +348,7 @@ class Source(ABC):
         It holds only JSON types. Every rank computes it before the first stream. Sources add more than
         counts, such as digests.
         """
-        counts = {split: self.num_examples(split) for split in self.SPLITS}
-        splits = {split: {"examples": count} for split, count in counts.items() if count}
+        splits = {split: {"examples": size} for split, size in self.split_sizes().items()}
 
         # For images with classes, two facts are easier to read than a spec.
         facts = self.facts()

@@ -77,8 +77,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     )
     total = source.num_examples(split)
     if data is None:
-        counts = {name: source.num_examples(name) for name in source.SPLITS}
-        known = [f"{name} ({count:,})" for name, count in counts.items() if count]
+        known = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
         raise ConfigError(
             f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
         )

@@ -258,8 +258,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     source = run.source
     plan = run.plan
 
-    counts = {split: source.num_examples(split) for split in source.SPLITS}
-    splits = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
+    splits = ", ".join(f"{size:,} {split}" for split, size in source.split_sizes().items())
     if len(set(plan.batch_sizes)) == 1:
         # The plan counts all replicas of a process as one rank, with their joint batch.
         number = plan.size * strategy.num_replicas
