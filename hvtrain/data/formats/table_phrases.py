@@ -132,9 +132,9 @@ def _noun(column: Column, cells: Cells) -> str:
     return f"vector of {column.length} numbers" if column.kind == "vector" else column.kind
 
 
-def odd_texts(cells: Cells) -> list[str]:
-    """Formats the first MAX_ODD odd cells for messages."""
-    return [repr(text) for text in cells.odd[:MAX_ODD]]
+def odd_texts(cells: Cells) -> str:
+    """Lists the first MAX_ODD odd cells for messages."""
+    return ", ".join(map(repr, cells.odd[:MAX_ODD]))
 
 
 def _treatment(column: Column) -> str:

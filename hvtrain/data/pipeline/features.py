@@ -124,8 +124,7 @@ def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) ->
 def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:
     """Makes the error about gaps that nothing fills."""
     is_gap = cells.is_gap
-    examples = ", ".join(odd_texts(cells))
-    odd = f", among them {examples}" if examples else ""
+    odd = f", among them {odd_texts(cells)}" if cells.odd else ""
     return DataError(
         f"{where}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or drop "
         "them, or train with dataset.missing=median, most_frequent, indicator or drop (all drop rows without a target)"

@@ -363,8 +363,8 @@ class Table(MemorySource):
 def _odd_columns(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     """Names the columns with cells that are not of their kind; returns a phrase for each."""
     return [
-        f"{column.name} holds {', '.join(odd_texts(cells[column.name]))}, which is not a {column.kind} and counts as "
-        "a gap"
+        f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "
+        "counts as a gap"
         for column in schema.columns
         if cells[column.name].odd
     ]
