@@ -181,23 +181,20 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     """
     images = _named(folder, IMAGE_FOLDERS)
     masks = _named(folder, MASK_FOLDERS)
-    folders = {}
     if images and masks:
         folder = images
-        parts = split_folders(folder)
-        mask_folders = split_folders(masks)
-        for split, path in parts.items():
-            folders[split] = path, mask_folders.get(split, masks / path.name)
-    else:
-        parts = split_folders(folder)
-        for split, path in parts.items():
-            image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
-            folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
+    parts = split_folders(folder)
     entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
     warnings = left_out(entries, parts.values())
 
     pairs = {}
-    for split, (image_folder, mask_folder) in folders.items():
+    for split, path in parts.items():
+        if images and masks:
+            image_folder = path
+            mask_folder = split_folders(masks).get(split, masks / path.name)
+        else:
+            image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
+            mask_folder = _named(path, MASK_FOLDERS) or path / "masks"
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
         pairs[split], unused = pair_up(paths, mask_folder)
