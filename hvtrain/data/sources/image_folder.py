@@ -24,7 +24,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
-from hvtrain.data.sources.memory import SPLIT_SEED
+from hvtrain.data.sources.memory import SPLIT_SEED, on_cpu
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
@@ -117,8 +117,7 @@ class LabelledImages(ListedImages):
 
     def reader(self, split: str, topology: Topology) -> Read:
         paths, targets = self.shard(split, topology)
-        with tf.device("CPU:0"):
-            labels = tf.constant(targets, tf.int32)
+        labels = on_cpu(np.array(targets, np.int32))
 
         def read(indices, *draws):
             images = decode_batch(self.read_files(tf.gather(paths, indices)), self.sizing, *draws)
@@ -294,8 +293,7 @@ class ImageFolder(LabelledImages):
             pixels[index] = image
             labels[index] = label
 
-        with tf.device("CPU:0"):
-            return tf.constant(pixels), tf.constant(labels)
+        return on_cpu((pixels, labels))
 
 
 def class_folders(folder: Path) -> dict[str, str]:

@@ -130,9 +130,7 @@ class MemorySource(IndexedSource):
             for split_name, part in parts.items():
                 rows = part.rows[self.shard_rows(split_name, topology)]
                 shard = self.in_model_type(take(part.elements, rows))
-                # The input pipeline runs on the CPU, so shards must not go to a GPU.
-                with tf.device("CPU:0"):
-                    shards[split_name] = nest.map_structure(tf.constant, shard)
+                shards[split_name] = on_cpu(shard)
             self._shards[topology] = shards
 
         # A missing split has no examples.
@@ -265,6 +263,12 @@ def no_examples(element_spec: Any) -> Any:
 def take(arrays: Any, rows: Any) -> Any:
     """Returns some rows, by indices or a slice, of nested arrays."""
     return nest.map_structure(lambda array: array[rows], arrays)
+
+
+def on_cpu(arrays: Any) -> Any:
+    """Turns nested arrays into tensors in main memory, where the input pipeline runs."""
+    with tf.device("CPU:0"):
+        return nest.map_structure(tf.constant, arrays)
 
 
 def random_parts(*sizes: int) -> list[np.ndarray]:

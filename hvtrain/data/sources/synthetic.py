@@ -10,7 +10,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import FOREVER, finish
 from hvtrain.data.pipeline.transform import check_image_shape
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.data.sources.memory import check_counts
+from hvtrain.data.sources.memory import check_counts, on_cpu
 
 
 class Synthetic(Source):
@@ -78,5 +78,4 @@ class Synthetic(Source):
         random = np.random.default_rng([seed, topology.rank])
         images = random.standard_normal((batch_size, *self.image_shape), np.float32)
         labels = random.integers(self.num_classes, size=batch_size, dtype=np.int32)
-        with tf.device("CPU:0"):
-            return tf.constant(images), tf.constant(labels)
+        return on_cpu((images, labels))
