@@ -280,7 +280,7 @@ class FunctionSource(Source):
                 )
             if number == tf.data.UNKNOWN_CARDINALITY:
                 log.info(
-                    "%s: reading all examples to count them; set num_examples to avoid that", call
+                    f"{call}: reading all examples to count them; set num_examples to avoid that"
                 )
                 number = int(examples.reduce(np.int64(0), lambda count, _: count + 1))
             self._counts[key] = number
