@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from hvtrain.config.choices import CONFIGS
@@ -170,7 +171,7 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
-        header: Any = OmegaConf.to_container(OmegaConf.create(CONFIG_HEADER), resolve=False)
+        header = yaml.safe_load(CONFIG_HEADER)
     except Exception:
         return []  # Composing it will fail too, with a better message.
 
