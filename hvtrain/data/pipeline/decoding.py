@@ -234,8 +234,9 @@ class Sizing:
         )
         layers = [resize, keras.ops.round]
         if self.crop_fraction < 1:
-            options = {"data_format": "channels_last", "dtype": "float32"}
-            layers.append(keras.layers.Cropping2D(self.border, **options))
+            layers.append(
+                keras.layers.Cropping2D(self.border, data_format="channels_last", dtype="float32")
+            )
         return layers
 
 

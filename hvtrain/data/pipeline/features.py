@@ -180,7 +180,7 @@ class TableFeatures:
 
         # Categories that did not occur in training share the first index.
         num_categories = len(column.names) + 1
-        kind: Any = keras.layers.StringLookup
+        kind = keras.layers.StringLookup
         unknown: Any = UNKNOWN
         if column.kind == "integer":
             kind = keras.layers.IntegerLookup

@@ -241,7 +241,7 @@ class ImageFolder(LabelledImages):
                 "predict classes that it has seen: move these folders, or rename them as in train"
             )
 
-        others: Counter[str] = Counter()
+        others = Counter[str]()
         files = []
         for name in sorted(names, key=labels.__getitem__):
             for path in visible(folder / names[name]):

@@ -164,7 +164,7 @@ class MaskReader:
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
         """Counts the pixels of each value in some masks, skipping masks that cannot be read."""
-        counts: Counter[int] = Counter()
+        counts = Counter[int]()
         for mask in masks:
             # The streams report masks that cannot be read. Pillow raises errors of many types.
             with suppress(Exception), _opened(mask) as labels:
