@@ -241,6 +241,10 @@ class Source(ABC):
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [rank.share_size(num_examples) for rank in ranks]
 
+    def shard_size(self, split: str, topology: Topology) -> int:
+        """Returns the number of examples that this rank holds."""
+        return self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
+
     @abstractmethod
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         """Returns an endless stream of batches of element_spec.

@@ -180,8 +180,7 @@ def evaluation_batches(
     """
     if not source.num_examples(split):
         return None
-    shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
-    num_batches = math.ceil(shard_sizes[topology.rank] / batch_size)
+    num_batches = math.ceil(source.shard_size(split, topology) / batch_size)
     dataset = source.evaluation(split, topology, batch_size)
     if num_batches and source.skips:
         return dataset  # Its length is unknown: it may have fewer batches.

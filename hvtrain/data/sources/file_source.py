@@ -212,7 +212,7 @@ class FileSource(NotesFailure, StreamedSource):
         Args:
             is_training: True if good examples replace those that fail, so that the batch stays full.
         """
-        sizes = self.shard_sizes(split, topology.size, topology.weights)
+        num_local = self.shard_size(split, topology)
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
         # errors name nodes of the graph, so the eager one provides the reason.
         eager_read = self.retry_reader(split, topology)
@@ -250,7 +250,7 @@ class FileSource(NotesFailure, StreamedSource):
             skipped[item.location] = item
             # Counted in a copy, since other threads repair batches at the same time.
             num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))
-            if not is_training and num_skipped == sizes[topology.rank]:
+            if not is_training and num_skipped == num_local:
                 raise nothing_left(item, f"of the rank's part of {split}")
             return None
 

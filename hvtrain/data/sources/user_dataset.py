@@ -134,8 +134,7 @@ class FunctionSource(Source):
 
     def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
-        sizes = self.shard_sizes("train", topology.size, topology.weights)
-        share = request.share_of(sizes[topology.rank])
+        share = request.share_of(self.shard_size("train", topology))
         first_epoch, steps_done = request.position
         kept: dict[ShardKey, PyDatasetExamples] = {}
 
@@ -147,7 +146,7 @@ class FunctionSource(Source):
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
+        number = self.shard_size(split, topology)
         if not number:
             empty = Dataset.from_tensor_slices(no_examples(self.element_spec))
             return finish(empty.batch(batch_size), topology)
