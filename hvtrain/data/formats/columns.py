@@ -308,7 +308,7 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     """Returns the cells as text, with numbers and truth values spelled like the known name they equal."""
     is_truth = types.is_boolean(values.type)
     if types.is_floating(values.type):
-        values = pc.if_else(pc.is_finite(values), values, None)
+        values = only(values, pc.is_finite(values))
         # pandas, for example, stores whole numbers as floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():
             values = values.cast(pa.int64())

@@ -172,7 +172,7 @@ def read_table(
             raise DataError(f"{path} cannot be read: {first_line(error)}; fix the file") from error
         for name, value in partitions.items():
             if name not in table.column_names:
-                table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
+                table = table.append_column(name, pa.repeat(value, table.num_rows))
         for name, count in Counter(table.column_names).items():
             if count > 1:
                 raise DataError(f"{path} has {count} columns named {name}; rename them")
@@ -253,22 +253,22 @@ def _read_csv(
     layout = _find_layout(sample, len(sample.encode()) < len(data), delimiter)
 
     # Numbers stand in for names, since two columns may share a name, or have none.
-    numbers = [str(number) for number in range(len(layout.names))]
+    types = {str(number): pa.string() for number in range(len(layout.names))}
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
             pa.csv.ReadOptions(
-                column_names=numbers, skip_rows=layout.num_lines, block_size=BLOCK_BYTES
+                column_names=list(types), skip_rows=layout.num_lines, block_size=BLOCK_BYTES
             ),
             # Quoted texts may span several lines.
             pa.csv.ParseOptions(delimiter=layout.delimiter, newlines_in_values=True),
-            pa.csv.ConvertOptions(column_types=dict.fromkeys(numbers, pa.string())),
+            pa.csv.ConvertOptions(column_types=types),
         )
     except pa.ArrowInvalid as error:
         if "Empty CSV file" not in str(error):
             raise
         # The file has names, but no rows.
-        table = pa.table({number: pa.array([], pa.string()) for number in numbers})
+        table = pa.schema(types).empty_table()
     if table.num_rows:
         # Arrow takes an unclosed quote in the last column for a cell that
         # holds all rows after it.
