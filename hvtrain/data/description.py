@@ -63,13 +63,13 @@ class DataDescription:
 
 def describe(source: "Source") -> DataDescription:
     """Describes a data set whose examples have been counted; the result is equal on every rank."""
-    phrases = {label: list(texts) for label, texts in source.description().items()}
+    phrases = dict(source.description())
     counts = class_counts(source)
     names = class_labels(source)
     # Some sources, such as tables, describe their targets themselves.
     if counts.get("train") and not {"classes", "target"} & phrases.keys():
         phrases["classes"] = [class_phrase(counts["train"], names)]
-        warnings = phrases.pop("warnings", [])
+        warnings = list(phrases.pop("warnings", ()))
         if len(names) == 1:
             warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")
         # Warnings come last, where readers notice them.
