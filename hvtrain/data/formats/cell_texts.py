@@ -146,10 +146,10 @@ def by_value(
     >>> by_value(["10", "?", "9"])
     ['9', '10', '?']
     """
-    ordered = sorted(texts)
-    numbers = numbers_in(pa.array(ordered, pa.string()), decimal, thousands, unit).to_pylist()
-    value_of = dict(zip(ordered, numbers))
-    return sorted(ordered, key=lambda text: (value_of[text] is None, value_of[text]))
+    ordered = pa.array(sorted(texts), pa.string())
+    numbers = numbers_in(ordered, decimal, thousands, unit)
+    # This sort is stable, and null comes last.
+    return ordered.take(pc.array_sort_indices(numbers)).to_pylist()
 
 
 def _seconds_in(text: pa.Array) -> pa.Array:
