@@ -266,7 +266,7 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 4:
-        # TensorFlow cannot decode a JPEG to four channels. This is not part of the expression above,
+        # TensorFlow cannot decode a JPEG to four channels. Not a part of the expression above,
         # since RE2 cannot match single bytes above 127.
         are_for_pillow |= tf.io.is_jpeg(head)
     return are_for_pillow
