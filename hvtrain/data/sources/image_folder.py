@@ -89,7 +89,7 @@ class ListedImages(FileSource, IndexedSource):
 
     def sample_images(self) -> list[tuple[str, str]]:
         paths = [path for path, _ in sample(self._files["train"])]
-        if is_far(paths[0]):
+        if paths and is_far(paths[0]):
             members_ahead.announce(paths)
         return [(path, path) for path in paths]
 

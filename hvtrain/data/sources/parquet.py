@@ -156,9 +156,8 @@ class Parquet(DealtSource):
             scale = self.transform.scale
             description["images"] = [f"pixels {low:g} to {high:g}, divided by {scale:g}"]
             if high <= 1 < scale or high > scale:
-                description["warnings"].append(
-                    f"pixels reach {high:g} and are divided by {scale:g}; set dataset.scale"
-                )
+                warning = f"pixels reach {high:g} and are divided by {scale:g}; set dataset.scale"
+                description["warnings"].append(warning)
         return description
 
     def _read_footer(

@@ -174,7 +174,7 @@ class TFRecords(DealtSource):
                 f"{self.num_classes} classes, as in 'dataset.class_names=[{','.join(names[:3])},...]'"
             )
 
-        feature = {self._label_key: self._features[self._label_key]}
+        feature = {self._label_key: tf.io.FixedLenFeature([], tf.string)}
         files = Dataset.from_tensor_slices((paths, list(map(packing, paths))))
         records = files.flat_map(tf.data.TFRecordDataset)
         labels = records.map(
