@@ -81,8 +81,9 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
     unused = sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys())
     if unused:
         log.warning(
-            f"{source.name} does not use the values fitted to the run's data "
-            f"({', '.join(unused)}), so its results may mean little"
+            "%s does not use the values fitted to the run's data (%s), so its results may mean little",
+            source.name,
+            ", ".join(unused),
         )
 
 

@@ -147,7 +147,7 @@ def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
         if before and not now
     ]
     if lost:
-        log.warning(f"{source.name}, {split} has no example of {listed(lost)}")
+        log.warning("%s, %s has no example of %s", source.name, split, listed(lost))
 
 
 def keep(run: Path, inputs: Any, described: DataDescription) -> None:
@@ -159,7 +159,7 @@ def keep(run: Path, inputs: Any, described: DataDescription) -> None:
     try:
         write_json(run / KINDS_FILE, kinds)
     except Exception as error:
-        log.warning(f"{KINDS_FILE} is not written: {in_one_line(error)}")
+        log.warning("%s is not written: %s", KINDS_FILE, in_one_line(error))
 
 
 def read(run: Path) -> Kinds:

@@ -220,4 +220,4 @@ def refuse_or_warn(
     """Raises an error of this kind or, without `refuse` (guard.data=false), only logs a warning."""
     if refuse:
         raise kind(f"{problem}; {advice}, or go on anyway with guard.data=false")
-    log.warning(f"{problem}; going on because of guard.data=false")
+    log.warning("%s; going on because of guard.data=false", problem)

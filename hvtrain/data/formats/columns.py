@@ -117,7 +117,7 @@ def with_progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     for num_done, item in enumerate(items):
         if time.monotonic() - logged_at >= SECONDS_BETWEEN:
             logged_at = time.monotonic()
-            log.info(f"{label}, {num_done:,} of {len(items):,}")
+            log.info("%s, %s of %s", label, f"{num_done:,}", f"{len(items):,}")
         yield item
 
 

@@ -344,7 +344,7 @@ class Table(MemorySource):
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
         for text in _odd_columns(schema, cells):
-            log.warning(f"{where}: {text}")
+            log.warning("%s: %s", where, text)
         values = {}
         unknown = {}
         for column in schema.columns:

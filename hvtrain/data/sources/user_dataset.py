@@ -279,7 +279,7 @@ class FunctionSource(Source):
                 )
             if number == tf.data.UNKNOWN_CARDINALITY:
                 log.info(
-                    f"{call}: reading all examples to count them; set num_examples to avoid that"
+                    "%s: reading all examples to count them; set num_examples to avoid that", call
                 )
                 number = int(examples.reduce(np.int64(0), lambda count, _: count + 1))
             self._counts[key] = number

@@ -291,13 +291,13 @@ class UserFunction(NotesFailure):
         shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
         if "epoch" not in self.declared and not shuffles:
             log.warning(
-                f"{self.name} neither shuffles nor declares epoch, so all epochs may have the "
-                "same order"
+                "%s neither shuffles nor declares epoch, so all epochs may have the same order",
+                self.name,
             )
         if any(getattr(operation, "_deterministic", None) == "false" for operation in operations):
             log.warning(
-                f"{self.name} sets deterministic=False, so a resumed run will not end with the "
-                "same bits"
+                "%s sets deterministic=False, so a resumed run will not end with the same bits",
+                self.name,
             )
 
 
