@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -178,8 +178,8 @@ class ImageFolder(LabelledImages):
         self._cache = cache
         if cache:
             self.no_random_crop = "keeps decoded images (dataset.cache=true)"
-        # Keeps the pixels and labels of each split and topology.
-        self._decoded = lru_cache(maxsize=None)(self._decode_all)
+        # Pixels and labels by split and topology.
+        self._cached: dict[tuple[str, Topology], tuple[Tensor, Tensor]] = {}
 
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
@@ -271,7 +271,10 @@ class ImageFolder(LabelledImages):
         if not self._cache:
             return self.retry_reader(split, topology)
 
-        pixels, labels = self._decoded(split, topology)
+        key = (split, topology)
+        if key not in self._cached:
+            self._cached[key] = self._decode_all(split, topology)
+        pixels, labels = self._cached[key]
 
         def read(indices):
             return tf.gather(pixels, indices), tf.gather(labels, indices)
