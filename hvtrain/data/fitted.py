@@ -49,12 +49,9 @@ def read(run: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         return {}
     try:
-        return {
-            path.name: read_bytes(path)
-            for path in folder.iterdir()
-            # A file left unfinished by a killed run still has its temporary name.
-            if not path.name.startswith(TEMPORARY)
-        }
+        # A file left unfinished by a killed run still has its temporary name.
+        paths = [path for path in folder.iterdir() if not path.name.startswith(TEMPORARY)]
+        return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
         raise StorageError(
             f"{folder} cannot be read: {error.strerror or error}; fix that, and start again"
