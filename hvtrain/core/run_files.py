@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class RunRecord:
     data: dict[str, list[str]]
 
 
+@dataclass
 class EpochTable:
     """A CSV file with a row for each epoch, and a column for each name in any row.
 
@@ -116,11 +117,10 @@ class EpochTable:
         row_of: A function that returns an item's cells by column name, in the order of the columns.
     """
 
-    def __init__(self, path: Path, row_of: Callable[[Any], dict[str, Any]]) -> None:
-        self._path = path
-        self._row_of = row_of
-        self._columns: list[str] = []
-        self._num_written = 0
+    path: Path
+    row_of: Callable[[Any], dict[str, Any]]
+    _columns: list[str] = field(default_factory=list)
+    _num_written: int = 0
 
     def save(self, items: Sequence[Any]) -> None:
         """Writes the items that are new since the last call.
@@ -130,14 +130,14 @@ class EpochTable:
         Args:
             items: All items so far, in a list that only grows from one call to the next.
         """
-        rows = [self._row_of(item) for item in items[self._num_written :]]
+        rows = [self.row_of(item) for item in items[self._num_written :]]
         columns = self._columns
-        if is_own_file(self._path) and columns and all(row.keys() <= set(columns) for row in rows):
-            append_text(self._path, csv_text(map(row.get, columns) for row in rows))
+        if is_own_file(self.path) and columns and all(row.keys() <= set(columns) for row in rows):
+            append_text(self.path, csv_text(map(row.get, columns) for row in rows))
         else:
-            rows = [self._row_of(item) for item in items]
+            rows = [self.row_of(item) for item in items]
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            write_atomic(self._path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
+            write_atomic(self.path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
             self._columns = columns
         self._num_written = len(items)
 
