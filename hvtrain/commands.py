@@ -6,15 +6,16 @@ Only the module of the requested command is imported.
 import difflib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from hvtrain.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """A command: its function under hvtrain, as "module.name", and its line in the help text.
+    """A command: its function under hvtrain, as "module:name", and its line in the help text.
 
     takes_settings: True if its command line may contain the settings of a run.
     """
@@ -25,61 +26,46 @@ class Command(NamedTuple):
 
     def load(self) -> Callable[[], int]:
         """Imports and returns the command's function, which does the work and returns the exit code."""
-        module, _, name = self.function.rpartition(".")
-        return getattr(import_module(f"hvtrain.{module}"), name)
+        return resolve_name(f"hvtrain.{self.function}")
 
 
 # By group: a command's name, its function under hvtrain, and its line in the help text.
 TABLE = """\
 look at a run
-  runs        report.commands.list_runs    the runs in a folder
-  report      report.commands.report_runs  the page of a run, or several runs compared
+  runs        report.commands:list_runs    the runs in a folder
+  report      report.commands:report_runs  the page of a run, or several runs compared
 look at data
-  inspect     checks.inspect.main          what a data set holds, and what training would refuse
+  inspect     checks.inspect:main          what a data set holds, and what training would refuse
 use a run
-  evaluate    finished.commands.evaluate   metrics of a finished run
-  predict     finished.commands.predict    predictions for each example
-  replay      checks.replay.replay         whether part of a run gives the same bits again
-  bisect      checks.replay.bisect         the first step at which two runs diverge, and why
-  export      finished.commands.export     the model in another format, compared with the run's
-  generate    finished.commands.generate   a text, continued by a language model
+  evaluate    finished.commands:evaluate   metrics of a finished run
+  predict     finished.commands:predict    predictions for each example
+  replay      checks.replay:replay         whether part of a run gives the same bits again
+  bisect      checks.replay:bisect         the first step at which two runs diverge, and why
+  export      finished.commands:export     the model in another format, compared with the run's
+  generate    finished.commands:generate   a text, continued by a language model
 search
-  sweep       search.sweep.main            the settings with which a run learns best
-  find_lr     search.commands.find_lr      a learning-rate range test
-  find_batch  search.commands.find_batch   the largest batch, and the fastest
-  compare     compare.command.main         the same training under several strategies
-  plan        plan.command.main            batch, steps, memory and speed on many ranks, without them
+  sweep       search.sweep:main            the settings with which a run learns best
+  find_lr     search.commands:find_lr      a learning-rate range test
+  find_batch  search.commands:find_batch   the largest batch, and the fastest
+  compare     compare.command:main         the same training under several strategies
+  plan        plan.command:main            batch, steps, memory and speed on many ranks, without them
 clusters
-  launch      launch.command.main          ranks over ssh, one process by hand, or files for a cluster
-  spark       spark.main                   a run on the executors of a Spark cluster
-  doctor      checks.doctor.main           what is wrong with these hosts
-  verify      checks.verify.main           whether the ranks train together
-  allreduce   plan.allreduce.main          seconds of an all-reduce by size, for plan --calibrate
-  info        checks.info.main             versions, build and devices, to paste into an issue
+  launch      launch.command:main          ranks over ssh, one process by hand, or files for a cluster
+  spark       spark:main                   a run on the executors of a Spark cluster
+  doctor      checks.doctor:main           what is wrong with these hosts
+  verify      checks.verify:main           whether the ranks train together
+  allreduce   plan.allreduce:main          seconds of an all-reduce by size, for plan --calibrate
+  info        checks.info:main             versions, build and devices, to paste into an issue
 develop
-  migrate     migrate.command.main         a script for Horovod on Keras 2, rewritten for hvtrain.keras
-  completion  launch.completion.main       Tab completion of groups, choices and settings
+  migrate     migrate.command:main         a script for Horovod on Keras 2, rewritten for hvtrain.keras
+  completion  launch.completion:main       Tab completion of groups, choices and settings
 """
 # Commands whose lines never contain settings of a run.
 WITHOUT_SETTINGS = ("runs", "report", "allreduce", "info", "migrate", "completion")
-
-
-def _groups() -> dict[str, dict[str, Command]]:
-    """Returns the table as commands by name, by group."""
-    groups: dict[str, dict[str, Command]] = {}
-    title = ""
-    for line in TABLE.splitlines():
-        if line.startswith(" "):
-            name, function, about = line.split(maxsplit=2)
-            groups[title][name] = Command(function, about, name not in WITHOUT_SETTINGS)
-        else:
-            title = line
-            groups[title] = {}
-    return groups
-
-
-GROUPS = _groups()
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_ROWS = re.findall(r"(?m)^  (\S+) +(\S+) +(.+)$", TABLE)
+COMMANDS = {
+    name: Command(function, about, name not in WITHOUT_SETTINGS) for name, function, about in _ROWS
+}
 
 
 def run_command(name: str) -> int:
@@ -108,12 +94,10 @@ def first_word(words: Sequence[str]) -> str | None:
 
 
 def help_text() -> str:
-    """Returns the list of commands for the help text, one per line, by group."""
-    lines = []
-    for title, commands in GROUPS.items():
-        lines.append(f"  {title}:")
-        lines += [f"    {name:<12}{command.about}" for name, command in commands.items()]
-    return "\n".join(lines)
+    """Returns the list of commands for the help text: the table without the functions, indented."""
+    text = re.sub(r"(?m)^(\S.*)$", r"\1:", TABLE)
+    text = re.sub(r"(?m)^(  \S+ +)\S+ +", r"\1", text)
+    return textwrap.indent(text.rstrip(), "  ")
 
 
 def refuse_old_form() -> None:

@@ -134,11 +134,13 @@ def in_one_line(error: BaseException) -> str:
     """
     name = type(error).__name__
     text = _message(error)
-    match = _wrapping(text)
-    while match:  # Wrappings are nested.
+    while True:  # Wrappings are nested.
+        matches = (re.fullmatch(pattern, text) for pattern in _WRAPPINGS)
+        match = next(filter(None, matches), None)
+        if match is None:
+            break
         name = match.groupdict().get("kind") or name
         text = match["text"].strip()
-        match = _wrapping(text)
 
     text = " ".join(text.partition("\n")[0].split())
     if len(text) > 300:
@@ -153,14 +155,6 @@ def first_line(error: BaseException) -> str:
     ('Invalid footer', 'EOFError')
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _wrapping(text: str) -> re.Match[str] | None:
-    for pattern in _WRAPPINGS:
-        match = re.fullmatch(pattern, text)
-        if match:
-            return match
-    return None
 
 
 def place_of(error: BaseException) -> str:

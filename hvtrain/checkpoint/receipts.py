@@ -128,7 +128,7 @@ class ReceiptWriter(Writer):
             log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
 
     def _add(self, step: int, digests: Digests) -> None:
-        path = self._folder.parent / RECEIPTS_FILE
+        path = self.folder.parent / RECEIPTS_FILE
         if not self._start:
             self._begin_file(path)
         receipt = {"step": step, "start": self._start, "digests": digests}

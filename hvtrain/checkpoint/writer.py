@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,7 @@ def save_model(model: "keras.Model", path: Path) -> None:
         remove(temporary)
 
 
+@dataclass
 class Writer:
     """Writes checkpoints in a background thread, one at a time (chief only).
 
@@ -264,7 +266,7 @@ class Writer:
         config: how many checkpoints are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
         sign: 1 if higher values of that metric are better, otherwise -1.
-        copy: sends another host the checkpoints that it lacks; called after each write, in the
+        send: sends another host the checkpoints that it lacks; called after each write, in the
             background thread.
 
     Attributes:
@@ -272,24 +274,16 @@ class Writer:
         whole_at: the time.time() at which it was complete; the time of this start before that.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: CheckpointConfig,
-        best: str = "val_accuracy",
-        sign: int = 1,
-        copy: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._folder = folder
-        self._config = config
-        self._best = best
-        self._sign = sign
-        self._copy = copy
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._unsaved = ""
-        self.whole_step = 0
-        self.whole_at = time.time()
+    folder: Path
+    config: CheckpointConfig
+    best: str = "val_accuracy"
+    sign: int = 1
+    send: Callable[[], None] = lambda: None
+    whole_step: int = 0
+    whole_at: float = field(default_factory=time.time)
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+    _unsaved: str = ""
 
     @property
     def failed(self) -> bool:
@@ -317,7 +311,7 @@ class Writer:
         try:
             if checkpoint:
                 self._work(*checkpoint)
-            self._copy()
+            self.send()
         except UserError as error:
             self.fail(error)
         except BaseException as error:  # A bug; outcome() raises it in the training thread.
@@ -325,7 +319,7 @@ class Writer:
 
     def fail(self, error: UserError) -> None:
         """Takes note that a checkpoint is not written: stores the error if it stops training, or else warns."""
-        if self._config.on_error == "stop":
+        if self.config.on_error == "stop":
             self._error = CheckpointError(
                 f"{error}, then start again with the same run.dir to continue"
             )
@@ -368,22 +362,22 @@ class Writer:
             self._thread.join(SECONDS_TO_FINISH)
 
     def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        write(self._folder, step, arrays, meta)
-        value = meta["metrics"].get(self._best, math.nan)
+        write(self.folder, step, arrays, meta)
+        value = meta["metrics"].get(self.best, math.nan)
         # After the write, so that the record of the best names a complete checkpoint.
         if math.isfinite(value) and self._is_best(value):
-            mark_best(self._folder, step, self._best, value)
-        prune(self._folder, self._config, step)
+            mark_best(self.folder, step, self.best, value)
+        prune(self.folder, self.config, step)
         self._unsaved = ""
         self.whole_step = step
         self.whole_at = time.time()
 
     def _is_best(self, value: float) -> bool:
         try:
-            best = read_best(self._folder)
+            best = read_best(self.folder)
         except StorageError as error:
             log.warning("%s; this checkpoint is not compared with the best", error)
             return False
-        if best is None or best["metric"] != self._best:
+        if best is None or best["metric"] != self.best:
             return True
-        return self._sign * value > self._sign * best["value"]
+        return self.sign * value > self.sign * best["value"]

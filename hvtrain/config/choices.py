@@ -1,6 +1,7 @@
 """Lists the choices of each group, from conf/ and --config-dir, and all settings, for --help."""
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -12,9 +13,7 @@ from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunCon
 
 # conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
-    folder
-    for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")
-    if folder.is_dir()
+    folder / "conf" for folder in Path(__file__).parents[1:3] if (folder / "conf").is_dir()
 )
 
 ALL_GROUPS = (*GROUPS, *SEVERAL, *BUNDLES)
@@ -104,11 +103,7 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     default = default_choice(group)
     lines = [f"  {group}="]
     for path in choice_files(group, arguments):
-        comments = [
-            line
-            for line in path.read_text("utf-8").splitlines()
-            if line.startswith("#") and "@package" not in line
-        ]
+        comments = re.findall(r"(?m)^#(?!.*@package).*", path.read_text("utf-8"))
         about = "".join(comments[:1]).strip("# ")
         mark = "*" if path.stem == default else " "
         lines.append(f"   {mark} {path.stem:<20} {about}")
@@ -117,8 +112,6 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
 
 def default_choice(group: str) -> str | None:
     """Reads a group's default choice from the defaults list in conf/config.yaml, whose lines read "  - model: cnn"."""
-    for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines():
-        name, _, choice = line.strip(" -").partition(":")
-        if name == group:
-            return choice.strip()
-    return None
+    text = (CONFIGS / "config.yaml").read_text("utf-8")
+    match = re.search(rf"(?m)^ *- {group}: *(\S+)", text)
+    return match[1] if match else None

@@ -168,9 +168,14 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     # composing them again would fail too.
     if chosen != line:
         tree = compose(chosen)
-    parent = name
-    while parent and not isinstance(_at(tree, parent), dict):
-        parent = parent.rpartition(".")[0]
+    # The innermost group of settings on the way to the name.
+    parent = ""
+    group = tree
+    for part in name.split("."):
+        if not isinstance(group.get(part), dict):
+            break
+        group = group[part]
+        parent = f"{parent}.{part}".lstrip(".")
 
     # Leaves out Hydra's own keys, such as _target_.
     known = [other for other in flatten(tree) if "._" not in other]
@@ -181,7 +186,7 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     hint = hint or _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
     # Only groups are open to new settings; all other sections are declared in the schema.
     if hint is None and parent and name.partition(".")[0] in (*GROUPS, *SEVERAL):
-        present = ", ".join(part for part in _at(tree, parent) if not part.startswith("_"))
+        present = ", ".join(part for part in group if not part.startswith("_"))
         hint = f"{parent} has {present or 'none'}; a plus adds a new one: +{name}=VALUE"
     return f"unknown setting '{name}'; {hint or nearest(name, inside or [*tree])}"
 
@@ -208,15 +213,6 @@ def _meaning(name: str, known: list[str]) -> str | None:
             return advice
     match = closest(name, known)
     return match and f"did you mean '{match}'?"
-
-
-def _at(tree, name: str):
-    """Returns the part of a settings tree at this dotted name; None if there is none."""
-    for part in name.split("."):
-        if not isinstance(tree, dict):
-            return None
-        tree = tree.get(part)
-    return tree
 
 
 def _text(path: Path) -> str:

@@ -23,7 +23,6 @@ from hvtrain.system.files import (
     read_json,
     whole_lines,
     write_atomic,
-    write_json,
 )
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE
 from hvtrain.system.text import human_bytes
@@ -52,14 +51,14 @@ class EpochRecord:
     learning_rate: float
     seconds: float
     examples_per_second: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
 
 
 # No metric may have one of these names.
 HISTORY_COLUMNS = ("loss", *(column.name for column in fields(EpochRecord)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """The final results of a run, saved in result.json.
 
@@ -83,33 +82,30 @@ class RunRecord:
     versions: dict[str, str]
     config: dict[str, Any]
     # Seconds of a step by phase, and the slowest rank (step/step_timing.py).
-    split: dict[str, Any] | None = None
+    split: dict[str, Any] | None
     # Examples that data.on_error=skip left out on all ranks, since this start of the run.
-    skipped_examples: int = 0
+    skipped_examples: int
     # The best checkpoint: its step, the metric that chose it with its value, and its test metrics.
     best: dict[str, Any] | None = None
     # Throughput in other units, such as tokens, over the same time as examples_per_second.
-    per_second: dict[str, float] = field(default_factory=dict)
+    per_second: dict[str, float]
     # A sample of the model's output, such as a text that it continued.
     sample: str | None = None
     # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
-    changes: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]]
     # How the strategy makes this run differ from the same run under others,
     # for example by stale gradients.
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
     # How many ranks, replicas of one process, or workers of parameter servers computed gradients at
     # the same time.
-    num_replicas: int | None = None
+    num_replicas: int | None
     # Seconds of the run by purpose, over all its starts (core/goodput.py).
-    goodput: dict[str, float] = field(default_factory=dict)
+    goodput: dict[str, float]
     # Description of the data set: phrases by label (data/description.py).
-    data: dict[str, list[str]] = field(default_factory=dict)
+    data: dict[str, list[str]]
 
 
-def write_result(folder: Path, record: RunRecord) -> None:
-    write_json(folder / RESULT_FILE, asdict(record), indent=2)
-
-
+@dataclass
 class EpochTable:
     """A CSV file with a row for each epoch, and a column for each name in any row.
 
@@ -121,11 +117,10 @@ class EpochTable:
         row_of: A function that returns an item's cells by column name, in the order of the columns.
     """
 
-    def __init__(self, path: Path, row_of: Callable[[Any], dict[str, Any]]) -> None:
-        self._path = path
-        self._row_of = row_of
-        self._columns: list[str] = []
-        self._num_written = 0
+    path: Path
+    row_of: Callable[[Any], dict[str, Any]]
+    _columns: list[str] = field(default_factory=list)
+    _num_written: int = 0
 
     def save(self, items: Sequence[Any]) -> None:
         """Writes the items that are new since the last call.
@@ -135,14 +130,14 @@ class EpochTable:
         Args:
             items: All items so far, in a list that only grows from one call to the next.
         """
-        rows = [self._row_of(item) for item in items[self._num_written :]]
+        rows = [self.row_of(item) for item in items[self._num_written :]]
         columns = self._columns
-        if is_own_file(self._path) and columns and all(row.keys() <= set(columns) for row in rows):
-            append_text(self._path, csv_text(map(row.get, columns) for row in rows))
+        if is_own_file(self.path) and columns and all(row.keys() <= set(columns) for row in rows):
+            append_text(self.path, csv_text(map(row.get, columns) for row in rows))
         else:
-            rows = [self._row_of(item) for item in items]
+            rows = [self.row_of(item) for item in items]
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            write_atomic(self._path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
+            write_atomic(self.path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
             self._columns = columns
         self._num_written = len(items)
 

@@ -156,8 +156,8 @@ class RangeTest(Schedule):
     and do not depend on the peak rate.
     """
 
-    lowest: float = 1e-6
-    highest: float = 10.0
+    lowest: float
+    highest: float
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         # Divided by the peak rate because __call__ multiplies by it.

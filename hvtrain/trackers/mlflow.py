@@ -39,8 +39,6 @@ class MLflow(Tracker):
         if self.uri.startswith("sqlite:"):
             self.needs = (*self.needs, "sqlalchemy", "alembic", "sqlparse")
         self.experiment = experiment
-        self._client: Any = None
-        self._id = ""
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         for name, value in ENVIRONMENT.items():

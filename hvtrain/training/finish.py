@@ -13,7 +13,7 @@ import numpy as np
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.core import goodput
-from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
+from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
 from hvtrain.core.topology import Topology
 from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
@@ -116,7 +116,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     def write():
         export(model, run.source, run.task, run.topology, folder)
         complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
-        write_result(folder, complete)
+        write_json(folder / RESULT_FILE, asdict(complete), indent=2)
         return complete
 
     with comm.whole_tables(model, folder):

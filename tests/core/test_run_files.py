@@ -3,12 +3,14 @@
 import contextlib
 import json
 import resource
+from dataclasses import asdict
 
 import pytest
 
-from hvtrain.core.run_files import EpochRecord, RunRecord, history_table, read_history, write_result
+from hvtrain.core.run_files import RESULT_FILE, EpochRecord, RunRecord, history_table, read_history
 from hvtrain.errors import StorageError
-from hvtrain.system.files import write_atomic
+from hvtrain.system.files import write_atomic, write_json
+from run_folders import record
 
 
 def test_history_comes_back(tmp_path):
@@ -73,7 +75,7 @@ def test_a_row_that_was_being_written_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("make", ["missing", "link"])
 def test_a_file_that_was_moved_away_is_written_anew(tmp_path, make):
-    records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0) for epoch in (1, 2)]
+    records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0, {}) for epoch in (1, 2)]
     (tmp_path / "precious").write_text("mine")
     table = history_table(tmp_path)
     table.save(records[:1])
@@ -123,22 +125,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 
 def test_result_comes_back(tmp_path):
-    record = RunRecord(
-        0.98,
-        0.06,
-        2567.0,
-        0.025,
-        2,
-        53_002,
-        264,
-        64,
-        33.0,
-        264,
-        0,
-        {"ranks": 2},
-        {"test_loss": 0.06},
-        {},
-        {"seed": 1},
-    )
-    write_result(tmp_path, record)
-    assert RunRecord(**json.loads((tmp_path / "result.json").read_text())) == record
+    written = record(sample="a text")
+    write_json(tmp_path / RESULT_FILE, asdict(written))
+    assert RunRecord(**json.loads((tmp_path / RESULT_FILE).read_text())) == written

@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
         begun.send()
     for on_error in ("stop", "warn"):
         writer = Writer(
-            begun.folder / "checkpoints", CheckpointConfig(on_error=on_error), copy=begun.send
+            begun.folder / "checkpoints", CheckpointConfig(on_error=on_error), send=begun.send
         )
         writer.submit(3, {"a": np.zeros(2)}, {"metrics": {}})
         error = writer.outcome()

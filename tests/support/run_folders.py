@@ -11,14 +11,15 @@ from safetensors.numpy import load_file
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Scatter, Table, Texts
 from hvtrain.core.run_files import (
+    RESULT_FILE,
     REVIEW_FILE,
     STARTS_FILE,
     EpochRecord,
     RunRecord,
     history_table,
     ranks_table,
-    write_result,
 )
+from hvtrain.system.files import write_json
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 CONFIG: dict[str, Any] = {
@@ -114,7 +115,13 @@ def record(**changes: Any) -> RunRecord:
         "config": CONFIG,
         "split": SPLIT,
         "best": {"step": 30, "metric": "val_accuracy", "value": 0.4, "metrics": {}},
+        "skipped_examples": 0,
+        "per_second": {},
         "changes": [{"step": 20, "changed": {"train.epochs": [2, 4]}}],
+        "differences": [],
+        "num_replicas": None,
+        "goodput": {},
+        "data": {},
     }
     return RunRecord(**{**values, **changes})
 
@@ -136,7 +143,7 @@ def write_run(
     (folder / STARTS_FILE).write_text(json.dumps([{**START, "num_ranks": 3}, START]))
     (folder / REVIEW_FILE).write_text(json.dumps([asdict(figure) for figure in FIGURES]))
     if finished:
-        write_result(folder, record(**changes))
+        write_json(folder / RESULT_FILE, asdict(record(**changes)), indent=2)
     return folder
 
 

@@ -163,7 +163,7 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     """With the rows of the history, and what was the best."""
     write(tmp_path / "s1", 8)
     write(tmp_path / "s2", 16)
-    history_table(tmp_path / "s2").save([EpochRecord(1, 10, 0.1, 1.0, 2.0)])
+    history_table(tmp_path / "s2").save([EpochRecord(1, 10, 0.1, 1.0, 2.0, {})])
     ranks_table(tmp_path / "s2").save([(1, [0.5, 0.25])])
     write_json(tmp_path / "s2" / STARTS_FILE, [{"first_step": 0}])
     writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
