@@ -248,8 +248,7 @@ class ElasticMembership(Resets, Membership):
         super().__init__()
         self.commit_steps = commit_steps
 
-    def check(self) -> None:
-        self.check_host_updates()
+    check = Resets.check_host_updates
 
 
 class ElasticStrategy(HorovodStrategy):
