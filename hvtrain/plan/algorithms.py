@@ -42,10 +42,6 @@ class Link:
     bytes_per_second: float
     corrections: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, num_bytes: float) -> float:
-        """Returns the time of one message."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
-
     def correction(self, num_bytes: float) -> float:
         """Returns the factor that corrects an all-reduce's predicted time, interpolated between measured sizes.
 
@@ -105,7 +101,8 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
     """
-    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
+    step_seconds = link.latency_seconds + num_bytes / num_ranks / link.bytes_per_second
+    return 2 * (num_ranks - 1) * step_seconds
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
