@@ -311,16 +311,14 @@ class Checkpointing(_Saving):
         # One exchange for the state of all ranks and for errors: weights that must not be saved,
         # and a failure of the chief's previous write.
         outcome = self._weights_not_finite() or self.writer.outcome()
-        gathered = self.comm.gather(
-            (model_state.rank_state(self.model), outcome, self.writer.whole_step)
-        )
-        for _, error, _ in gathered:
+        own = model_state.rank_state(self.model), outcome, self.writer.whole_step
+        own_states, errors, whole_steps = zip(*self.comm.gather(own))
+        for error in errors:
             if error:
                 raise error
-        _, _, whole_step = gathered[0]
-        self.run.state.note_keeper.note(whole_step)
+        self.run.state.note_keeper.note(whole_steps[0])
 
-        states = [state for state, *_ in gathered]
+        states = list(own_states)
         if model_state.keeps_memory(self.model):
             memory = model_state.rank_memory(self.model, self.is_chief)
             # One rank after the other, since the chief's link is the bottleneck anyway.
