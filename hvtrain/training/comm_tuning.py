@@ -51,8 +51,8 @@ class CommSettings(NamedTuple):
         bucket_mib: Size of buckets in MiB, see HorovodStrategy; 0: one bucket.
     """
 
-    cycle_ms: float = 1.0
-    bucket_mib: float = 25.0
+    cycle_ms: float
+    bucket_mib: float
 
     def __str__(self) -> str:
         buckets = f"buckets of {self.bucket_mib:g} MiB" if self.bucket_mib else "one bucket"
@@ -65,7 +65,7 @@ def default_settings(bucket_mib: float) -> CommSettings:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
         )
-    cycle_ms = float(os.environ.get(CYCLE_TIME, CommSettings().cycle_ms))
+    cycle_ms = float(os.environ.get(CYCLE_TIME, 1.0))  # Horovod's default is 1 ms.
     return CommSettings(cycle_ms, float(bucket_mib))
 
 
@@ -82,8 +82,7 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     strategy = run.strategy
     folder = run.folder
     comm = strategy.comm
-    usual_mib = CommSettings().bucket_mib
-    default = default_settings(run.config.strategy.get("bucket_mib", usual_mib))
+    default = default_settings(run.config.strategy.get("bucket_mib", 25.0))
     sizes = [num_bytes([variable]) for variable in build().trainable_variables]
 
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
