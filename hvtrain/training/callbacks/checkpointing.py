@@ -2,7 +2,6 @@
 
 import math
 import signal
-import socket
 import time
 from operator import itemgetter
 from typing import Any
@@ -77,8 +76,8 @@ class Interruption(RunCallback):
             own_reasons.append((0, INTERRUPTED, "Ctrl-C"))
         elif self._signals:
             name = signal.Signals(self._signals[0]).name
-            host = socket.gethostname()
-            reason = f"{name} to rank {self.comm.topology.rank} on {host}"
+            topology = self.comm.topology
+            reason = f"{name} to rank {topology.rank} on {topology.host}"
             own_reasons.append((1, RESTART_HELPS, reason))
         if self._is_late:
             own_reasons.append((2, 0, f"train.max_time={self._limit}"))
