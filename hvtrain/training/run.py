@@ -153,7 +153,7 @@ class Run:
         return batches
 
     def stream_from(self, step: int, augmented: bool = False) -> tf.data.Dataset:
-        """Returns this rank's batches, beginning at a step, without weights and, by default, augmentation."""
+        """Returns this rank's batches from a step on, unweighted and by default not augmented."""
         return training_batches(
             self.source, self.plan, self.topology, self.config.seed, step, augmented
         )
