@@ -138,8 +138,8 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
     'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may order them otherwise.'
     """
     # No claim about which is better: one run of each says little about small differences.
-    low = min(values, key=lambda name: values[name])
-    high = max(values, key=lambda name: values[name])
+    low = min(values, key=values.__getitem__)
+    high = max(values, key=values.__getitem__)
     spread = f"{metric} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
 
     return f"{spread}; one run each, so another seed may order them otherwise."

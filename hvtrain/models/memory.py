@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras import Model, layers
 from keras.src.backend import get_keras_mask, set_keras_mask
 
+from hvtrain.checkpoint.model_state import seeds_of
 from hvtrain.errors import ConfigError
 
 # Layers whose output shares the memory of their input.
@@ -210,8 +211,7 @@ def recompute(model: Model) -> None:
 
     graph = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
-    weight_ids = set(map(id, model.weights))
-    states = [variable for variable in model.variables if id(variable) not in weight_ids]
+    states = seeds_of(model)
     run_plainly = graph._run_through_graph
 
     def run(inputs, operation_fn, call_fn=None):

@@ -42,10 +42,6 @@ class Link:
     bytes_per_second: float
     corrections: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, num_bytes: float) -> float:
-        """Returns the time of one message."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
-
     def correction(self, num_bytes: float) -> float:
         """Returns the factor that corrects an all-reduce's predicted time, interpolated between measured sizes.
 
@@ -82,10 +78,6 @@ class Machine:
     start_seconds: float = 0.0
     exchanges: Mapping[str, "Machine"] = field(default_factory=dict)
 
-    def exchanging(self, kind: str) -> "Machine":
-        """Returns what this machine is for exchanges of this kind."""
-        return self.exchanges.get(kind, self)
-
     def num_hosts(self, num_ranks: int) -> int:
         """Returns the number of hosts for num_ranks ranks; the last may be partly filled."""
         return -(-num_ranks // self.ranks_per_host)
@@ -105,7 +97,8 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
     """
-    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
+    step_seconds = link.latency_seconds + num_bytes / num_ranks / link.bytes_per_second
+    return 2 * (num_ranks - 1) * step_seconds
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
@@ -196,12 +189,8 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     latency = (local - 1) * machine.inside.latency_seconds
     latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
     # Only links that are used can limit the speed.
-    links = []
-    if local > 1:
-        links.append(machine.inside)
-    if hosts > 1:
-        links.append(machine.between)
-    bandwidth = min(link.bytes_per_second for link in links)
+    links = [(machine.inside, local), (machine.between, hosts)]
+    bandwidth = min(link.bytes_per_second for link, number in links if number > 1)
     return 2 * latency + 2 * num_bytes / (TREE_SHARE * bandwidth)
 
 

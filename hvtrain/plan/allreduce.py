@@ -27,6 +27,7 @@ from hvtrain.launch.measure import in_turns
 from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.console import progress
 from hvtrain.system.files import write_json
+from hvtrain.system.resources import cores_of_each
 from hvtrain.system.text import human_bytes
 
 KIB = 1 << 10
@@ -164,7 +165,7 @@ allreduce.json, which plan --calibrate reads.""",
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     options = parser.parse_args()
     # Ranks share the cores, as in a run.
-    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    threads = cores_of_each(options.ranks)
     folder = Path(
         options.output or f"allreduce/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.transport}"
     ).absolute()

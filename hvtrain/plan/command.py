@@ -27,6 +27,7 @@ from hvtrain.system.command import (
     positive,
 )
 from hvtrain.system.files import write_json
+from hvtrain.system.resources import cores_of_each
 
 # Enough to measure: a run's speed leaves out the first ten steps as warm-up
 # (training/callbacks/epochs.py).
@@ -96,9 +97,9 @@ def main() -> int:
 
 def _encode(options: argparse.Namespace, run, methods):
     """Measures the cost of the methods' compression here, with one rank's share of the cores."""
-    num_threads = len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host)
+    num_threads = cores_of_each(min(options.np, options.ranks_per_host))
     shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
-    return encode(shapes, methods, max(1, num_threads))
+    return encode(shapes, methods, num_threads)
 
 
 def _rules(options: argparse.Namespace, run) -> Rules:

@@ -193,7 +193,7 @@ def method_cost(
         kind = KINDS.get(method.compression, "")
         # Two ranks swap their bytes in pieces; see ByteFormat.
         swaps = num_ranks == 2 and kind == "gather"
-        machine = machine.exchanging("bytes" if swaps else kind)
+        machine = machine.exchanges.get("bytes" if swaps else kind, machine)
         messages = []
         for num_bytes, old in zip(code.message_bytes, work.gradients):
             num_pieces = max(1, old.num_bytes // PIECE_BYTES) if swaps else 1
@@ -216,7 +216,7 @@ def method_cost(
         # second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
         whole, _ = allreduce_seconds(
-            num_bytes, num_ranks, machine.exchanging("gather"), rules.algorithms
+            num_bytes, num_ranks, machine.exchanges.get("gather", machine), rules.algorithms
         )
         gather = whole / 2
     exposed = (cost.exposed_seconds + gather) / every

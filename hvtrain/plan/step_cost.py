@@ -8,7 +8,7 @@ done.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 from statistics import NormalDist
 
@@ -205,7 +205,7 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
     )
 
 
-@lru_cache(maxsize=1024)
+@cache
 def expected_maximum(number: int) -> float:
     """Returns the expected maximum of `number` independent standard normal numbers.
 

@@ -142,8 +142,6 @@ class HorovodStrategy(Strategy):
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
-        if topology.size == 1:
-            return
         self.comm.watchdog = watchdog.start(
             topology.rank,
             topology.size,
@@ -248,8 +246,7 @@ class ElasticMembership(Resets, Membership):
         super().__init__()
         self.commit_steps = commit_steps
 
-    def check(self) -> None:
-        self.check_host_updates()
+    check = Resets.check_host_updates
 
 
 class ElasticStrategy(HorovodStrategy):

@@ -118,16 +118,13 @@ class LocalSGDStrategy(HorovodStrategy):
         """Wraps the optimizer. Not collective."""
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
-    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        # Each rank's loss is its own mean: a mean over the joint batch
-        # would take a message in each step.
-        return Strategy.distribute_loss(self, loss)
-
-    def prepare(self, model: keras.Model) -> None:
-        """Does nothing: dividing losses by the number of ranks would make local steps too small."""
-
-    def guards(self) -> list[keras.callbacks.Callback]:
-        return []  # Instead, settle() compares the reductions that ran with those that were due.
+    # Each rank's loss is its own mean: a mean over the joint batch would take a message in
+    # each step.
+    distribute_loss = Strategy.distribute_loss
+    # Dividing losses by the number of ranks would make local steps too small.
+    prepare = Strategy.prepare
+    # Instead, settle() compares the reductions that ran with those that were due.
+    guards = Strategy.guards
 
     def fit(self, model: keras.Model, batches_from: Any, plan: StepPlan, *arguments: Any) -> None:
         if plan.learning_rate_factor > 1 and self.topology.is_chief:

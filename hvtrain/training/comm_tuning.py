@@ -12,16 +12,16 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
+from hvtrain.models.memory import num_bytes
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
 from hvtrain.system.files import read_json, write_json
@@ -43,8 +43,7 @@ SECONDS_FOR_STEPS = 3.0
 WORTHWHILE = 0.97
 
 
-@dataclass(frozen=True)
-class CommSettings:
+class CommSettings(NamedTuple):
     """Settings of the reduction.
 
     Args:
@@ -52,28 +51,22 @@ class CommSettings:
         bucket_mib: Size of buckets in MiB, see HorovodStrategy; 0: one bucket.
     """
 
-    cycle_ms: float = 1.0
-    bucket_mib: float = 25.0
+    cycle_ms: float
+    bucket_mib: float
 
     def __str__(self) -> str:
         buckets = f"buckets of {self.bucket_mib:g} MiB" if self.bucket_mib else "one bucket"
         return f"cycle {self.cycle_ms:g} ms, {buckets}"
 
-    def apply(self, strategy: Strategy) -> None:
-        """Restarts communication with these settings (every rank)."""
-        strategy.restart(self.cycle_ms, self.bucket_mib)
 
-
-def default_settings(bucket_mib: float | None) -> CommSettings:
+def default_settings(bucket_mib: float) -> CommSettings:
     """Returns the settings that apply without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
         )
-    cycle_ms = float(os.environ.get(CYCLE_TIME, CommSettings.cycle_ms))
-    return CommSettings(
-        cycle_ms, CommSettings.bucket_mib if bucket_mib is None else float(bucket_mib)
-    )
+    cycle_ms = float(os.environ.get(CYCLE_TIME, 1.0))  # Horovod's default is 1 ms.
+    return CommSettings(cycle_ms, float(bucket_mib))
 
 
 def tune(run: Run, build: Callable[[], keras.Model]) -> None:
@@ -89,23 +82,22 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     strategy = run.strategy
     folder = run.folder
     comm = strategy.comm
-    default = default_settings(run.config.strategy.get("bucket_mib"))
-    weights = [variable.value for variable in build().trainable_variables]
-    sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
+    default = default_settings(run.config.strategy.get("bucket_mib", 25.0))
+    sizes = [num_bytes([variable]) for variable in build().trainable_variables]
 
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
     measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}
     best = comm.on_chief(lambda: _read(folder, measured_for))
     if best is not None:
         log.info("comm.tune: %s, from %s\n", best, folder / FILE)
-        best.apply(strategy)
+        strategy.restart(*best)
         return
 
     began = time.monotonic()
     mib = sum(sizes) / MIB
     if default.bucket_mib >= mib:
         # All gradients fit into one bucket, and 0 is the setting for that.
-        default = replace(default, bucket_mib=0.0)
+        default = default._replace(bucket_mib=0.0)
     # The plan's first step: plan.shift is not 0 if the run began with another plan.
     batches = run.batches_from(run.plan.shift)
     best, seconds = _search(strategy, batches, build, default, mib)
@@ -121,11 +113,12 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
         time.monotonic() - began,
     )
     tried = [
-        {**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()
+        {**settings._asdict(), "step_seconds": round(value, 7)}
+        for settings, value in seconds.items()
     ]
-    content = {"comm": asdict(best), **measured_for, "tried": tried}
+    content = {"comm": best._asdict(), **measured_for, "tried": tried}
     comm.on_chief(lambda: write_json(folder / FILE, content))
-    best.apply(strategy)
+    strategy.restart(*best)
 
 
 def _search(
@@ -145,20 +138,20 @@ def _search(
     best = default
     # One setting at a time, starting from the best so far: half as many trials as a full grid.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
-        others = [replace(best, **{name: value}) for value in values]
+        others = [best._replace(**{name: value}) for value in values]
         candidates = list(dict.fromkeys([best, *others]))
         # Settings with the same buckets share a model.
         trials: dict[float, Callable[[], float]] = {}
         for settings in candidates:
             if settings.bucket_mib not in trials:
-                settings.apply(strategy)
+                strategy.restart(*settings)
                 trials[settings.bucket_mib] = _trial(build(), strategy, batches)
 
         rounds: dict[CommSettings, list[float]] = {settings: [] for settings in candidates}
         order = candidates
         for _ in range(ROUNDS):
             for settings in order:
-                settings.apply(strategy)
+                strategy.restart(*settings)
                 rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
             # The order alternates, so that no setting suffers most if the machine slows down.
             order = order[::-1]

@@ -312,7 +312,8 @@ class _Search:
         )
 
         def write():
-            write_records(self.folder, records)
+            for name, content in records.items():
+                write_atomic(self.folder / name, content)
             if best:
                 # A record without a host means the root's own disk, which need not be the chief's.
                 best_host = best.get("host", root_host)
@@ -328,12 +329,6 @@ def read_records(folder: Path) -> dict[str, bytes]:
     """Reads the RECORDS that exist in the run folder."""
     paths = [folder / name for name in RECORDS]
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
-
-
-def write_records(folder: Path, records: dict[str, bytes]) -> None:
-    """Writes records to the run folder."""
-    for name, content in records.items():
-        write_atomic(folder / name, content)
 
 
 def _of_run(candidates: list[Candidate], run_id: str | None) -> list[Candidate]:

@@ -22,7 +22,6 @@ BALANCED = "balanced"
 def prepare_step(
     model: keras.Model,
     source: Source,
-    losses: Sequence[Any],
     has_batch_weights: bool = False,
     class_weights: Sequence[float] = (),
     harden: Callable[[Any], Any] = lambda targets: targets,
@@ -30,9 +29,8 @@ def prepare_step(
     """Makes the model's train step accept batches as the run's streams yield them.
 
     Args:
-        model: The compiled model.
+        model: The compiled model, whose losses joint_loss made.
         source: The data set, which says whether its batches are raw, and whether the step augments them.
-        losses: The losses that the model is compiled with, made by joint_loss.
         has_batch_weights: The ranks' batches differ in size, and come as pairs (batch, weight).
         class_weights: Weights by class, which multiply those of the examples; empty for none.
         harden: Task.harden, which turns mixed targets back into targets that metrics accept.
@@ -80,8 +78,9 @@ def prepare_step(
             by_class = weights_of(targets, class_weights)
             weights = by_class if weights is None else product_by_example(by_class, weights)
 
-        for loss in losses:
-            loss.batch_weight = weight
+        for loss in keras.tree.flatten(model.loss):
+            if loss is not None:
+                loss.batch_weight = weight
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
         # compute_loss should have used the weight. Otherwise the gradients of all ranks would count

@@ -144,7 +144,7 @@ class Run:
         one_batch = self.config.data.one_batch
         if one_batch:
             step = self.plan.shift  # The first step of the plan, wherever the run resumes.
-        batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
+        batches = self.stream_from(step, augmented=True)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
         if one_batch:
@@ -152,10 +152,10 @@ class Run:
             batches = batches.take(1).cache().repeat()
         return batches
 
-    def stream_from(self, step: int) -> tf.data.Dataset:
-        """Returns this rank's batches, beginning at a step, without augmentation and weights."""
+    def stream_from(self, step: int, augmented: bool = False) -> tf.data.Dataset:
+        """Returns this rank's batches from a step on, unweighted and by default not augmented."""
         return training_batches(
-            self.source, self.plan, self.topology, self.config.seed, step, augmented=False
+            self.source, self.plan, self.topology, self.config.seed, step, augmented
         )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:

@@ -215,7 +215,6 @@ def build_model(
     prepare_step(
         model,
         source,
-        [loss for loss in keras.tree.flatten(model.loss) if loss is not None],
         has_batch_weights=not plan.is_even,
         class_weights=class_weights(config, source, task),
         harden=task.harden,

@@ -496,7 +496,7 @@ def trained(on, jit_compile=False):
     model = keras.Sequential([keras.Input(source.image_shape), layers.Flatten(), layers.Dense(10)])
     Classification().compile(model, keras.optimizers.SGD(0.1), soft_targets=True)
     model.optimizer.build(model.trainable_variables)
-    prepare_step(model, source, losses=[], harden=Classification().harden)
+    prepare_step(model, source, harden=Classification().harden)
     batches = training_batches(source, plan_for(source, [32]), Topology(), 3, 0)
     logs = make_steps(model, iter(batches), StepMarks())(40)
     return batches.element_spec[0], model.get_weights(), float(logs["accuracy"])

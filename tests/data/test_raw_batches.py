@@ -23,7 +23,7 @@ def trained(raw, jit_compile=False):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=jit_compile)
     model.optimizer.build(model.trainable_variables)
-    prepare_step(model, source, losses=[])
+    prepare_step(model, source)
     batches = source.training(
         StreamRequest(Topology(0, 1), 32, seed=3, start_step=0, steps_per_epoch=44)
     )

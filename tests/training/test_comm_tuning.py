@@ -114,4 +114,4 @@ def test_what_it_does_not_go_with(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"
     ):
-        comm_tuning.default_settings(None)
+        comm_tuning.default_settings(25.0)

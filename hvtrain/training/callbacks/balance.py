@@ -72,10 +72,10 @@ class Balance(RunCallback):
             return
 
         before = plan.batch_sizes
-        sizes = balanced_sizes(before, [rank.own_work for rank in times])
-        example_seconds = [rank.own_work / size for rank, size in zip(times, before)]
-        old_seconds = max(rank.own_work for rank in times)
-        new_seconds = max(size * seconds for size, seconds in zip(sizes, example_seconds))
+        works = [rank.own_work for rank in times]
+        sizes = balanced_sizes(before, works)
+        old_seconds = max(works)
+        new_seconds = max(size * (work / old) for size, work, old in zip(sizes, works, before))
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
         # The conditions above are the same on all ranks, so all of them come here or none does.
         cost = self.comm.broadcast(self._first_step_seconds)

@@ -2,7 +2,6 @@
 
 import math
 import signal
-import socket
 import time
 from operator import itemgetter
 from typing import Any
@@ -77,8 +76,8 @@ class Interruption(RunCallback):
             own_reasons.append((0, INTERRUPTED, "Ctrl-C"))
         elif self._signals:
             name = signal.Signals(self._signals[0]).name
-            host = socket.gethostname()
-            reason = f"{name} to rank {self.comm.topology.rank} on {host}"
+            topology = self.comm.topology
+            reason = f"{name} to rank {topology.rank} on {topology.host}"
             own_reasons.append((1, RESTART_HELPS, reason))
         if self._is_late:
             own_reasons.append((2, 0, f"train.max_time={self._limit}"))
@@ -311,16 +310,14 @@ class Checkpointing(_Saving):
         # One exchange for the state of all ranks and for errors: weights that must not be saved,
         # and a failure of the chief's previous write.
         outcome = self._weights_not_finite() or self.writer.outcome()
-        gathered = self.comm.gather(
-            (model_state.rank_state(self.model), outcome, self.writer.whole_step)
-        )
-        for _, error, _ in gathered:
+        own = model_state.rank_state(self.model), outcome, self.writer.whole_step
+        own_states, errors, whole_steps = zip(*self.comm.gather(own))
+        for error in errors:
             if error:
                 raise error
-        _, _, whole_step = gathered[0]
-        self.run.state.note_keeper.note(whole_step)
+        self.run.state.note_keeper.note(whole_steps[0])
 
-        states = [state for state, *_ in gathered]
+        states = list(own_states)
         if model_state.keeps_memory(self.model):
             memory = model_state.rank_memory(self.model, self.is_chief)
             # One rank after the other, since the chief's link is the bottleneck anyway.

@@ -66,7 +66,7 @@ def make_callbacks(
         start: Where the run begins or resumes.
         interruption: Stops the run at a signal or a time limit.
         writer: Writes the checkpoints.
-        tracking: Feeds the trackers; None if config.tracker is empty.
+        tracking: Feeds the trackers; None: there are none.
         search: Checks each step, with guard.layers=true; else None.
         metrics: Serves numbers for monitoring; None: none are served.
 
@@ -132,9 +132,9 @@ def make_callbacks(
         has_ranks and config.train.balance and Balance(context, throughput),
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
-        is_chief and config.tracker and tracking,
+        is_chief and tracking,
         is_chief and Progress(context),
-        is_chief and metrics and metrics.is_on and metrics,
+        is_chief and metrics,
         skipped,
         config.profile.timeline and TimelineTrace(context),
         # It raises if ranks join or leave, and then no later callback is called.

@@ -45,14 +45,8 @@ class Metrics(RunCallback):
         self._registry.register(self)
         self._server: Any = None
 
-    @property
-    def is_on(self) -> bool:
-        """True if a port or a file is set."""
-        return self._config.port is not None or bool(self._config.file)
-
     def __enter__(self) -> "Metrics":
-        if self.is_on:
-            self.comm.on_chief(self._open)
+        self.comm.on_chief(self._open)
         return self
 
     def __exit__(self, *_: object) -> None:

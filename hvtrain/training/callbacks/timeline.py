@@ -104,9 +104,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
         folder: The folder of the traces.
         steps: The number of traced steps.
     """
-    horovod: dict[str, float] = {}
-    if (folder / REDUCTIONS).exists():  # One rank alone has no reductions.
-        horovod = reductions(folder / REDUCTIONS)
+    horovod = reductions(folder / REDUCTIONS)
     tensorflow = sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
     return [
         f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
@@ -119,6 +117,8 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
 
 def reductions(path: Path) -> dict[str, float]:
     """Returns, by kind of activity, the seconds during which Horovod did it for at least one gradient."""
+    if not path.exists():  # One rank alone has no reductions.
+        return {}
     # Unless Horovod has closed the JSON list, its last event ends with a comma.
     text = path.read_text("utf-8").strip()
     if not text.endswith("]"):

@@ -163,7 +163,7 @@ def against_the_joint_batches(config):
             # By position, since its layers have other names.
             factors = factors_of(model, config.train.rates)
             multiply_rates(joint.optimizer, joint.trainable_variables, factors)
-            prepare_step(joint, source, [], harden=task.harden)
+            prepare_step(joint, source, harden=task.harden)
             by_class, train_one = (
                 class_weights(config, source, task),
                 tf.function(joint.train_step, reduce_retracing=True),
