@@ -260,7 +260,8 @@ class Member(Watchdog):
                 if self._connection is None:
                     time.sleep(seconds)
                 elif self._is_readable(seconds):
-                    self._read(self._connection)
+                    for message in connections.receive(self._connection, self._lines):
+                        self._take(message)
 
                 now = time.monotonic()
                 if now >= next_beat and not self._closed.is_set():
@@ -274,15 +275,6 @@ class Member(Watchdog):
         if self._connection:
             self._connection.close()
         self.stacks.close()
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(1 << 16)
-            messages = self._lines.feed(data) if data else [connections.end_of(None)]
-        except (OSError, WireError) as error:
-            messages = [connections.end_of(error)]
-        for message in messages:
-            self._take(message)
 
     def _take(self, message: Message) -> None:
         """Handles a message from the hub."""
