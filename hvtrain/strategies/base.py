@@ -28,7 +28,6 @@ from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.processes import within
 from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
@@ -314,7 +313,7 @@ class Strategy:
     def report_failure(self, error: BaseException) -> None:
         """Tells the other ranks why this rank failed, then stops. Not collective."""
         self.watchdog.fail(error)
-        within(STOP_SECONDS, self.stop, None)
+        console.within(STOP_SECONDS, self.stop, None)
 
     def expect_restart(self) -> None:
         """Makes restart possible, or raises ConfigError; call it before start. Not collective."""

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS, UserError, in_one_line, message_of
-from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
+from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK, in_background
 from hvtrain.watchdog import connections, processes
 from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
 from hvtrain.watchdog.processes import ENDED, Launcher, Process, Stacks
@@ -203,8 +202,7 @@ class Member(Watchdog):
 
     def signal_rank_0(self, number: int) -> None:
         # In another thread, since signal handlers, which call this, must not wait for locks.
-        send = partial(self._send, Kind.SIGNAL, number=number)
-        threading.Thread(target=send, daemon=True).start()
+        in_background(self._send, Kind.SIGNAL, number=number)
 
     @property
     def spokesman(self) -> int:

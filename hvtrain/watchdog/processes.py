@@ -9,21 +9,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.storage.runs import address_of
 from hvtrain.system import console
-
-T = TypeVar("T")
+from hvtrain.system.console import within
 
 ENDED = "no longer running"
 _STATES = {
@@ -200,23 +196,6 @@ class Launcher:
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False
-
-
-def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """Returns the action's result, or `otherwise` if it fails or takes longer than `seconds`.
-
-    A slow action is left running in its thread.
-    """
-    result = [otherwise]
-
-    def act():
-        with suppress(Exception):
-            result[0] = action()
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0]
 
 
 def resume_advice(folder: Path | None) -> str:
