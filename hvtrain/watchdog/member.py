@@ -26,8 +26,6 @@ from hvtrain.watchdog.progress import (
 
 log = logging.getLogger(__name__)
 
-# How long to wait for the stacks of a silent rank that was woken.
-SECONDS_FOR_A_WOKEN_RANK = 3.0
 # How long cause() waits for the reason.
 SECONDS_FOR_A_CAUSE = 3.0
 # Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks
@@ -303,7 +301,7 @@ class Member(Watchdog):
         state = process.state()
         text = ""
         if state != ENDED:
-            text = process.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+            text = process.wake_for_stacks()
         self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
     def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
@@ -371,7 +369,7 @@ class Member(Watchdog):
 
         stacks = {self._rank: self.stacks.text()}
         if hub and state != ENDED:
-            stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+            stacks[0] = hub.wake_for_stacks()
         where = processes.write_stacks(self.folder, stacks)
         self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
 

@@ -33,6 +33,8 @@ _START_TOLERANCE_SECONDS = 2.0
 STACKS_FOLDER = "stacks"
 # A hanging disk may be why the run ends, so access to files is abandoned after this time.
 SECONDS_FOR_FILES = 5.0
+# How long to wait for the stacks of a silent rank that was woken.
+SECONDS_FOR_A_WOKEN_RANK = 3.0
 
 
 def machine_id(namespace: str = "pid") -> str:
@@ -82,7 +84,7 @@ class Process:
         except psutil.Error:
             return ENDED
 
-    def wake_for_stacks(self, seconds: float) -> str:
+    def wake_for_stacks(self) -> str:
         """Makes the process write its stacks, and continue if it is stopped; returns the stacks.
 
         faulthandler writes them in C, even if the interpreter hangs. Empty if they do not come in time.
@@ -99,7 +101,7 @@ class Process:
 
         # The stacks are complete once the file has stopped changing.
         file = Path(f"/proc/{self.number}/fd/{self.stacks}")
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS_FOR_A_WOKEN_RANK
         text = ""
         before = None
         while self.stacks >= 0 and (not text or text != before) and time.monotonic() < deadline:
