@@ -56,7 +56,7 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             "wanted": request["python"],  # If it is missing, another Python answers.
             "is_wanted": sys.executable == request["python"],
         },
-        "packages": {**host_facts.package_versions(), **host_facts.cuda_versions()},
+        "packages": host_facts.package_versions() | host_facts.cuda_versions(),
         "code": host_facts.code_facts(),
         "horovod": host_facts.horovod_facts(),
         "addresses": addresses(request["names"]),
