@@ -142,8 +142,6 @@ class HorovodStrategy(Strategy):
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
-        if topology.size == 1:
-            return
         self.comm.watchdog = watchdog.start(
             topology.rank,
             topology.size,
