@@ -88,7 +88,7 @@ def begin_copies(run: Run) -> Copies:
             log.warning("checkpoint.copies=1 has no effect: %s", reason)
         return Copies()
 
-    address, listener = agree(rank, comm.gather, comm.broadcast)
+    address, listener = agree(rank, comm.gather)
     token = comm.broadcast(secrets.token_bytes(32))
     try:
         if listener:
