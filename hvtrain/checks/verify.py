@@ -79,9 +79,8 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
                 "one rank was started and at least two are needed; start them with horovodrun -np 2"
             )
 
-        console.start_log(topology.is_chief)
         # Log lines of a run would appear between the rows.
-        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        console.start_log(topology.is_chief, logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
         has_passed = run_checks(library_checks(strategy, config) | own_checks, strategy)
         strategy.stop()

@@ -142,13 +142,13 @@ def quiet_import(verbose: bool) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def start_log(is_chief: bool) -> None:
-    """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
+def start_log(is_chief: bool, level: int = logging.INFO) -> None:
+    """Sends hvtrain's log, from this level on, and Python's warnings to the console, on the chief only."""
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
     for logger in _LOGGERS:
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
         # Otherwise a root logger set up by the user would show each line twice.
         logger.propagate = False
         logger.handlers = [handler]
