@@ -53,14 +53,11 @@ def writing(
 
 
 def _why_not_written(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
-    disk = None
+    needed = f"{needed_bytes:,} bytes needed"
     with suppress(OSError):  # A lost mount does not even report its free space.
         while not folder.exists():
             folder = folder.parent
         disk = os.statvfs(folder)
-
-    needed = f"{needed_bytes:,} bytes needed"
-    if disk:
         needed += f", {disk.f_bavail * disk.f_frsize:,} free"
         # Some file systems do not count inodes.
         if disk.f_files and not disk.f_favail:
