@@ -151,10 +151,6 @@ class Connection:
     lines: Lines = field(default_factory=lambda: Lines(MAX_PROOF))
     state: RankState | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return self.socket.fileno() >= 0
-
     def send(self, kind: Kind, **values: Any) -> None:
         """Sends a message without blocking: messages are small, and a rank gets about one for each that it sends."""
         with suppress(OSError):  # The next read notices the failure.
@@ -194,9 +190,9 @@ class Connections:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
-            # A connection may have been closed after an earlier message,
+            # A connection may have been closed (its number is -1) after an earlier message,
             # or to make room for a stranger.
-            elif key.data.is_open:
+            elif key.data.socket.fileno() >= 0:
                 yield from self._read(key.data)
 
     def close_strangers(self) -> None:
