@@ -362,10 +362,7 @@ def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:
         return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
     # Sparse gradients (of embeddings) become dense ones.
-    return [
-        None if gradient is None else tf.convert_to_tensor(gradient).numpy()
-        for gradient in gradients()
-    ]
+    return [None if part is None else tf.convert_to_tensor(part).numpy() for part in gradients()]
 
 
 def _change(

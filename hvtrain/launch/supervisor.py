@@ -146,8 +146,8 @@ class Launch:
     def _take_signal(self, number: int) -> None:
         """Asks the ranks to stop, or passes the signal on.
 
-        The second signal other than SIGUSR1 kills everything. All of it happens in threads, since a signal
-        handler must not wait for ssh.
+        The second signal other than SIGUSR1 kills everything. What calls ssh runs in
+        threads, since a signal handler must not wait for it.
         """
         # A request to save and stop, as schedulers send before a time
         # limit; repeating it does no harm.
