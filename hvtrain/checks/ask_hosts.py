@@ -76,7 +76,7 @@ def ask(
     # One unreachable host must not hide the answers of the others.
     troubles = {}
     # All at once, since hosts also try each other's ports.
-    with ThreadPoolExecutor(max(1, len(requests))) as pool:
+    with ThreadPoolExecutor(len(requests)) as pool:
         calls = {
             host: pool.submit(_ask, host, function, host_request, ssh, seconds)
             for host, host_request in requests.items()

@@ -12,7 +12,6 @@ sends that much over each link, so it compares with the link's speed for any n. 
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -233,8 +232,7 @@ def rank_main() -> None:
     if hvd.rank() == 0:
         measured = {"all": together, "pairs": [[*pair, times] for pair, times in by_pair.items()]}
         # One write, because the launcher puts the rank before each piece of output.
-        sys.stdout.write(f"{MARK} {json.dumps(measured)}\n")
-        sys.stdout.flush()
+        print(f"{MARK} {json.dumps(measured)}\n", end="", flush=True)
 
     hvd.shutdown()
 

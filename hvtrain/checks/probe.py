@@ -7,7 +7,6 @@ both files need only the standard library of Python 3.9.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -18,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, SubprocessError, check_output
 from typing import Any
@@ -56,7 +56,7 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             "wanted": request["python"],  # If it is missing, another Python answers.
             "is_wanted": sys.executable == request["python"],
         },
-        "packages": {**host_facts.package_versions(), **host_facts.cuda_versions()},
+        "packages": host_facts.package_versions() | host_facts.cuda_versions(),
         "code": host_facts.code_facts(),
         "horovod": host_facts.horovod_facts(),
         "addresses": addresses(request["names"]),
@@ -87,7 +87,7 @@ def _machine() -> dict[str, Any]:
 
 def _shared_memory() -> dict[str, int]:
     """Returns the free and total bytes of /dev/shm; 0 without one, as in some containers."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
         return {"free": usage.free, "total": usage.total}
     return {"free": 0, "total": 0}
@@ -223,7 +223,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     resolved = dict.fromkeys(names)
 
     def resolve(name):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             resolved[name] = socket.gethostbyname(name)
 
     # In threads, since a lookup has no time limit of its own.
@@ -277,7 +277,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
 
     def answer_call(caller):
         with (
-            contextlib.suppress(OSError),
+            suppress(OSError),
             caller,
             caller.makefile("rw", encoding="utf-8", errors="replace") as stream,
         ):

@@ -359,11 +359,10 @@ def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:
     def gradients():
         with tf.GradientTape() as tape:
             loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
-        values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-        # Sparse gradients (of embeddings) become dense ones.
-        return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
-    return [None if gradient is None else gradient.numpy() for gradient in gradients()]
+    # Sparse gradients (of embeddings) become dense ones.
+    return [None if part is None else tf.convert_to_tensor(part).numpy() for part in gradients()]
 
 
 def _change(

@@ -64,7 +64,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
 
         from hvtrain.checks.rank_checks import library_checks, own_run_checks
         from hvtrain.config.instantiate import build
-        from hvtrain.strategies.base import Strategy
+        from hvtrain.strategies.base import Strategy, report_failures
         from hvtrain.strategies.horovod import HorovodStrategy
 
     strategy: Strategy = build(config, "strategy", Strategy) if has_own_run else HorovodStrategy()
@@ -72,22 +72,18 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
     # checks allow 1e-5.
     tf.config.experimental.enable_tensor_float_32_execution(False)
 
-    try:
+    with report_failures(strategy):
         topology = strategy.start()
         if topology.size == 1:
             raise RankError(
                 "one rank was started and at least two are needed; start them with horovodrun -np 2"
             )
 
-        console.start_log(topology.is_chief)
         # Log lines of a run would appear between the rows.
-        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        console.start_log(topology.is_chief, logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
         has_passed = run_checks(library_checks(strategy, config) | own_checks, strategy)
         strategy.stop()
-    except BaseException as error:
-        strategy.report_failure(error)
-        raise
 
     return has_passed
 

@@ -99,9 +99,8 @@ def opened(
     """Opens a run for the block, on Horovod's ranks or in this process `alone` (every rank)."""
     strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
-        console.start_log(strategy.start().is_chief)
         # Log lines about the start of a run would only bury the command's result.
-        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        console.start_log(strategy.start().is_chief, logging.WARNING)
         strategy.start_watchdog(finished.config.watchdog.abort_seconds)
         yield open_run(finished, strategy, uses_split)
         strategy.stop()

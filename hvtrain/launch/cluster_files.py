@@ -4,10 +4,9 @@ import shlex
 import shutil
 import subprocess
 import traceback
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jinja2
 import yaml
@@ -112,7 +111,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
 
     # Values on the command line are text, so their types come from the schema.
     schema = KINDS[kind]
-    hints = typing.get_type_hints(schema)
+    hints = get_type_hints(schema)
     for key, value in tree.items():
         if str in types_of(hints.get(key)) and isinstance(value, int | float):
             tree[key] = unparsed.get(key, str(value))

@@ -33,7 +33,6 @@ from hvtrain.launch.job import (
     place_ranks,
 )
 from hvtrain.launch.options import check, parser
-from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system import secrets
 from hvtrain.system.files import is_remote, new_folder, refuse_link
 
@@ -206,7 +205,7 @@ def _job(
         min_ranks=(options.min_np or num_ranks) if is_elastic else None,
         max_ranks=options.max_np,
         num_ps=roles.num_ps,
-        ssh=Ssh(options.port, options.identity_file),
+        ssh=remote_hosts.Ssh(options.port, options.identity_file),
         mpirun=options.how == "mpirun",
         interfaces=options.network_interfaces,
         discovery_script=options.host_discovery_script,

@@ -132,9 +132,10 @@ def _command_without_variables(
     if nccl_interface is not None:
         os.environ["NCCL_SOCKET_IFNAME"] = nccl_interface
 
-    travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
     os.environ[_TRAVELLING] = "".join(
-        f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in os.environ.items()
+        if horovod_env.is_exportable(name)
     )
 
     def command(slot):

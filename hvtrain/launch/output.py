@@ -367,12 +367,7 @@ def write(stream: TextIO, text: str) -> None:
             stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
     except OSError:  # The reader is gone (| head), or the disk is full (> FILE).
-        discard(stream)
-
-
-def discard(stream: TextIO) -> None:
-    """Discards what the stream holds in its buffer, and everything written to it later."""
-    # A write to a closed pipe would fail again at exit, with a message from Python.
-    null_device = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null_device, stream.fileno())
-    os.close(null_device)
+        # A write to a closed pipe would fail again at exit, with a message from Python.
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)

@@ -21,7 +21,7 @@ from typing import Any
 from hvtrain.errors import RankError
 from hvtrain.launch import on_host
 from hvtrain.system import host_facts
-from hvtrain.system.files import write_json
+from hvtrain.system.files import read_json, write_json
 
 # Time for ssh to reach a host; a host that is down does not answer at all.
 CONNECT_SECONDS = 10
@@ -187,8 +187,8 @@ class HostCalls:
     @classmethod
     def read(cls, folder: Path) -> "HostCalls":
         """Reads what `write` wrote; has no hosts if the launch did not get that far."""
-        with suppress(OSError):
-            fields = json.loads((folder / _FILE).read_text("utf-8"))
+        fields = read_json(folder / _FILE, dict)
+        if fields:
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 

@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from hvtrain.errors import ConfigError, LostRankError
+from hvtrain.system.console import in_background
 
 SECONDS_FOR_AN_ANSWER = 5.0
 # A process that misses this many claims in a row is considered gone.
@@ -99,9 +100,7 @@ class Store(ThreadingHTTPServer):
     def serve(self) -> None:
         """Starts to answer requests, in background threads."""
         # shutdown() waits for up to one poll interval.
-        threading.Thread(
-            target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
-        ).start()
+        in_background(self.serve_forever, poll_interval=0.1)
 
     def close(self) -> None:
         """Frees the port."""

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -131,7 +130,7 @@ class Launch:
         signals.pass_to(self._take_signal)
         # Read in threads: an ssh that outlives mpirun keeps the pipe open.
         readers = [
-            _in_background(read, stream)
+            console.in_background(read, stream)
             for read, stream in zip(self._output.readers, self._streams)
         ]
         try:
@@ -147,17 +146,18 @@ class Launch:
     def _take_signal(self, number: int) -> None:
         """Asks the ranks to stop, or passes the signal on.
 
-        The second signal other than SIGUSR1 kills everything.
+        The second signal other than SIGUSR1 kills everything. What calls ssh runs in
+        threads, since a signal handler must not wait for it.
         """
         # A request to save and stop, as schedulers send before a time
         # limit; repeating it does no harm.
         if number == signal.SIGUSR1:
-            _in_background(self._ask, number)
+            console.in_background(self._ask, number)
             return
 
         self._signals.append(number)
         if len(self._signals) > 1:
-            _in_background(self._force)
+            console.in_background(self._force)
             return
 
         seconds = SECONDS_TO_SAVE
@@ -166,7 +166,7 @@ class Launch:
             self._pass_on(number)
             seconds = SECONDS_TO_STOP
         else:
-            _in_background(self._ask, number)
+            console.in_background(self._ask, number)
         console.call_later(seconds, self._force)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
@@ -285,10 +285,3 @@ class Launch:
 def _launcher_failed(cause: str) -> Ending:
     host = socket.gethostname()
     return Ending(RESTART_HELPS, f"FIRST FAILURE the launcher host {host}: {cause}", host)
-
-
-def _in_background(work, *arguments) -> threading.Thread:
-    """Runs the work in a thread, since a signal handler must not wait for ssh."""
-    thread = threading.Thread(target=work, args=arguments, daemon=True)
-    thread.start()
-    return thread

@@ -5,7 +5,6 @@ killed. Stores have no locks that pyarrow can take: the latest start wins, and a
 """
 
 import hashlib
-import json
 import logging
 import re
 import secrets
@@ -19,7 +18,7 @@ from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.errors import ConfigError, DataError, StorageError
 from hvtrain.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
 from hvtrain.storage.remote import Object, Remote, locate
-from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic
+from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic, write_json
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class _ObjectStore(RunStore):
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         file = self.folder / f"{TEMPORARY}{name}"
-        write_atomic(file, json.dumps(content, indent=1))
+        write_json(file, content)
         self._remote.child(name).upload(file)
         remove(file)
         self._sent[name] = None

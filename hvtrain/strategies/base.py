@@ -28,7 +28,6 @@ from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.processes import within
 from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
@@ -311,11 +310,6 @@ class Strategy:
     def stop(self) -> None:
         """Stops the watchdog and leaves the other ranks. Not collective."""
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this rank failed, then stops. Not collective."""
-        self.watchdog.fail(error)
-        within(STOP_SECONDS, self.stop, None)
-
     def expect_restart(self) -> None:
         """Makes restart possible, or raises ConfigError; call it before start. Not collective."""
         self.exclude({"comm.tune=true": not self.can_restart})
@@ -355,7 +349,8 @@ def report_failures(
         cause = strategy.cause_of(error)
         if note:
             note(cause or error)
-        strategy.report_failure(cause or error)
+        strategy.watchdog.fail(cause or error)
+        console.within(STOP_SECONDS, strategy.stop, None)
         if cause:
             raise cause from error
         raise

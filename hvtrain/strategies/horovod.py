@@ -148,7 +148,6 @@ class HorovodStrategy(Strategy):
             topology.host,
             abort_seconds,
             self.comm.gather,
-            self.comm.broadcast,
             self.marks,
             calls_launcher=hvd.local_rank() == 0,
             survives_loss=self.membership.commit_steps > 0,

@@ -121,7 +121,7 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     Raises:
         RankError: the ranks do not reach rank 0.
     """
-    chief_address, listener = agree(rank, exchange, lambda value: exchange(value)[0])
+    chief_address, listener = agree(rank, exchange)
     if listener:
         listener.close()  # Only the address was needed, not the port.
     if chief_address is None:

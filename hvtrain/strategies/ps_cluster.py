@@ -65,7 +65,6 @@ class Cluster:
             f"{self.hosts[self.rank]} ({names[self.rank]})",
             abort_seconds or NO_LIMIT_SECONDS,
             exchange,
-            lambda value: exchange(value)[0],
             marks or (lambda: (0, 0, 0, 0)),
             calls_launcher=hvd.local_rank() == 0,
         )

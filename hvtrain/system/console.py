@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
+
+T = TypeVar("T")
 
 # Set for each rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
 # starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task
@@ -140,13 +142,13 @@ def quiet_import(verbose: bool) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def start_log(is_chief: bool) -> None:
-    """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
+def start_log(is_chief: bool, level: int = logging.INFO) -> None:
+    """Sends hvtrain's log, from this level on, and Python's warnings to the console, on the chief only."""
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
     for logger in _LOGGERS:
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
         # Otherwise a root logger set up by the user would show each line twice.
         logger.propagate = False
         logger.handlers = [handler]
@@ -274,6 +276,30 @@ def end_before_training(number: int, *_: object) -> None:
     # The signal may have interrupted Python anywhere, such as in an
     # import, so nothing is cleaned up.
     os._exit(RESTART_HELPS)
+
+
+def in_background(
+    action: Callable[..., object], *arguments: Any, **options: Any
+) -> threading.Thread:
+    """Calls the action in a thread, which does not keep the process alive; returns the thread."""
+    thread = threading.Thread(target=action, args=arguments, kwargs=options, daemon=True)
+    thread.start()
+    return thread
+
+
+def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
+    """Returns the action's result, or `otherwise` if it fails or takes longer than `seconds`.
+
+    A slow action is left running in its thread.
+    """
+    result = [otherwise]
+
+    def act():
+        with suppress(Exception):
+            result[0] = action()
+
+    in_background(act).join(seconds)
+    return result[0]
 
 
 def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:

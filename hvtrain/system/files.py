@@ -20,7 +20,7 @@ Json = TypeVar("Json", list[Any], dict[str, Any])
 # Prefix of files that are incomplete or about to be deleted, used to find
 # leftovers of a killed process.
 TEMPORARY = ".tmp-"
-ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 @contextmanager
@@ -53,14 +53,11 @@ def writing(
 
 
 def _why_not_written(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
-    disk = None
+    needed = f"{needed_bytes:,} bytes needed"
     with suppress(OSError):  # A lost mount does not even report its free space.
         while not folder.exists():
             folder = folder.parent
         disk = os.statvfs(folder)
-
-    needed = f"{needed_bytes:,} bytes needed"
-    if disk:
         needed += f", {disk.f_bavail * disk.f_frsize:,} free"
         # Some file systems do not count inodes.
         if disk.f_files and not disk.f_favail:
@@ -176,11 +173,11 @@ def read_file(path: Path) -> str:
 
 def read_json(path: Path, kind: type[Json]) -> Json:
     """Reads a JSON list or dict; empty if the file is missing, damaged or of another type."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return kind()
-    return content if isinstance(content, kind) else kind()
+        if isinstance(content, kind):
+            return content
+    return kind()
 
 
 def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
@@ -215,7 +212,7 @@ def is_remote(text: object) -> bool:
     >>> is_remote("s3://bucket/leaves"), is_remote("/data/leaves"), is_remote("file:///data/leaves")
     (True, False, True)
     """
-    return bool(ADDRESS.match(str(text)))
+    return bool(_SCHEME.match(str(text)))
 
 
 def local_folder(text: str, setting: str) -> Path:

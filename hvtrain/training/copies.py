@@ -10,7 +10,6 @@ import json
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.data import fitted
 from hvtrain.errors import StorageError, UserError
+from hvtrain.system.console import in_background
 from hvtrain.system.files import (
     TEMPORARY,
     flush,
@@ -88,7 +88,7 @@ def begin_copies(run: Run) -> Copies:
             log.warning("checkpoint.copies=1 has no effect: %s", reason)
         return Copies()
 
-    address, listener = agree(rank, comm.gather, comm.broadcast)
+    address, listener = agree(rank, comm.gather)
     token = comm.broadcast(secrets.token_bytes(32))
     try:
         if listener:
@@ -102,12 +102,7 @@ def begin_copies(run: Run) -> Copies:
             connection = socket.create_connection(address, SECONDS_TO_CONNECT)
             connection.sendall(token)
             copies = Copies(connection)
-            threading.Thread(
-                target=receive_all,
-                args=[run.folder, connection, run.config.checkpoint],
-                name="copies",
-                daemon=True,
-            ).start()
+            in_background(receive_all, run.folder, connection, run.config.checkpoint)
             return copies
     except (OSError, ValueError) as error:
         log.warning(

@@ -114,6 +114,17 @@ def end_of(error: Exception | None) -> Message:
     return {"kind": Kind.GONE, "is_cut": is_cut}
 
 
+def receive(connection: socket.socket, lines: Lines) -> list[Message]:
+    """Returns the messages that have arrived; a single GONE if the connection has ended."""
+    try:
+        data = connection.recv(1 << 16)
+        return lines.feed(data) if data else [end_of(None)]
+    except BlockingIOError:
+        return []
+    except (OSError, WireError) as error:
+        return [end_of(error)]
+
+
 def notice_cuts(connection: socket.socket) -> None:
     """Makes the kernel close the connection if the other host or the network is lost silently."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,10 +150,6 @@ class Connection:
     opened: float
     lines: Lines = field(default_factory=lambda: Lines(MAX_PROOF))
     state: RankState | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.socket.fileno() >= 0
 
     def send(self, kind: Kind, **values: Any) -> None:
         """Sends a message without blocking: messages are small, and a rank gets about one for each that it sends."""
@@ -183,9 +190,9 @@ class Connections:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
-            # A connection may have been closed after an earlier message,
+            # A connection may have been closed (its number is -1) after an earlier message,
             # or to make room for a stranger.
-            elif key.data.is_open:
+            elif key.data.socket.fileno() >= 0:
                 yield from self._read(key.data)
 
     def close_strangers(self) -> None:
@@ -234,27 +241,14 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        try:
-            data = connection.socket.recv(1 << 16)
-            messages = connection.lines.feed(data)
-            end = None if data else end_of(None)
-        except BlockingIOError:
-            return
-        except (OSError, WireError) as error:
-            messages = []
-            end = end_of(error)
-
-        for message in messages:
+        for message in receive(connection.socket, connection.lines):
             if connection.state:
+                if message.get("kind") == Kind.GONE:
+                    self.close_one(connection)
                 yield connection, message
             elif not self._joins(connection, message):
                 self.close_one(connection)
                 return
-        # The consumer of the messages may have closed the connection in the meantime.
-        if end and connection.is_open:
-            self.close_one(connection)
-            if connection.state:
-                yield connection, end
 
     def _joins(self, connection: Connection, message: Message) -> bool:
         """Assigns the connection to a rank if the message proves the rank; returns False if it does not."""

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS, UserError, in_one_line, message_of
-from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
+from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK, in_background
 from hvtrain.watchdog import connections, processes
 from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
 from hvtrain.watchdog.processes import ENDED, Launcher, Process, Stacks
@@ -27,8 +26,6 @@ from hvtrain.watchdog.progress import (
 
 log = logging.getLogger(__name__)
 
-# How long to wait for the stacks of a silent rank that was woken.
-SECONDS_FOR_A_WOKEN_RANK = 3.0
 # How long cause() waits for the reason.
 SECONDS_FOR_A_CAUSE = 3.0
 # Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks
@@ -203,8 +200,7 @@ class Member(Watchdog):
 
     def signal_rank_0(self, number: int) -> None:
         # In another thread, since signal handlers, which call this, must not wait for locks.
-        send = partial(self._send, Kind.SIGNAL, number=number)
-        threading.Thread(target=send, daemon=True).start()
+        in_background(self._send, Kind.SIGNAL, number=number)
 
     @property
     def spokesman(self) -> int:
@@ -260,7 +256,8 @@ class Member(Watchdog):
                 if self._connection is None:
                     time.sleep(seconds)
                 elif self._is_readable(seconds):
-                    self._read(self._connection)
+                    for message in connections.receive(self._connection, self._lines):
+                        self._take(message)
 
                 now = time.monotonic()
                 if now >= next_beat and not self._closed.is_set():
@@ -274,15 +271,6 @@ class Member(Watchdog):
         if self._connection:
             self._connection.close()
         self.stacks.close()
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(1 << 16)
-            messages = self._lines.feed(data) if data else [connections.end_of(None)]
-        except (OSError, WireError) as error:
-            messages = [connections.end_of(error)]
-        for message in messages:
-            self._take(message)
 
     def _take(self, message: Message) -> None:
         """Handles a message from the hub."""
@@ -313,7 +301,7 @@ class Member(Watchdog):
         state = process.state()
         text = ""
         if state != ENDED:
-            text = process.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+            text = process.wake_for_stacks()
         self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
     def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
@@ -381,7 +369,7 @@ class Member(Watchdog):
 
         stacks = {self._rank: self.stacks.text()}
         if hub and state != ENDED:
-            stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+            stacks[0] = hub.wake_for_stacks()
         where = processes.write_stacks(self.folder, stacks)
         self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
 

@@ -9,21 +9,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.storage.runs import address_of
 from hvtrain.system import console
-
-T = TypeVar("T")
+from hvtrain.system.console import within
 
 ENDED = "no longer running"
 _STATES = {
@@ -37,6 +33,8 @@ _START_TOLERANCE_SECONDS = 2.0
 STACKS_FOLDER = "stacks"
 # A hanging disk may be why the run ends, so access to files is abandoned after this time.
 SECONDS_FOR_FILES = 5.0
+# How long to wait for the stacks of a silent rank that was woken.
+SECONDS_FOR_A_WOKEN_RANK = 3.0
 
 
 def machine_id(namespace: str = "pid") -> str:
@@ -86,7 +84,7 @@ class Process:
         except psutil.Error:
             return ENDED
 
-    def wake_for_stacks(self, seconds: float) -> str:
+    def wake_for_stacks(self) -> str:
         """Makes the process write its stacks, and continue if it is stopped; returns the stacks.
 
         faulthandler writes them in C, even if the interpreter hangs. Empty if they do not come in time.
@@ -103,7 +101,7 @@ class Process:
 
         # The stacks are complete once the file has stopped changing.
         file = Path(f"/proc/{self.number}/fd/{self.stacks}")
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS_FOR_A_WOKEN_RANK
         text = ""
         before = None
         while self.stacks >= 0 and (not text or text != before) and time.monotonic() < deadline:
@@ -200,23 +198,6 @@ class Launcher:
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False
-
-
-def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """Returns the action's result, or `otherwise` if it fails or takes longer than `seconds`.
-
-    A slow action is left running in its thread.
-    """
-    result = [otherwise]
-
-    def act():
-        with suppress(Exception):
-            result[0] = action()
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0]
 
 
 def resume_advice(folder: Path | None) -> str:

@@ -20,7 +20,6 @@ from hvtrain.watchdog.progress import Marks, Progress, Rules
 
 Address = tuple[str, int]
 Gather = Callable[[Any], list[Any]]
-Broadcast = Callable[[Any], Any]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ def start(
     host: str,
     abort_seconds: float,
     gather: Gather,
-    broadcast: Broadcast,
     marks: Callable[[], Marks],
     calls_launcher: bool = True,
     survives_loss: bool = False,
@@ -55,20 +53,19 @@ def start(
         abort_seconds: how long the run may make no progress; 0: no watchdog and no open port. All ranks
             use rank 0's value.
         gather: returns every rank's value to all ranks.
-        broadcast: returns rank 0's value to all ranks.
         marks: see Progress.
         calls_launcher: True to check whether Gloo's launcher is still running; one rank per host is enough.
         survives_loss: True for an elastic job, which continues without a rank that is lost or fails, and
             starts a new watchdog.
     """
     # The same on all ranks, since either all or none must make the collective calls below.
-    limit = broadcast(abort_seconds)
+    limit = gather(abort_seconds)[0]
     if not limit or size == 1:
         return Watchdog()
 
-    address, listener = agree(rank, gather, broadcast)
+    address, listener = agree(rank, gather)
     # Each watchdog has a new token, so that ranks of an earlier one cannot join it.
-    token = broadcast(secrets.token_hex(32))
+    token = gather(secrets.token_hex(32))[0]
     if address is None:
         log.warning("no watchdog: no address of rank 0 can be reached from all ranks")
         return Watchdog()
@@ -94,9 +91,7 @@ def beat_seconds(size: int, limit: float) -> float:
     return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))
 
 
-def agree(
-    rank: int, gather: Gather, broadcast: Broadcast
-) -> tuple[Address | None, socket.socket | None]:
+def agree(rank: int, gather: Gather) -> tuple[Address | None, socket.socket | None]:
     """Finds an address of rank 0 that all ranks can reach (call on every rank).
 
     Returns:
@@ -109,7 +104,7 @@ def agree(
         addresses = [LOOPBACK] if len(set(networks)) == 1 else _own_addresses()
         listeners = list(filter(None, map(listen, addresses)))
 
-    offers = broadcast([listener.getsockname() for listener in listeners])
+    offers = gather([listener.getsockname() for listener in listeners])[0]
     # One vote per host would be enough, but all ranks have to take part in the gather.
     own_vote = [True] * len(offers)
     if networks[0] != machine_id("net"):

@@ -14,7 +14,6 @@ import math
 import os
 import socket
 import struct
-import threading
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ArraySource
 from hvtrain.data.sources.memory import Elements
 from hvtrain.errors import DataError, first_line
+from hvtrain.system.console import within
 
 # Timeout for an answer of the download's host, and for each read.
 PROBE_SECONDS = 5
@@ -162,20 +162,15 @@ def _locked_cache() -> Iterator[Path]:
 
 def answers(host: str) -> bool:
     """True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
-    answered = threading.Event()
 
     def probe():
         request = urllib.request.Request(f"https://{host}/", method="HEAD")
-        with suppress(OSError):
-            with suppress(urllib.request.HTTPError):  # An error status is an answer too.
-                urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
-            answered.set()
+        with suppress(urllib.request.HTTPError):  # An error status is an answer too.
+            urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
+        return True
 
     # In a thread, since the timeout does not cover a name look-up that hangs.
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS + 1)
-    return answered.is_set()
+    return within(PROBE_SECONDS + 1, probe, False)
 
 
 def _read_idx_folder(folder: Path) -> Elements:

@@ -49,11 +49,6 @@ def found(path):
     return json.loads(path.read_text())
 
 
-def broadcast(value):
-    first = gather(value)[0]
-    return [tuple(item) for item in first] if isinstance(first, list) else first
-
-
 def step(watched, number):
     watched.progress.begin_step(number)
     act(watched, "data", number)
@@ -119,7 +114,6 @@ def main():
         HOST,
         LIMIT,
         gather,
-        broadcast,
         lambda: tuple(counts),
         survives_loss="survives" in sys.argv,
     )
