@@ -134,7 +134,7 @@ def make_callbacks(
         Checkpointing(context, state, validation, interruption, writer),
         is_chief and tracking,
         is_chief and Progress(context),
-        is_chief and metrics,
+        is_chief and metrics and metrics.is_on and metrics,
         skipped,
         config.profile.timeline and TimelineTrace(context),
         # It raises if ranks join or leave, and then no later callback is called.

@@ -45,8 +45,14 @@ class Metrics(RunCallback):
         self._registry.register(self)
         self._server: Any = None
 
+    @property
+    def is_on(self) -> bool:
+        """True if a port or a file is set."""
+        return self._config.port is not None or bool(self._config.file)
+
     def __enter__(self) -> "Metrics":
-        self.comm.on_chief(self._open)
+        if self.is_on:
+            self.comm.on_chief(self._open)
         return self
 
     def __exit__(self, *_: object) -> None:
