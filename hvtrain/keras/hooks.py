@@ -213,7 +213,7 @@ class DistributedAccumulation(Distributed, RecordsVariables):
 
     def _overwrite_variables_directly_with_gradients(self, grads, vars):
         grads = self._hvtrain.reducer.maxima(grads, vars)
-        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)
 
     def _step(self, grads, variables):
         reducer = self._hvtrain.reducer

@@ -176,7 +176,8 @@ def test_encoded_images_and_labels_in_a_field_of_a_struct(tmp_path):
         ((_, read),) = source.evaluation("train", Topology(), 6).as_numpy_iterator()
         assert read.tolist() == list(labels)
     with pytest.raises(
-        DataError, match="has no column image.data; it has image.bytes, image.path, label, target"
+        DataError,
+        match=r"has no column image\.data; it has image\.bytes, image\.path, label, target",
     ):
         Parquet(str(tmp_path), SHAPE, 3, image_column="image.data").num_examples("train")
 
