@@ -40,10 +40,6 @@ REFUSED = {
     ),
     "OrbaxCheckpoint": (["directory=${run.dir}/orbax"], "use keras.callbacks.ModelCheckpoint"),
     "TensorBoard": ([], "needs the package tensorboard, which is missing; pip install tensorboard"),
-    "EarlyStopping misspelt": (
-        ["monitor=accuracies"],
-        "monitor=accuracies is not a metric of this run; did you mean 'accuracy'?",
-    ),
     "ModelCheckpoint best": (
         ["filepath=${run.dir}/best.keras", "save_best_only=true"],
         "++callbacks.own.monitor=loss",

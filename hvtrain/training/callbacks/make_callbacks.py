@@ -14,7 +14,6 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.parts import sharded_tables
-from hvtrain.step.joint_loss import overridden_steps
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.training.callbacks.balance import Balance
 from hvtrain.training.callbacks.checkpointing import (
@@ -229,8 +228,6 @@ WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
-# In an epoch's logs besides metrics.
-OTHER_LOGS = ("examples/s", "learning_rate", "noise_scale")
 # Callbacks of Keras that would do harm in a run, and what to do instead.
 _REFUSED = {
     "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
@@ -249,8 +246,8 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: A callback would do harm, lacks a package, or monitors what is not logged; or
-            checkpoint.best is not a metric of this run.
+        ConfigError: A callback would do harm, lacks a package, or monitors a validation that does not take
+            place; or checkpoint.best is not a metric of this run.
     """
     config = run.config
     is_chief = run.topology.is_chief
@@ -272,11 +269,6 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             pattern = rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available"
             warnings.filterwarnings("ignore", pattern)
 
-    # Other metrics may come from a train step or a callback of the user's own.
-    is_known = not overridden_steps(type(model)) and all(
-        callback.on_epoch_end.__module__.startswith("keras.") for callback in callbacks.values()
-    )
-    logged = [*metrics, *OTHER_LOGS] if is_known else []
     for name, callback in callbacks.items():
         # Keras does not know the direction of a perplexity, and its ReduceLROnPlateau
         # minimizes whatever is not an accuracy.
@@ -298,7 +290,8 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             raise ConfigError(
                 f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
             )
-        _check_monitor(name, callback, config, logged, validates)
+        if not validates:
+            _check_monitor(name, callback, config)
     return {
         name: callback
         for name, callback in callbacks.items()
@@ -306,27 +299,11 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     }
 
 
-def _check_monitor(
-    name: str, callback: Callback, config: RunConfig, logged: list[str], validates: bool
-) -> None:
-    """Raises ConfigError if a callback monitors what no epoch logs.
-
-    Args:
-        name: The callback's name in the settings.
-        callback: The callback.
-        config: The run's settings.
-        logged: The names that an epoch's logs may have; empty if others are possible.
-        validates: True if there is validation data.
-    """
+def _check_monitor(name: str, callback: Callback, config: RunConfig) -> None:
+    """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
     monitor = str(getattr(callback, "monitor", ""))
     # ModelCheckpoint uses its monitor only with save_best_only.
-    if not monitor or not getattr(callback, "save_best_only", True):
-        return
-    if logged and monitor not in logged:
-        raise ConfigError(
-            f"callbacks.{name}.monitor={monitor} is not a metric of this run; {nearest(monitor, logged)}"
-        )
-    if validates or not monitor.startswith("val_"):
+    if not monitor.startswith("val_") or not getattr(callback, "save_best_only", True):
         return
     advice = "as the split validation"
     if "num_validation" in config.dataset:
