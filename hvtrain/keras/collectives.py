@@ -162,7 +162,7 @@ def broadcast_(
     done = broadcast_variables(variables, root_rank, process_set)
     # In a TensorFlow 1 graph nothing else makes the values wait.
     with tf.control_dependencies([done] if done else []):
-        return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
+        return [tf_variable(variable).read_value() for variable in variables]
 
 
 def broadcast_object_fn(root_rank: int = 0, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:

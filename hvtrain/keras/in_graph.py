@@ -57,7 +57,7 @@ def in_every_step(tensor: tf.Tensor) -> tf.Tensor:
     TensorFlow runs operations on constants once, while it optimizes a graph. A rank whose batches all
     have one size would then send nothing in later steps, and a rank that traces a step again would send
     once more, so ranks would wait for each other. The slice begins at a variable, which is always 0, so
-    its result is no constant. It copies nothing.
+    its result is no constant. It copies nothing but int32, which a GPU keeps in main memory.
     """
     return tf.convert_to_tensor(tensor)[counter("constants") :]
 

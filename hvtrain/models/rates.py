@@ -18,6 +18,9 @@ from hvtrain.errors import ConfigError
 from hvtrain.models.parts import find_variables
 from hvtrain.step.joint_loss import overridden_steps
 
+# Attributes of Keras's optimizers. Muon has the second, for the variables that it leaves to Adam.
+WEIGHT_DECAYS = ("weight_decay", "adam_weight_decay")
+
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
     """Returns the learning-rate factors of model.trainable_variables, in their order; 1 by default.
@@ -51,24 +54,18 @@ def multiply_rates(
         factors: their factors, in the same order.
 
     Raises:
-        ConfigError: the optimizer overrides methods of Keras's step, or has
-            adam_weight_decay, as Muon does.
+        ConfigError: the optimizer overrides methods of Keras's step.
     """
     if all(factor == 1 for factor in factors):
         return
     inner = _checked_inner_optimizer(optimizer, "train.rates")
-    if getattr(inner, "adam_weight_decay", None):
-        raise ConfigError(
-            "train.rates cannot scale adam_weight_decay, with which Muon decays what it leaves to Adam; set "
-            "optimizer.adam_weight_decay=0"
-        )
     # Keyed by index, since with parameter servers the variables in a step are different objects.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
     # Not read in decay: replicas of tf.distribute run it in turns, and one would read another's product.
-    weight_decay = inner.weight_decay
+    decays = {name: getattr(inner, name, None) for name in WEIGHT_DECAYS}
 
     def update(gradient, variable, learning_rate):
         factor = factor_of.get(index_of(variable), 1.0)
@@ -77,11 +74,15 @@ def multiply_rates(
     def decay(variables):
         # Keras reads weight_decay once per call, so each variable gets a call of its own.
         for variable in variables:
-            factor = factor_of.get(index_of(variable), 1.0)
-            # None if the optimizer does not decay weights.
-            inner.weight_decay = weight_decay and weight_decay * factor
+            set_decays(factor_of.get(index_of(variable), 1.0))
             apply_weight_decay([variable])
-        inner.weight_decay = weight_decay
+        set_decays(1.0)
+
+    def set_decays(factor):
+        for name, value in decays.items():
+            # None if the optimizer does not decay weights.
+            if value is not None:
+                setattr(inner, name, value * factor)
 
     inner.update_step = update
     inner._apply_weight_decay = decay

@@ -18,6 +18,24 @@ from hvtrain.errors import ConfigError
 from hvtrain.tasks import Task
 
 BYTES = (0.0, 255.0)
+# Layers that move no pixels, and so need not move the targets.
+COLORS = (
+    keras.layers.AutoContrast,
+    keras.layers.Equalization,
+    keras.layers.GaussianNoise,
+    keras.layers.RandomBrightness,
+    keras.layers.RandomColorDegeneration,
+    keras.layers.RandomColorJitter,
+    keras.layers.RandomContrast,
+    keras.layers.RandomGaussianBlur,
+    keras.layers.RandomGrayscale,
+    keras.layers.RandomHue,
+    keras.layers.RandomInvert,
+    keras.layers.RandomPosterization,
+    keras.layers.RandomSaturation,
+    keras.layers.RandomSharpness,
+    keras.layers.Solarization,
+)
 CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
 
@@ -70,8 +88,9 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
+    moves = not all(isinstance(layer, COLORS) for layer in layers.values())
     source.augmentation = Augmentation(
-        layers, tuple(inputs.shape), _target_kind(source, task), keeps_integers, in_step
+        layers, tuple(inputs.shape), _target_kind(source, task, moves), keeps_integers, in_step
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
@@ -110,12 +129,17 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
     return names[1:]
 
 
-def _target_kind(source: Source, task: Task) -> Labels | Masks:
-    """Returns how layers treat targets: masks move with their images, labels can only be mixed."""
+def _target_kind(source: Source, task: Task, moves: bool) -> Labels | Masks:
+    """Returns how layers treat targets: masks move with their images, labels can only be mixed.
+
+    Raises ConfigError if a layer `moves` pixels, and other targets or weights have values for each.
+    """
     image, targets, *weights = source.element_spec
-    if are_per_pixel(image, weights if task.targets_are_masks else (targets, weights)):
+    others = weights if task.targets_are_masks else (targets, weights)
+    if moves and are_per_pixel(image, others):
         raise ConfigError(
-            f"augment moves images, and not the targets or weights of {source.name} that are images; leave augment out"
+            f"augment moves images, and not the targets or weights of {source.name} that are images; leave out all "
+            "layers but those that change colors"
         )
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)

@@ -482,6 +482,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
         ConfigError, match="augment moves images, and not the targets or weights of arrays that"
     ):
         opened(from_arrays(images, images / 255.0), Regression(), "augment=random_flip")
+    opened(from_arrays(images, images / 255.0), Regression(), "augment=random_color_jitter")
     with pytest.raises(
         ConfigError, match=r"task.loss is MeanSquaredError, which may accept only class indices"
     ):

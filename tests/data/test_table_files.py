@@ -43,6 +43,7 @@ LABELS = ["yes" if number % 3 else "no" for number in range(ROWS)]
 DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=number) for number in range(ROWS)]
 DAY_NUMBERS = [(day - datetime.date(1970, 1, 1)).days for day in DAYS]
 NAMES = ["Bonn", "Köln", "Ulm"] * (ROWS // 3)
+LETTERS = ["ä", "ö", "ü"] * (ROWS // 3)
 
 
 def text(cells: Any, delimiter: str = ",", name: str = "x") -> str:
@@ -152,6 +153,7 @@ CASES = [
     Case("a byte order mark", PLAIN.encode("utf-8-sig"), "x: number", NUMBERS, pandas={"encoding": "utf-8-sig"}),
     Case("UTF-16", PLAIN.encode("utf-16"), "x: number", NUMBERS, pandas={"encoding": "utf-16"}),
     Case("UTF-16 without a mark", PLAIN.encode("utf-16-le"), "x: number", NUMBERS, pandas={"encoding": "utf-16-le"}),
+    Case("letters alone", text(LETTERS).encode("cp1252"), "x: 3 names", LETTERS, pandas={"encoding": "cp1252"}),
     Case("Latin-1", text(NAMES).encode("latin-1"), "x: 3 names", NAMES, pandas={"encoding": "latin-1"}),
     Case("gzip", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.gz", pandas={}),
     Case("bzip2", bz2.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.bz2", pandas={}),
@@ -241,7 +243,8 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
     ("a quote that is not closed", PLAIN.replace("yes", '"yes', 1), {}, r"t.csv cannot be read: a cell in its last column begins with a quote \(\"\) that is not closed"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
-    ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is not UTF-8, and has too few Latin letters"),
+    ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
+    ("Windows-1251", text(["Москва 12345678", "Казань 87654321"] * 30).encode("cp1251"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
     ("no rows", "x,y\n", {}, r"dataset.file=.*t.csv holds no rows"),
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
     ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),

@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import lzma
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,8 +56,9 @@ SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells. Below 1, since a few
 # rows may be malformed although the delimiter is right.
 MOSTLY = 0.9
-# Of text in Windows-1252, at least this share of the bytes is ASCII: in Western languages, most letters are.
-LEAST_ASCII = 0.75
+# Letters of Western languages that are not ASCII stand mostly alone; in words of other alphabets
+# they follow each other. This is the longest that such runs may be in Windows-1252, on average.
+LONGEST_RUNS = 2
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
@@ -303,16 +305,16 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 def _from_windows(text: bytes) -> str:
     """Decodes text that is not UTF-8, as Windows-1252.
 
-    Raises ValueError if all but a few bytes are UTF-8, or too few are ASCII for a language in Latin letters.
+    Raises ValueError if all but a few bytes are UTF-8, or if they look like words in no Latin letters.
     """
-    num_ascii = len(text.decode("ascii", errors="ignore"))
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
-    num_right = len(text.decode(errors="ignore")) - num_ascii
+    num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
         raise ValueError(f"{num_wrong} bytes are not UTF-8, and {num_right} other characters are")
-    if num_ascii < LEAST_ASCII * len(text):
+    runs = re.findall(rb"[\x80-\xff]+", text)
+    if sum(map(len, runs)) > LONGEST_RUNS * len(runs):
         raise ValueError(
-            "it is not UTF-8, and has too few Latin letters for Windows-1252; write it in UTF-8 or, for dataset=table, "
+            "it is neither UTF-8 nor, by its letters, Windows-1252; write it in UTF-8 or, for dataset=table, "
             "set dataset.encoding"
         )
     try:

@@ -219,6 +219,11 @@ class UserFunction(NotesFailure):
             # **kwargs accepts all arguments, but may ignore them. Neither side would then skip to `start`.
             if argument.kind is argument.VAR_KEYWORD:
                 self.declared.update(REQUIRED)
+                log.warning(
+                    "%s: **%s gets only shard and num_shards; name other arguments that it uses",
+                    self.name,
+                    argument.name,
+                )
             elif argument.name in known:
                 self.declared.add(argument.name)
             elif (

@@ -279,7 +279,8 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
                 f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
                 "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
             )
-        if run.strategy.sync_every > 1 and isinstance(getattr(callback, "save_freq", None), int):
+        is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+        if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
             raise ConfigError(
                 f"callbacks.{name}.save_freq={callback.save_freq} would save rank 0's own weights, since those of "
                 f"strategy={run.strategy.name} differ between synchronizations; set it to epoch, or set "
