@@ -328,28 +328,32 @@ class Checkpointing(_Saving):
         sharded = model_state.sharded_variables(self.model)
         try:
             parts = self.comm.gather_parts(sharded, self.run.folder)
-            if self.is_chief:
-                # An interrupted or rebalanced run continues; one that a user's
-                # callback has stopped is complete.
-                is_unfinished = self.report.stopped_by or self.report.rebalanced
-                ended = self.model.stop_training and not is_unfinished
-                validated = (
-                    self.validation.latest if self.validation.latest_step == self.step else {}
-                )
-                # Without that validation, val_* are results of an earlier step.
-                others = {
-                    name: float(value)
-                    for name, value in metrics.items()
-                    if validated or not name.startswith("val_")
-                }
-                saved = self.checkpoint(states, parts, metrics=validated | others, ended=ended)
-                self.writer.submit(saved.step, saved.arrays, saved.meta)
         except StorageError as error:
             # Raised on all ranks: the chief has no room for a whole table.
             if self.is_chief:
                 self.writer.fail(error)
+        else:
+            if self.is_chief:
+                self._submit(states, parts, metrics)
         self._last_saved_at = time.monotonic()
         self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
+
+    def _submit(
+        self, states: list[store.Arrays], parts: store.Arrays, metrics: dict[str, float]
+    ) -> None:
+        # An interrupted or rebalanced run continues; one that a user's
+        # callback has stopped is complete.
+        is_unfinished = self.report.stopped_by or self.report.rebalanced
+        ended = self.model.stop_training and not is_unfinished
+        validated = self.validation.latest if self.validation.latest_step == self.step else {}
+        # Without that validation, val_* are results of an earlier step.
+        others = {
+            name: float(value)
+            for name, value in metrics.items()
+            if validated or not name.startswith("val_")
+        }
+        saved = self.checkpoint(states, parts, metrics=validated | others, ended=ended)
+        self.writer.submit(saved.step, saved.arrays, saved.meta)
 
     def _weights_not_finite(self) -> TrainingError | None:
         """Returns an error if a weight is not finite, since a resume would continue with it. Not collective.
