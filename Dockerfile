@@ -34,7 +34,7 @@ WORKDIR /opt/hvtrain
 # The environment first: it depends on these files alone, and a change of the code does not build it anew.
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/commands.py hvtrain/errors.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/
 COPY hvtrain/core hvtrain/core
 COPY hvtrain/system hvtrain/system
 COPY hvtrain/launch hvtrain/launch
@@ -79,7 +79,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
 WORKDIR /opt/hvtrain
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/commands.py hvtrain/errors.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/
 COPY hvtrain/core hvtrain/core
 COPY hvtrain/system hvtrain/system
 COPY hvtrain/launch hvtrain/launch

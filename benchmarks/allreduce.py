@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-from hvtrain.compare.ratios import ratio
 from hvtrain.plan.allreduce import (
     Action,
     Collectives,
@@ -24,6 +23,7 @@ from hvtrain.plan.allreduce import (
     seconds_by_kind,
     seconds_by_size,
 )
+from hvtrain.report.ratios import ratio
 from hvtrain.system.text import human_bytes
 
 WORKER = "benchmarks.allreduce"

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from hvtrain.compare.ratios import Ratio, draw_rounds
 from hvtrain.launch.measure import in_turns
 from hvtrain.report.charts import BLUE, write_panels
+from hvtrain.report.ratios import Ratio, draw_rounds
 from hvtrain.system.console import progress
 from hvtrain.system.files import csv_text, write_json
 from hvtrain.system.text import aligned

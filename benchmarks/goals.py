@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.ratios import Ratio, ratio
+from hvtrain.report.ratios import Ratio, ratio
 
 EACH = ("tiny", "cnn", "wide", "separable", "resnet20")
 

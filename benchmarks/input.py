@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.experiment import Case, Experiment
 from benchmarks.processes import WARMUP, Command, python_line, run_and_report, thread_variables
-from hvtrain.compare.ratios import Ratio, ratio
+from hvtrain.report.ratios import Ratio, ratio
 from hvtrain.system.console import progress
 
 WORKER = "benchmarks.by_hand.input_pipelines"

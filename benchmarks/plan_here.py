@@ -31,7 +31,6 @@ from benchmarks import processes
 from benchmarks.contenders import MPI, WORKLOADS, Contender, Workload, named
 from benchmarks.processes import horovod_line, python_line, thread_variables, timed_run
 from benchmarks.steps import Steps
-from hvtrain.compare.ratios import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.launch.child import exit_at_signals
@@ -39,6 +38,7 @@ from hvtrain.plan.algorithms import Link, Machine
 from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
 from hvtrain.plan.machine import Measured, corrected, fit
 from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
+from hvtrain.report.ratios import ratio
 
 # Its losses are its own: a contender with data of its own is not compared.
 JOINED = Contender(

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from benchmarks.contenders import CONTENDERS, Workload
 from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
-from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.errors import ConfigError
 from hvtrain.report.charts import BLUE, GREY, ORANGE, write_panels
+from hvtrain.report.ratios import Ratio, ratio
 
 KINDS = ("weak", "strong", "apart")
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 from benchmarks.contenders import TRAIN, Contender, Workload
 from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
-from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.errors import RankError
+from hvtrain.report.ratios import Ratio, ratio
 
 # Relative. Contenders that do the same work differ only in the order of floating-point sums: less,
 # in so few steps.

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvtrain.compare.ratios import ratio
+from hvtrain.report.ratios import ratio
 from hvtrain.system.console import progress
 
 KINDS = ("sharded", "lazy", "adam", "server")

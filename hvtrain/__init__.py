@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvtrain.commands import refuse_old_form
+from hvtrain.core.commands import refuse_old_form
 from hvtrain.core.version import VERSION
 
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig
-    from hvtrain.core.run_files import RunRecord
     from hvtrain.finished.finished_run import FinishedRun
+    from hvtrain.system.run_files import RunRecord
 
 __version__ = VERSION
 __all__ = ["compose", "load", "run_ranks", "train"]

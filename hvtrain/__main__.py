@@ -1,13 +1,13 @@
-"""Entry point of `python -m hvtrain`: runs the command named by the first word (commands.py).
+"""Entry point of `python -m hvtrain`: runs the command named by the first word (core/commands.py).
 
 Without a command, but with or without settings (NAME=VALUE), it trains.
 """
 
 import sys
 
-from hvtrain import commands
 from hvtrain.config.choices import run_settings
 from hvtrain.config.compose import composed
+from hvtrain.core import commands
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError
 from hvtrain.system import console

@@ -14,17 +14,17 @@ import keras
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
 from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
 from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
-from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.files import write_atomic
+from hvtrain.system.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
+from hvtrain.system.storage.runs import open_store
 from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.checkpointing import Interruption

@@ -9,8 +9,8 @@ import sys
 import pytest
 import yaml
 
-from hvtrain.commands import COMMANDS as TABLE
 from hvtrain.config.compose import compose
+from hvtrain.core.commands import COMMANDS as TABLE
 from in_process import run_command
 from launching import ROOT
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
+from hvtrain.core.commands import COMMANDS
 from hvtrain.finished.arguments import CHECKPOINTS, SPLITS
 from hvtrain.finished.commands import SUFFIXES
 from hvtrain.launch import options

@@ -17,7 +17,6 @@ ROOMS = re.findall(
 NO_TENSORFLOW = (
     *(
         "errors",
-        "commands",
         "config/",
         "core/",
         "watchdog/",
@@ -35,9 +34,9 @@ SHORT = {
     "__main__.py": "the command line",
     "core/buckets.py": "keras/ and plan/ use it, and core/ has no closer idea",
     "launch/horovodrun.py": "the program horovodrun",
-    "storage/outputs.py": "commands use it, and runs do not",
+    "system/storage/outputs.py": "commands use it, and runs do not",
     "system/text.py": "numbers for people, which every room has",
-    "trackers/tensorboard.py": "a choice of tracker=",
+    "training/trackers/tensorboard.py": "a choice of tracker=",
     "core/version.py": "every room imports it",
 }
 USE_HOROVOD = ("keras/", "launch/", "plan/", "spark")

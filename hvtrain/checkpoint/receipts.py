@@ -21,9 +21,9 @@ import numpy as np
 from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.checkpoint.store import Arrays, Meta
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import StorageError, in_one_line
 from hvtrain.system.files import append_text, is_own_file, read_file, whole_lines, write_atomic
+from hvtrain.system.run_files import RECEIPTS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import numpy as np
 from safetensors.numpy import load
 
 from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.core.checkpoint_notes import folder_name
 from hvtrain.errors import CheckpointError, StorageError
+from hvtrain.system.checkpoint_notes import folder_name
 from hvtrain.system.files import read_json, remove
 
 # NumPy arrays by key. A sharded table is a ShardedTable, which can be read like an array.

@@ -19,9 +19,9 @@ from hvtrain.checkpoint.receipts import Digests, Facts, digests_of
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.run_files import HISTORY_FILE
 from hvtrain.data import fitted
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.run_files import HISTORY_FILE
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.checkpointing import Checkpointing, Interruption
 from hvtrain.training.callbacks.console_progress import Progress

@@ -27,7 +27,7 @@ NEEDED = {
     "strategy": "an hvtrain.strategies.base.Strategy",
     "callbacks": "a keras.callbacks.Callback",
     "augment": "a keras.layers.Layer",
-    "tracker": "an hvtrain.trackers.Tracker",
+    "tracker": "an hvtrain.training.trackers.Tracker",
 }
 # get_object() logs the errors that it raises.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)

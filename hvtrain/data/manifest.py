@@ -23,8 +23,8 @@ import numpy as np
 
 from hvtrain.data.description import listed
 from hvtrain.errors import DataError, UserError
-from hvtrain.storage.cache import local_copy, path_of
 from hvtrain.system.files import is_remote
+from hvtrain.system.storage.cache import local_copy, path_of
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from hvtrain.config.choices import CONFIGS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.config.validate import check_choice
-from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.report.run_files import is_run_folder
-from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser, take_values
+from hvtrain.system.run_files import CONFIG_FILE
+from hvtrain.system.storage.cache import path_of
 from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")

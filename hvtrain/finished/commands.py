@@ -5,14 +5,14 @@ evaluate and predict give the same results on any number of ranks; export and ge
 
 from pathlib import Path
 
-from hvtrain.core.run_files import RESULT_FILE
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.arguments import SPLITS, parse_command
 from hvtrain.finished.hugging_face import open_hub, upload
-from hvtrain.storage.outputs import Output
 from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
 from hvtrain.system.files import page_path, read_json, write_json
+from hvtrain.system.run_files import RESULT_FILE
+from hvtrain.system.storage.outputs import Output
 
 
 def evaluate() -> int:

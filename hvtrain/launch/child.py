@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.run_files import RESULT_FILE
 from hvtrain.errors import LostRankError
 from hvtrain.system.console import signals_held
+from hvtrain.system.run_files import RESULT_FILE
 
 # Longer than a launcher takes to kill its ranks: 30 s after the first signal, or at once after the
 # second (supervisor.py).

@@ -15,9 +15,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hvtrain.commands import first_word
 from hvtrain.config.compose import quoted
 from hvtrain.config.validate import setting
+from hvtrain.core.commands import first_word
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.launch.job import ClusterKind, Job, hosts_option, place_ranks
 from hvtrain.launch.kubernetes import JobSet, MpiJob, TrainJob

@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hvtrain.commands import COMMANDS
 from hvtrain.config.choices import ALL_GROUPS, choice_files, default_choice, settings_of
 from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
+from hvtrain.core.commands import COMMANDS
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
 from hvtrain.system.text import flatten

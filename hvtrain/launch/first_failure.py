@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvtrain.commands import first_word
+from hvtrain.core.commands import first_word
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system.console import UNSAVED, VERDICT_PREFIX, Verdict, read_verdict
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from hvtrain.core.run_files import EpochRecord, read_history
 from hvtrain.launch.child import ends_within, read_result, started
+from hvtrain.system.run_files import EpochRecord, read_history
 
 T = TypeVar("T")
 

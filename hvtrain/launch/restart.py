@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvtrain.core import checkpoint_notes as notes
-from hvtrain.core.run_files import remove_if_empty
 from hvtrain.errors import RESTART_HELPS, RankError, message_of
 from hvtrain.launch import environment, remote_hosts
 from hvtrain.launch.first_failure import Ending
@@ -18,7 +16,9 @@ from hvtrain.launch.job import Host, Hosts, Job, hosts_option, launcher_command,
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostCalls
 from hvtrain.launch.supervisor import Launch, Signals
+from hvtrain.system import checkpoint_notes as notes
 from hvtrain.system import console, drawing
+from hvtrain.system.run_files import remove_if_empty
 
 LONGEST_PAUSE_SECONDS = 60.0
 # A host at fault for this many failures is left out, if the others have enough slots.

@@ -22,7 +22,7 @@ from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, hub_layer, task_config
 from hvtrain.models.parts import Part, find_variables, head_of, parts
-from hvtrain.storage.cache import path_of
+from hvtrain.system.storage.cache import path_of
 
 log = logging.getLogger(__name__)
 

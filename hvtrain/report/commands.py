@@ -16,9 +16,9 @@ from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
-from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
+from hvtrain.system.storage.cache import path_of
 from hvtrain.system.text import aligned, flatten, format_known
 
 COMPARISON_FILE = "comparison.html"

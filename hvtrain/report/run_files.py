@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.checkpoint_notes import newest_step
-from hvtrain.core.run_files import (
+from hvtrain.errors import ConfigError
+from hvtrain.system.checkpoint_notes import newest_step
+from hvtrain.system.files import read_bytes, read_file, read_json
+from hvtrain.system.run_files import (
     CONFIG_FILE,
     RESULT_FILE,
     REVIEW_FILE,
@@ -17,8 +19,6 @@ from hvtrain.core.run_files import (
     read_rank_seconds,
     read_starts,
 )
-from hvtrain.errors import ConfigError
-from hvtrain.system.files import read_bytes, read_file, read_json
 from hvtrain.system.run_lock import is_held
 
 # Only this many bytes at the end of a log are read.

@@ -9,8 +9,8 @@ from typing import Any
 from hvtrain.config.choices import choice_files
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import is_number, nearest
-from hvtrain.core.run_files import EpochRecord, lower_is_better
 from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.system.run_files import EpochRecord, lower_is_better
 
 MAX = "max"
 MIN = "min"

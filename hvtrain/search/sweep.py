@@ -15,7 +15,6 @@ from typing import Any
 
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.run_files import EpochRecord, read_history, read_starts
 from hvtrain.errors import INTERRUPTED, BusyError, ConfigError, LostRankError
 from hvtrain.launch.child import (
     SECONDS_TO_SAVE,
@@ -41,6 +40,7 @@ from hvtrain.search.study import (
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, take_values
 from hvtrain.system.console import progress
 from hvtrain.system.files import local_folder
+from hvtrain.system.run_files import EpochRecord, read_history, read_starts
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import duration

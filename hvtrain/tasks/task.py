@@ -14,12 +14,12 @@ from keras.metrics import Metric
 
 from hvtrain.config.instantiate import declared
 from hvtrain.core.figures import Figure
-from hvtrain.core.run_files import HISTORY_COLUMNS, lower_is_better
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.step.joint_loss import ExactLoss
+from hvtrain.system.run_files import HISTORY_COLUMNS, lower_is_better
 from hvtrain.tasks.examples import (
     Columns,
     Fault,

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.data import fitted
 from hvtrain.errors import StorageError, UserError
 from hvtrain.system.console import in_background
@@ -30,6 +29,7 @@ from hvtrain.system.files import (
     write_atomic,
     writing,
 )
+from hvtrain.system.run_files import CONFIG_FILE
 from hvtrain.training.find_checkpoint import RECORDS
 from hvtrain.training.run import Run
 from hvtrain.watchdog.connections import encode, notice_cuts

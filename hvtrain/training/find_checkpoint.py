@@ -18,18 +18,18 @@ from typing import Any
 from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
-from hvtrain.core import checkpoint_notes as notes
-from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
-from hvtrain.core.run_files import (
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.strategies.comm import Comm
+from hvtrain.system import checkpoint_notes as notes
+from hvtrain.system.checkpoint_notes import Note, NoteKeeper, checked_run_id
+from hvtrain.system.files import is_own_file, read_bytes, read_file, refuse_link, write_atomic
+from hvtrain.system.run_files import (
     HISTORY_FILE,
     RANKS_FILE,
     RECEIPTS_FILE,
     STARTS_FILE,
     TRACKERS_FILE,
 )
-from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.strategies.comm import Comm
-from hvtrain.system.files import is_own_file, read_bytes, read_file, refuse_link, write_atomic
 from hvtrain.system.run_lock import LOCK_FILE
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import ResumePoint, RunState

@@ -12,14 +12,14 @@ import numpy as np
 
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
-from hvtrain.core import goodput
-from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
 from hvtrain.core.topology import Topology
 from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
+from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
 from hvtrain.tasks.examples import ReviewedExamples
+from hvtrain.training import goodput
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.run import Run, versions
 from hvtrain.training.saved_model import BEST_FILE, export, save

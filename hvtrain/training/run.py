@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from hvtrain.checkpoint.store import Arrays, Checkpoint
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.checkpoint_notes import NoteKeeper
 from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.core.version import VERSION
@@ -21,13 +20,14 @@ from hvtrain.data.description import DataDescription, percent
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_tables, describe_trainable, num_parameters
-from hvtrain.storage.runs import RunStore
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.checkpoint_notes import NoteKeeper
 from hvtrain.system.run_lock import RunLock
+from hvtrain.system.storage.runs import RunStore
 from hvtrain.system.text import counted
 from hvtrain.tasks import Task
-from hvtrain.trackers.notice import Notice
 from hvtrain.training.augment import describe_augmentation
+from hvtrain.training.trackers.notice import Notice
 
 
 @dataclass

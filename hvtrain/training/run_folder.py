@@ -18,16 +18,6 @@ from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir
-from hvtrain.core.run_files import (
-    CONFIG_FILE,
-    HISTORY_FILE,
-    README_FILE,
-    RESULT_FILE,
-    STARTS_FILE,
-    last_step_at,
-    note_step,
-    read_starts,
-)
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.system import console
@@ -40,6 +30,16 @@ from hvtrain.system.files import (
     write_json,
 )
 from hvtrain.system.host_facts import checkout, processor
+from hvtrain.system.run_files import (
+    CONFIG_FILE,
+    HISTORY_FILE,
+    README_FILE,
+    RESULT_FILE,
+    STARTS_FILE,
+    last_step_at,
+    note_step,
+    read_starts,
+)
 from hvtrain.system.secrets import without_secrets
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from hvtrain.errors import CheckpointError, ConfigError, cause_of
 from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.step.joint_loss import overridden_steps
-from hvtrain.storage.cache import forget_copies
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.storage.cache import forget_copies
 from hvtrain.tasks import Task
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.prepared_step import class_weights, prepare_step

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from hvtrain.core import checkpoint_notes as notes
-from hvtrain.storage.runs import address_of
+from hvtrain.system import checkpoint_notes as notes
 from hvtrain.system import console
 from hvtrain.system.console import within
+from hvtrain.system.storage.runs import address_of
 
 ENDED = "no longer running"
 _STATES = {

@@ -11,11 +11,11 @@ from benchmarks.contenders import CONTENDERS, WORKLOADS, named
 from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
 from benchmarks.processes import CLOCK
 from benchmarks.steps import Steps
-from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RankError
 from hvtrain.plan.allreduce import WORKER
+from hvtrain.report.ratios import Ratio, ratio
 
 
 @pytest.mark.parametrize(

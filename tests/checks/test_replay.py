@@ -18,8 +18,8 @@ from hvtrain.checks.repeat import DigestTaking, Repetition
 from hvtrain.checks.replay import judge, parse_steps
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import ConfigError, StorageError
+from hvtrain.system.run_files import RECEIPTS_FILE
 from launching import run as run_ranks
 
 pytestmark = pytest.mark.distributed

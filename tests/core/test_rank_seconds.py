@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvtrain.core.run_files import RANKS_FILE, ranks_table, read_rank_seconds
+from hvtrain.system.run_files import RANKS_FILE, ranks_table, read_rank_seconds
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):

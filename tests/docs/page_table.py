@@ -212,7 +212,7 @@ TABLE = {
         Row("strategy.shard_optimizer=true", STEPS, TWO_HOSTS),
     ],
     "storage": held(
-        "tests/storage/test_store_runs.py",
+        "tests/system/storage/test_store_runs.py",
         "run.dir=s3://",
         "hvtrain evaluate s3://",
         "model.weights=s3://",
@@ -221,7 +221,7 @@ TABLE = {
     "notices": [
         *held(INSTALLED, "uv pip install"),
         *held(
-            "sends to other hosts; tests/trackers/test_notices_of_runs.py has its own",
+            "sends to other hosts; tests/training/trackers/test_notices_of_runs.py has its own",
             "export HVTRAIN_NOTIFY",
         ),
         *runs(STEPS, "hvtrain"),

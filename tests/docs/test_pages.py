@@ -15,7 +15,7 @@ import yaml
 from page_table import NIGHTLY, TABLE, Row
 
 from hvtrain import compose
-from hvtrain.commands import first_word
+from hvtrain.core.commands import first_word
 from hvtrain.data.formats.documents import embedded
 from hvtrain.data.formats.tokenizer import train_tokenizer
 from kernel import execute, notebook, text_of

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from hvtrain.core.run_files import ranks_table
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.report import commands, page
 from hvtrain.report.charts import INK, LINE, MUTED, SERIES, charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
+from hvtrain.system.run_files import ranks_table
 from hvtrain.system.run_lock import RunLock
 from run_folders import CONFIG, SPLIT, START, write_run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dockerfile
-from hvtrain.commands import COMMANDS
+from hvtrain.core.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

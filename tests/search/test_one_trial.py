@@ -12,7 +12,7 @@ from hvtrain.search.sweep import train_trial
 RUN = """
 import json, sys, time
 from pathlib import Path
-from hvtrain.core.run_files import EpochRecord, history_table
+from hvtrain.system.run_files import EpochRecord, history_table
 folder, num_steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 folder.mkdir()
 (folder / "starts.json").write_text(json.dumps([{"best": "val_accuracy", "sign": 1, "num_steps": num_steps}]))

@@ -8,11 +8,11 @@ import pytest
 
 from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
-from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import Goal, goal_of, read_space
 from hvtrain.search.study import as_overrides, ranked
 from hvtrain.search.sweep import main
+from hvtrain.system.run_files import EpochRecord
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line
 

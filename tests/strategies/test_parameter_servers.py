@@ -13,10 +13,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from hvtrain.core.run_files import read_starts
 from hvtrain.launch.cluster_files import texts
 from hvtrain.launch.job import Job
 from hvtrain.launch.kubernetes import JobSet
+from hvtrain.system.run_files import read_starts
 from lab import Lab, needs_lab
 from launching import finish, kill, many_runs, run, start
 from tiers import with_nightly, with_release

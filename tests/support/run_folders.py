@@ -10,7 +10,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Scatter, Table, Texts
-from hvtrain.core.run_files import (
+from hvtrain.system.files import write_json
+from hvtrain.system.run_files import (
     RESULT_FILE,
     REVIEW_FILE,
     STARTS_FILE,
@@ -19,7 +20,6 @@ from hvtrain.core.run_files import (
     history_table,
     ranks_table,
 )
-from hvtrain.system.files import write_json
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 CONFIG: dict[str, Any] = {

@@ -16,10 +16,10 @@ import pytest
 from disks import small_disk
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.checkpoint_notes import NoteKeeper
-from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE, RECEIPTS_FILE
 from hvtrain.core.topology import Topology
 from hvtrain.strategies.comm import Comm
+from hvtrain.system.checkpoint_notes import NoteKeeper
+from hvtrain.system.run_files import CONFIG_FILE, HISTORY_FILE, RECEIPTS_FILE
 from hvtrain.training import copies
 from lab import PYTHON, Lab, needs_lab
 from launcher_lab import started, wait_for

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.core.goodput import Goodput
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext, RunReport
+from hvtrain.training.goodput import Goodput
 from launching import many_runs
 from run_results import error, record
 

@@ -11,8 +11,12 @@ import pytest
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint
-from hvtrain.core import checkpoint_notes as notes
-from hvtrain.core.run_files import (
+from hvtrain.core.topology import Topology
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.strategies.comm import Comm
+from hvtrain.system import checkpoint_notes as notes
+from hvtrain.system.files import write_json
+from hvtrain.system.run_files import (
     STARTS_FILE,
     EpochRecord,
     history_table,
@@ -21,10 +25,6 @@ from hvtrain.core.run_files import (
     read_rank_seconds,
     read_starts,
 )
-from hvtrain.core.topology import Topology
-from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.strategies.comm import Comm
-from hvtrain.system.files import write_json
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import send_arrays

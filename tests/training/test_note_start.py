@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.core.run_files import last_step_at, note_step, read_starts
 from hvtrain.system import console
+from hvtrain.system.run_files import last_step_at, note_step, read_starts
 from hvtrain.training import run_folder
 
 

@@ -8,11 +8,11 @@ import pytest
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import default_run_dir, from_dict
-from hvtrain.core.run_files import remove_if_empty
 from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.runner import run_to_end
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.run_files import remove_if_empty
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
 from hvtrain.training.run import RunState

@@ -6,12 +6,12 @@ import pytest
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.goodput import Goodput
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.callbacks.checkpointing import Checkpointing
 from hvtrain.training.callbacks.run_context import RunReport
+from hvtrain.training.goodput import Goodput
 
 
 def end_of_attempt(monkeypatch, folder, commit_steps=0, **reported):

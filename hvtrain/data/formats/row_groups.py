@@ -13,7 +13,7 @@ from pyarrow import types
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import files_below
 from hvtrain.errors import DataError, first_line
-from hvtrain.storage.cache import far_file
+from hvtrain.system.storage.cache import far_file
 
 SUFFIXES = (".parquet", ".pq")
 # A file with pixels above this has another range than a file whose pixels reach at most 1.

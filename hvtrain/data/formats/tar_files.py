@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hvtrain.errors import DataError, StorageError
-from hvtrain.storage.cache import far_file, user_cache
-from hvtrain.storage.ranges import READ_AHEAD_BYTES, ReadAhead
 from hvtrain.system.files import read_bytes, write_atomic
+from hvtrain.system.storage.cache import far_file, user_cache
+from hvtrain.system.storage.ranges import READ_AHEAD_BYTES, ReadAhead
 
 # Members up to this size, such as labels, are kept in the index.
 MAX_TEXT_BYTES = 4096

@@ -4,13 +4,13 @@ import logging
 import time
 from typing import Any
 
-from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.core.step_plan import share_of_progress
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
 from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slower_in_words
+from hvtrain.system.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
 from hvtrain.training.run import Run, Start
 

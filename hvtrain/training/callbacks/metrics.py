@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, start_http_server, write_to_tex
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.core.goodput import PARTS
-from hvtrain.core.run_files import read_starts
 from hvtrain.errors import ConfigError
 from hvtrain.keras.devices import uuid_in_use
 from hvtrain.keras.optimizer import gradient_norm, sent_bytes
 from hvtrain.system.resources import busy_percent, resident_bytes
+from hvtrain.system.run_files import read_starts
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
+from hvtrain.training.goodput import PARTS
 
 log = logging.getLogger(__name__)
 

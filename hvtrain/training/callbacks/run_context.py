@@ -10,14 +10,14 @@ from typing import Any
 
 import keras
 
-from hvtrain.core.goodput import Goodput
-from hvtrain.core.run_files import EpochRecord, last_step_at, read_history, read_rank_seconds
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.source import Unreadable
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.models.memory import flops_per_example
 from hvtrain.step.step_timing import Split
 from hvtrain.system.resources import peak_flops
+from hvtrain.system.run_files import EpochRecord, last_step_at, read_history, read_rank_seconds
+from hvtrain.training.goodput import Goodput
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
 

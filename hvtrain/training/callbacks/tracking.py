@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.config.instantiate import build
-from hvtrain.core.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
 from hvtrain.system.files import write_json
+from hvtrain.system.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.system.secrets import without_passwords
-from hvtrain.trackers import TrackedRun, Tracker, plain_name
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.trackers import TrackedRun, Tracker, plain_name
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import fast_keras  # noqa: F401
 import hvtrain.keras as hvd
 from hvtrain import runner
 from hvtrain.checkpoint.writer import mark_best
-from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.core.commands import COMMANDS
 from hvtrain.errors import UserError
 from hvtrain.finished import finished_run
 from hvtrain.strategies.base import Strategy

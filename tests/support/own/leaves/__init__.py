@@ -10,7 +10,7 @@ import numpy as np
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.trackers import Tracker
+from hvtrain.training.trackers import Tracker
 
 
 def tiny(

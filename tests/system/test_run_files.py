@@ -7,9 +7,15 @@ from dataclasses import asdict
 
 import pytest
 
-from hvtrain.core.run_files import RESULT_FILE, EpochRecord, RunRecord, history_table, read_history
 from hvtrain.errors import StorageError
 from hvtrain.system.files import write_atomic, write_json
+from hvtrain.system.run_files import (
+    RESULT_FILE,
+    EpochRecord,
+    RunRecord,
+    history_table,
+    read_history,
+)
 from run_folders import record
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hvtrain.config.validate import check_choice
-from hvtrain.trackers import TrackedRun, Tracker
+from hvtrain.training.trackers import TrackedRun, Tracker
 
 Mode = Literal["offline", "online"]
 

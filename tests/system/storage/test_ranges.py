@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from hvtrain.storage import ranges
-from hvtrain.storage.ranges import ReadAhead
+from hvtrain.system.storage import ranges
+from hvtrain.system.storage.ranges import ReadAhead
 
 
 def test_announced_parts_are_read_at_the_same_time_and_once():

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvtrain.compare.contest import SINGLE
-from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.launch.child import failure
+from hvtrain.report.ratios import Ratio, ratio
+from hvtrain.search.compare.contest import SINGLE
 from hvtrain.system.secrets import command_line
 
 # The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.

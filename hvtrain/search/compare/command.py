@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
-from hvtrain.compare.contest import JOINT, RANK, Contest, contestants
-from hvtrain.compare.results import html, summary, table, write_png
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.launch.child import exit_at_signals
+from hvtrain.search.compare.conclusion import on_more_ranks, plan_arguments
+from hvtrain.search.compare.contest import JOINT, RANK, Contest, contestants
+from hvtrain.search.compare.results import html, summary, table, write_png
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, make_output
 from hvtrain.system.files import write_atomic, write_json
 from hvtrain.system.host_facts import processor, versions

@@ -14,11 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.errors import ConfigError, DataError, StorageError
-from hvtrain.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
-from hvtrain.storage.remote import Object, Remote, locate
+from hvtrain.system.checkpoint_notes import newest_step
 from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic, write_json
+from hvtrain.system.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
+from hvtrain.system.storage.remote import Object, Remote, locate
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ search
   sweep       search.sweep:main            the settings with which a run learns best
   find_lr     search.commands:find_lr      a learning-rate range test
   find_batch  search.commands:find_batch   the largest batch, and the fastest
-  compare     compare.command:main         the same training under several strategies
+  compare     search.compare.command:main  the same training under several strategies
   plan        plan.command:main            batch, steps, memory and speed on many ranks, without them
 clusters
   launch      launch.command:main          ranks over ssh, one process by hand, or files for a cluster

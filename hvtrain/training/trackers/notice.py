@@ -2,11 +2,11 @@
 
 Rank 0 prepares it, and a process that outlives rank 0 sends it with apprise.
 
-That process is `python -m hvtrain.trackers.notice PID`, with the process ID of rank 0. It reads rank 0's messages,
-lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then notices {"kind", "body",
-"is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or at once if "is_last" is true. It
-answers twice on its standard output: with the indices of the addresses that apprise does not know, and then with the
-indices of those that did not accept the notice.
+That process is `python -m hvtrain.training.trackers.notice PID`, with the process ID of rank 0. It reads rank 0's
+messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then notices {"kind",
+"body", "is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or at once if "is_last" is
+true. It answers twice on its standard output: with the indices of the addresses that apprise does not know, and then
+with the indices of those that did not accept the notice.
 
 No launcher knows of this process: it has a session of its own, no parent, and none of the environment variables by
 which launchers find the processes to kill. It ends at most SECONDS_TO_SEND after rank 0.
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError, cause_of, message_of
-from hvtrain.storage.runs import address_of
 from hvtrain.system.secrets import shown_address, without_passwords
+from hvtrain.system.storage.runs import address_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Notice:
 
         self._addresses = chosen
         sender = subprocess.Popen(
-            [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
+            [sys.executable, "-m", "hvtrain.training.trackers.notice", str(os.getpid())],
             env={
                 name: value
                 for name, value in os.environ.items()

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.storage import cache
-from hvtrain.storage.cache import local_copy
-from hvtrain.storage.outputs import Output
-from hvtrain.storage.runs import open_store
 from hvtrain.system.files import local_folder
+from hvtrain.system.storage import cache
+from hvtrain.system.storage.cache import local_copy
+from hvtrain.system.storage.outputs import Output
+from hvtrain.system.storage.runs import open_store
 from hvtrain.training.finish import send_results
 from hvtrain.watchdog.processes import resume_advice
 from in_process import run_command

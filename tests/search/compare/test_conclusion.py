@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.compare.command import write
-from hvtrain.compare.conclusion import against, on_scaling, on_speed, ratio_text
-from hvtrain.compare.contest import ORDER, WHOLE, Contest, Contestant, contestants
-from hvtrain.compare.ratios import Ratio
-from hvtrain.compare.results import best_of_all, curve, reached_at, summary, table
-from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
 from hvtrain.launch.measure import ONLY_STEPS, Training
+from hvtrain.report.ratios import Ratio
+from hvtrain.search.compare.command import write
+from hvtrain.search.compare.conclusion import against, on_scaling, on_speed, ratio_text
+from hvtrain.search.compare.contest import ORDER, WHOLE, Contest, Contestant, contestants
+from hvtrain.search.compare.results import best_of_all, curve, reached_at, summary, table
+from hvtrain.system.run_files import EpochRecord
 from hvtrain.system.text import aligned
 
 SINGLE, HOROVOD = (

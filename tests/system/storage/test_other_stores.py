@@ -19,8 +19,8 @@ from test_store_runs import CHECKPOINT, elsewhere, names, write
 
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError, StorageError
-from hvtrain.storage import cache, remote
-from hvtrain.storage.runs import open_store
+from hvtrain.system.storage import cache, remote
+from hvtrain.system.storage.runs import open_store
 from object_store import PACKAGES
 from receivers import free_port
 from tiers import mostly_nightly

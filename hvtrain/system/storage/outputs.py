@@ -5,8 +5,8 @@ import weakref
 from pathlib import Path
 
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.storage.remote import Remote, locate
 from hvtrain.system.files import is_remote, remove
+from hvtrain.system.storage.remote import Remote, locate
 
 
 class Output:

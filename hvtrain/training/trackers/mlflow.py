@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.system.text import flatten
-from hvtrain.trackers import TrackedRun, Tracker, plain_name
+from hvtrain.training.trackers import TrackedRun, Tracker, plain_name
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # Without these MLflow sends usage data to its makers, and waits many

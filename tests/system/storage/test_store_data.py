@@ -27,9 +27,9 @@ from hvtrain.data.sources.text import Text
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.data.sources.webdataset import web_dataset
 from hvtrain.errors import ConfigError, DataError, StorageError
-from hvtrain.storage import cache, remote
-from hvtrain.storage import ranges as ranges_module
-from hvtrain.storage.remote import READ_AT_ONCE
+from hvtrain.system.storage import cache, remote
+from hvtrain.system.storage import ranges as ranges_module
+from hvtrain.system.storage.remote import READ_AT_ONCE
 from shards import write_shards
 from tiny_data import SHAPE, images_of, random_images, write_folder
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvtrain.compare.conclusion import (
+from hvtrain.launch.measure import Training
+from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
+from hvtrain.report.page import render
+from hvtrain.report.ratios import draw_rounds
+from hvtrain.search.compare.conclusion import (
     against,
     on_examples,
     on_scaling,
@@ -17,12 +21,8 @@ from hvtrain.compare.conclusion import (
     on_target,
     on_test,
 )
-from hvtrain.compare.contest import SINGLE, Contest, Contestant
-from hvtrain.compare.ratios import draw_rounds
-from hvtrain.core.run_files import lower_is_better
-from hvtrain.launch.measure import Training
-from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
-from hvtrain.report.page import render
+from hvtrain.search.compare.contest import SINGLE, Contest, Contestant
+from hvtrain.system.run_files import lower_is_better
 from hvtrain.system.text import format_known
 
 # One point per epoch of a whole run: epoch, seconds, examples, and metrics.
@@ -268,7 +268,7 @@ def _megabytes(num_bytes: int | None) -> str:
 def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
     return render(
-        "compare/compare.html.j2",
+        "search/compare/compare.html.j2",
         comparison=comparison,
         overview=table(comparison),
         drawn=[(title, page_svg(title, draw, _CHART_SIZE)) for title, draw in panels(comparison)],

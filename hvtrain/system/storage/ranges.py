@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvtrain.errors import StorageError
-from hvtrain.storage.remote import READ_AT_ONCE, Object, Remote
+from hvtrain.system.storage.remote import READ_AT_ONCE, Object, Remote
 
 # How long an object is assumed to be unchanged before it is checked again.
 SECONDS_UNCHECKED = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import tensorflow as tf
 import yaml
 
-from hvtrain.trackers import TrackedRun, Tracker
+from hvtrain.training.trackers import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):

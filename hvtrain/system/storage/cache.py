@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.storage.ranges import SUM_BYTES, FarFile
-from hvtrain.storage.remote import Object, Remote, locate
 from hvtrain.system.files import is_remote, remove, writing
+from hvtrain.system.storage.ranges import SUM_BYTES, FarFile
+from hvtrain.system.storage.remote import Object, Remote, locate
 from hvtrain.system.text import duration, human_bytes
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvtrain.storage import cache, remote
+from hvtrain.system.storage import cache, remote
 from object_store import object_store
 
 
