@@ -19,7 +19,7 @@ from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import reduced
 from hvtrain.data.source import Source
-from hvtrain.data.sources.synthetic import Synthetic
+from hvtrain.data.sources.built_in import Synthetic
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.models.memory import (
     Footprint,

@@ -10,7 +10,7 @@ from hvtrain.system.secrets import redacted
 
 GROUPS = {
     "model": {"_target_": "hvtrain.models.cnn"},
-    "dataset": {"_target_": "hvtrain.data.sources.digits.digits"},
+    "dataset": {"_target_": "hvtrain.data.sources.built_in.digits"},
     "task": {"_target_": "hvtrain.tasks.Classification"},
     "optimizer": {"_target_": "keras.optimizers.SGD", "learning_rate": 0.1},
     "schedule": {"_target_": "hvtrain.core.schedule.Constant"},

@@ -14,7 +14,7 @@ from hvtrain.config.schema import TrainConfig, from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.pipeline.augmentation import IMAGES, LABELS, MASKS, Augmentation, Masks, PureLayer
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import TrainConfig
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.data.pipeline.lengths import choose_boundaries
+from hvtrain.data.pipeline.epochs import choose_boundaries
 from hvtrain.data.sources.text import Text
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.strategies.mirrored import MirroredStrategy

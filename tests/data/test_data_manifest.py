@@ -12,8 +12,7 @@ from damage import FILE_KINDS, broken, image_path, opened
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, manifest
 from hvtrain.data.manifest import describe_files, differences, digest_of, user_path
-from hvtrain.data.sources.digits import digits
-from hvtrain.data.sources.synthetic import Synthetic
+from hvtrain.data.sources.built_in import Synthetic, digits
 from hvtrain.errors import DataError
 from tiny_data import random_images
 

@@ -15,10 +15,10 @@ from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.built_in import Synthetic
 from hvtrain.data.sources.file_source import decoded_preprocessing
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
-from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Classification

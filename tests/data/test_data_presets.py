@@ -16,9 +16,8 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import Source, StreamRequest
 from hvtrain.data.formats.schema import Settings
 from hvtrain.data.pipeline.decoding import Sizing
-from hvtrain.data.sources.digits import digits, read
+from hvtrain.data.sources.built_in import Synthetic, digits, read
 from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "dataset").glob("*.yaml"))

@@ -7,7 +7,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.description import class_counts
 from hvtrain.data.pipeline.transform import IGNORED
-from hvtrain.data.sources.shapes import DISTANCES, shapes
+from hvtrain.data.sources.built_in import DISTANCES, shapes
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Segmentation
 from hvtrain.training.saved_model import check_preprocessing, description

@@ -15,8 +15,8 @@ from hvtrain.data.formats.documents import (
     embedded,
     read_documents,
     read_labelled,
+    train_tokenizer,
 )
-from hvtrain.data.formats.tokenizer import train_tokenizer
 from hvtrain.data.sources.text import WHOLE_DOCUMENTS, Text
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Language

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
 from hvtrain.training.prepared_step import prepare_step

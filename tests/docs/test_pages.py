@@ -16,8 +16,7 @@ from page_table import NIGHTLY, TABLE, Row
 
 from hvtrain import compose
 from hvtrain.core.commands import first_word
-from hvtrain.data.formats.documents import embedded
-from hvtrain.data.formats.tokenizer import train_tokenizer
+from hvtrain.data.formats.documents import embedded, train_tokenizer
 from kernel import execute, notebook, text_of
 from launching import ROOT, run, train, without_hvtrain
 from pages import PAGES, blocks, commands, files, languages

@@ -8,7 +8,7 @@ import tensorflow as tf
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.sources.digits import digits_traits
+from hvtrain.data.sources.built_in import digits_traits
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.inputs import of_input
 from hvtrain.finished.outputs import flat, rows_of

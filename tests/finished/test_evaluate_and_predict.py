@@ -12,7 +12,7 @@ from PIL import Image
 
 from finished_runs import on_two_ranks
 from hvtrain.core.topology import Topology
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
 from hvtrain.finished.commands import evaluate, predict

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import hvtrain
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 from hvtrain.errors import ConfigError
 from hvtrain.finished import commands, exported, hugging_face
 from launching import without_hvtrain

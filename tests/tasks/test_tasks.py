@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvtrain import compose
 from hvtrain.config.instantiate import build
 from hvtrain.data.source import Source
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import ExactLoss, joint_loss, weighted
 from hvtrain.tasks import (

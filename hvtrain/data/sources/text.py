@@ -16,16 +16,18 @@ from hvtrain.config.validate import check_choice, check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted
 from hvtrain.data.formats.documents import (
+    Tokenizer,
     cut,
     deal,
     embedded,
+    load_tokenizer,
     read_documents,
     read_labelled,
     text_files,
+    train_tokenizer,
 )
-from hvtrain.data.formats.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.lengths import bucketed_batches, choose_boundaries
+from hvtrain.data.pipeline.epochs import bucketed_batches, choose_boundaries
 from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import Parts, Phrases

@@ -6,7 +6,7 @@ import time
 import keras
 import tensorflow as tf
 
-from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.built_in import digits
 
 FOREVER = 100_000
 

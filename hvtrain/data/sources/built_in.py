@@ -1,15 +1,178 @@
-"""Draws shapes on a textured background, with masks: segmentation data without a download."""
+"""Data that need no file and no download: handwritten digits, drawn shapes with masks, one random batch.
+
+The digits are scikit-learn's 1,797 images of 8x8 pixels.
+"""
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import distribution
 
 import numpy as np
+import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.config.validate import check_least
+from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.streams import FOREVER, finish
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
-from hvtrain.data.source import ImageShape
-from hvtrain.data.sources.arrays import ImagesWithMasks
-from hvtrain.data.sources.memory import check_counts
+from hvtrain.data.source import ImageShape, Source, StreamRequest
+from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks
+from hvtrain.data.sources.memory import SPLIT_SEED, Elements, check_counts, on_cpu
+from hvtrain.errors import ConfigError
+
+NUM_DIGITS = 1797
+# Traits of digits, as targets of several labels per image.
+TRAITS = {
+    "even": (0, 2, 4, 6, 8),
+    "prime": (2, 3, 5, 7),
+    "above four": (5, 6, 7, 8, 9),
+    "with a loop": (0, 6, 8, 9),
+}
+
+
+def _digits(
+    name: str,
+    has_traits: bool,
+    /,
+    num_test: int = 360,
+    num_validation: int = 0,
+    standardize: str = "scale",
+    shift_pixels: int = 0,
+) -> ArraySource:
+    """Makes a source of images [8, 8, 1] with pixels 0 ... 16.
+
+    The targets are 10 classes or, with has_traits, float32 [traits]: 1 for each of TRAITS that the digit
+    has, else 0.
+
+    Args:
+        num_test: number of images in the test part, which is stratified and the same in every run.
+        num_validation, standardize, shift_pixels: see ArraySource.
+
+    Raises:
+        ConfigError: if num_test leaves too few images for testing or training.
+    """
+    if not 10 <= num_test <= NUM_DIGITS - 10:
+        raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
+
+    def load() -> Elements:
+        images, labels = read_digits()
+        targets = labels
+        if has_traits:
+            columns = [np.isin(labels, members) for members in TRAITS.values()]
+            targets = np.stack(columns, axis=1).astype(np.float32)
+        # Stratified by class for both sources, so that their test parts are the same.
+        is_test = stratified(labels, num_test)
+        return {
+            "train": (images[~is_test], targets[~is_test]),
+            "test": (images[is_test], targets[is_test]),
+        }
+
+    return ArraySource(
+        name,
+        load,
+        image_shape=(8, 8, 1),
+        num_classes=None if has_traits else 10,
+        origin="inside scikit-learn",
+        standardize=standardize,
+        max_value=16.0,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        class_names=None if has_traits else tuple("0123456789"),
+        more_facts={"label_names": tuple(TRAITS)} if has_traits else None,
+    )
+
+
+digits = partial(_digits, "digits", False)
+digits_traits = partial(_digits, "digits_traits", True)
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
+    # Read without importing scikit-learn, which would take longer than training on this data.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), np.uint8, delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+
+
+def stratified(labels: np.ndarray, number: int) -> np.ndarray:
+    """Returns a mask that selects `number` examples at random, from each class in proportion."""
+    # Rows are shuffled, then sorted by class, so evenly spaced ones come
+    # from each class in proportion.
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    chosen = np.zeros(len(labels), bool)
+    chosen[order[(2 * np.arange(number) + 1) * len(labels) // (2 * number)]] = True
+    return chosen
+
+
+class Synthetic(Source):
+    """A source of Gaussian noise and random labels; each rank repeats a batch. Nothing can be learned.
+
+    The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
+
+    Example:
+        python -m hvtrain dataset=synthetic model=resnet50 train.steps=100
+
+    Args:
+        image_shape: [height, width, channels].
+        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1.
+        num_train, num_validation, num_test: number of examples of each split, all from the same batch.
+
+    Raises:
+        ConfigError: if a number is out of range.
+    """
+
+    name = "synthetic"
+    origin = "random numbers"
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (224, 224, 3),
+        num_classes: int = 1000,
+        num_train: int = 1_281_167,
+        num_validation: int = 0,
+        num_test: int = 0,
+    ) -> None:
+        self.image_shape = check_image_shape(image_shape)
+        self.num_classes = num_classes
+        check_counts(1, num_classes=num_classes)
+        check_counts(num_train=num_train, num_validation=num_validation, num_test=num_test)
+        self._counts = {"train": num_train, "validation": num_validation, "test": num_test}
+
+    def num_examples(self, split: str) -> int:
+        return self._counts.get(split, 0)
+
+    def training(self, request: StreamRequest) -> Dataset:
+        topology = request.topology
+        images, labels = self._batch(topology, request.batch_size, request.seed)
+        share = request.share_of(topology.share_size(self.num_examples("train")))
+        # Full steps repeat the batch that is in memory.
+        if share.is_full:
+            return finish(Dataset.from_tensors((images, labels)).repeat(), topology)
+
+        # Smaller steps get the first examples of the batch.
+        def cut(step):
+            step %= share.steps
+            size = share.begin(step + 1) - share.begin(step)
+            return images[:size], labels[:size]
+
+        steps = Dataset.range(request.start_step, FOREVER)
+        return finish(steps.map(cut), topology)
+
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
+        batch = self._batch(topology, batch_size, seed=0)
+        num_local = topology.share_size(self.num_examples(split))
+        examples = Dataset.from_tensor_slices(batch).repeat().take(num_local)
+        return finish(examples.batch(batch_size), topology)
+
+    def _batch(self, topology: Topology, batch_size: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a rank's only batch, a function of the seed and the rank."""
+        random = np.random.default_rng([seed, topology.rank])
+        images = random.standard_normal((batch_size, *self.image_shape), np.float32)
+        labels = random.integers(self.num_classes, size=batch_size, dtype=np.int32)
+        return on_cpu((images, labels))
+
 
 # The minimum height and width of an image, in pixels.
 MIN_SIDE = 16
