@@ -16,7 +16,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import Source, StreamRequest
 from hvtrain.data.formats.schema import Settings
 from hvtrain.data.pipeline.decoding import Sizing
-from hvtrain.data.sources.built_in import Synthetic, digits, read
+from hvtrain.data.sources.built_in import Synthetic, digits, read_digits
 from hvtrain.data.sources.file_source import FileSource
 from hvtrain.errors import ConfigError
 
@@ -61,8 +61,8 @@ def test_digits_are_real_stratified_and_scaled():
     assert [source.num_examples(split) for split in source.SPLITS] == [1437, 0, 360]
     images, labels = next(source.evaluation("test", Topology(), 360).as_numpy_iterator())
     assert images.shape == (360, 8, 8, 1) and (images.min(), images.max()) == (0, 1)
-    assert np.max(np.abs(np.bincount(labels) - 360 / 1797 * np.bincount(read()[1]))) < 1
-    assert np.array_equal(read()[0], load_digits().images), "scikit-learn reads the same"
+    assert np.max(np.abs(np.bincount(labels) - 360 / 1797 * np.bincount(read_digits()[1]))) < 1
+    assert np.array_equal(read_digits()[0], load_digits().images), "scikit-learn reads the same"
     with pytest.raises(ConfigError, match=r"num_test=1797 is outside 10 \.\.\. 1787"):
         digits(num_test=1797)
 
