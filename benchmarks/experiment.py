@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from hvtrain.launch.measure import in_turns
+from hvtrain.launch.child import in_turns
 from hvtrain.report.charts import BLUE, write_panels
 from hvtrain.report.ratios import Ratio, draw_rounds
 from hvtrain.system.console import progress

@@ -31,8 +31,7 @@ from typing import Any
 from benchmarks.contenders import WORKLOADS, Workload
 from benchmarks.plan_here import link_seconds, ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
-from hvtrain.launch.child import exit_at_signals
-from hvtrain.launch.measure import in_turns
+from hvtrain.launch.child import exit_at_signals, in_turns
 from hvtrain.system.files import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

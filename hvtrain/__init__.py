@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvtrain.core import VERSION
 from hvtrain.core.commands import refuse_old_form
-from hvtrain.core.version import VERSION
 
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig

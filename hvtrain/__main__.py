@@ -7,8 +7,7 @@ import sys
 
 from hvtrain.config.choices import run_settings
 from hvtrain.config.compose import composed
-from hvtrain.core import commands
-from hvtrain.core.version import VERSION
+from hvtrain.core import VERSION, commands
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import Parser, enter

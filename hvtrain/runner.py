@@ -31,10 +31,9 @@ from hvtrain.training.callbacks.checkpointing import Interruption
 from hvtrain.training.callbacks.epochs import report_skipped
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
-from hvtrain.training.callbacks.metrics import Metrics
+from hvtrain.training.callbacks.publishing import Metrics, Tracking
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import (
     check_first_batches,
     check_same_data,

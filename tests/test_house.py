@@ -34,10 +34,8 @@ SHORT = {
     "__main__.py": "the command line",
     "core/buckets.py": "keras/ and plan/ use it, and core/ has no closer idea",
     "launch/horovodrun.py": "the program horovodrun",
-    "system/storage/outputs.py": "commands use it, and runs do not",
+    "system/storage/runs.py": "commands use it, and runs do not",
     "system/text.py": "numbers for people, which every room has",
-    "training/trackers/tensorboard.py": "a choice of tracker=",
-    "core/version.py": "every room imports it",
 }
 USE_HOROVOD = ("keras/", "launch/", "plan/", "spark")
 

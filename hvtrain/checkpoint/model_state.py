@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvtrain.checkpoint.sharded_table import whole_shape
-from hvtrain.checkpoint.store import Arrays, Checkpoint, folder_name
+from hvtrain.checkpoint.store import Arrays, Checkpoint, folder_name, whole_shape
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import CheckpointError
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvtrain.checkpoint.sharded_table import ShardedTable
-from hvtrain.checkpoint.store import Arrays, Meta
+from hvtrain.checkpoint.store import Arrays, Meta, ShardedTable
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.errors import StorageError, in_one_line
 from hvtrain.system.files import append_text, is_own_file, read_file, whole_lines, write_atomic

@@ -25,7 +25,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from hvtrain.checkpoint.sharded_table import ShardedTable
 from hvtrain.checkpoint.store import (
     ARRAYS,
     META,
@@ -33,6 +32,7 @@ from hvtrain.checkpoint.store import (
     TABLES,
     Arrays,
     Meta,
+    ShardedTable,
     digest_of,
     folder_name,
     list_checkpoints,

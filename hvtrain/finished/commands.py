@@ -12,7 +12,7 @@ from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
 from hvtrain.system.files import page_path, read_json, write_json
 from hvtrain.system.run_files import RESULT_FILE
-from hvtrain.system.storage.outputs import Output
+from hvtrain.system.storage.runs import Output
 
 
 def evaluate() -> int:
@@ -85,8 +85,7 @@ validation or test (default).""",
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import opened
         from hvtrain.finished.inputs import of_input, of_split
-        from hvtrain.finished.outputs import predictions
-        from hvtrain.finished.writers import writer_for
+        from hvtrain.finished.outputs import predictions, writer_for
 
     with opened(finished, uses_split=path is None) as run:
         comm = run.strategy.comm

@@ -79,7 +79,12 @@ from hvtrain.keras.collectives import (
 )
 from hvtrain.keras.compression import Compression
 from hvtrain.keras.devices import pin_gpu
-from hvtrain.keras.joint_losses import DistributedLoss, joint_batch, joint_mean
+from hvtrain.keras.joint_batch import (
+    DistributedLoss,
+    SyncBatchNormalization,
+    joint_batch,
+    joint_mean,
+)
 from hvtrain.keras.local_steps import DiLoCo, LocalSGD, synchronize
 from hvtrain.keras.noise_scale import NoiseScale
 from hvtrain.keras.optimizer import (
@@ -93,7 +98,6 @@ from hvtrain.keras.optimizer import (
 from hvtrain.keras.process import init, is_elastic
 from hvtrain.keras.sharded_embedding import ShardedEmbedding, sharding_embeddings, whole_tables
 from hvtrain.keras.sharded_optimizer import gather_slots, scatter_slots
-from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute
 
-from hvtrain.checkpoint.sharded_table import ShardedTable
+from hvtrain.checkpoint.store import ShardedTable
 from hvtrain.keras.in_graph import in_every_step, positional_name, refuse_xla, tf_variable
 from hvtrain.keras.optimizers import row_slots
 from hvtrain.keras.process import is_elastic

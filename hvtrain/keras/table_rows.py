@@ -20,7 +20,7 @@ import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
-from hvtrain.checkpoint.sharded_table import PIECE_BYTES, ShardedTable, whole_shape
+from hvtrain.checkpoint.store import PIECE_BYTES, ShardedTable, whole_shape
 from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
 

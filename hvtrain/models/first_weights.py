@@ -17,7 +17,7 @@ import numpy as np
 from keras import Model
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.sharded_table import whole_shape
+from hvtrain.checkpoint.store import whole_shape
 from hvtrain.data.description import listed
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, hub_layer, task_config

@@ -22,8 +22,7 @@ from statistics import median
 from typing import ClassVar
 
 from hvtrain.errors import LostRankError
-from hvtrain.launch.child import end, ends_within, exit_at_signals, failure, started
-from hvtrain.launch.measure import in_turns
+from hvtrain.launch.child import end, ends_within, exit_at_signals, failure, in_turns, started
 from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.console import progress
 from hvtrain.system.files import write_json

@@ -11,7 +11,7 @@ from pathlib import Path
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
-from hvtrain.launch.measure import ONLY_STEPS, train
+from hvtrain.launch.child import ONLY_STEPS, train
 from hvtrain.plan.algorithms import ALGORITHMS, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of

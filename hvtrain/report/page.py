@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hvtrain.core import VERSION
 from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
-from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
 from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run

@@ -18,7 +18,7 @@ from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
-from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
+from hvtrain.strategies.mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import join_cluster, serve, worker_ranks
 from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, reader
 from hvtrain.system.text import counted
@@ -84,7 +84,7 @@ class ParameterServerStrategy(Strategy):
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
-        from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
+        from hvtrain.keras.joint_batch import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         combines = f"the optimizer {type(optimizer).__name__}, which combines several,"

@@ -19,7 +19,7 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.devices import View, choose_gpus, exchange, gpu_uuids, visible_names
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import error_of
-from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_own_cluster
+from hvtrain.strategies.mirrored import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.replica_step import initializing_devices
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus

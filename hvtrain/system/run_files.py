@@ -99,7 +99,7 @@ class RunRecord:
     # How many ranks, replicas of one process, or workers of parameter servers computed gradients at
     # the same time.
     num_replicas: int | None
-    # Seconds of the run by purpose, over all its starts (training/goodput.py).
+    # Seconds of the run by purpose, over all its starts (training/callbacks/run_context.py).
     goodput: dict[str, float]
     # Description of the data set: phrases by label (data/description.py).
     data: dict[str, list[str]]

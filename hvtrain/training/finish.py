@@ -19,8 +19,7 @@ from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
 from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
 from hvtrain.tasks.examples import ReviewedExamples
-from hvtrain.training import goodput
-from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.run_context import RunContext, goodput_in_words
 from hvtrain.training.run import Run, versions
 from hvtrain.training.saved_model import BEST_FILE, export, save
 
@@ -159,7 +158,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
         speed = f"{speeds} over {number} {kind}(s), "
-    log.info("goodput: %s", goodput.in_words(record.goodput))
+    log.info("goodput: %s", goodput_in_words(record.goodput))
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
 
 

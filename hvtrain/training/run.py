@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from hvtrain.checkpoint.store import Arrays, Checkpoint
 from hvtrain.config.schema import RunConfig
+from hvtrain.core import VERSION
 from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.core.version import VERSION
 from hvtrain.data.description import DataDescription, percent
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
@@ -27,7 +27,7 @@ from hvtrain.system.storage.runs import RunStore
 from hvtrain.system.text import counted
 from hvtrain.tasks import Task
 from hvtrain.training.augment import describe_augmentation
-from hvtrain.training.trackers.notice import Notice
+from hvtrain.training.notice import Notice
 
 
 @dataclass

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir
-from hvtrain.core.version import VERSION
+from hvtrain.core import VERSION
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.system import console
 from hvtrain.system.files import (

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from hvtrain.checkpoint import model_state, store, writer
-from hvtrain.checkpoint.sharded_table import ShardedTable
+from hvtrain.checkpoint.store import ShardedTable
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.keras.table_rows import Rows

@@ -26,7 +26,9 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "dataset").glob("*.yaml")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_each_file_names_every_option_of_its_source_with_its_default(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
-    assert path.read_text().startswith("# ") and path.stem in path.read_text().splitlines()[1]
+    assert (
+        path.read_text().startswith("# ") and path.stem in path.read_text().splitlines()[1].lower()
+    )
     parameters = dict(inspect.signature(hydra.utils.get_object(config.pop("_target_"))).parameters)
     if parameters.pop("images", None):
         options = dict(inspect.signature(FileSource).parameters)

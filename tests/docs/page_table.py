@@ -217,11 +217,13 @@ TABLE = {
         "hvtrain evaluate s3://",
         "model.weights=s3://",
     ),
-    "metrics": held("tests/training/test_metrics.py", "metrics.port=9400", "metrics.file=/var/lib"),
+    "metrics": held(
+        "tests/training/test_publishing.py", "metrics.port=9400", "metrics.file=/var/lib"
+    ),
     "notices": [
         *held(INSTALLED, "uv pip install"),
         *held(
-            "sends to other hosts; tests/training/trackers/test_notices_of_runs.py has its own",
+            "sends to other hosts; tests/training/test_notices_of_runs.py has its own",
             "export HVTRAIN_NOTIFY",
         ),
         *runs(STEPS, "hvtrain"),

@@ -11,8 +11,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.sources.built_in import digits_traits
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.inputs import of_input
-from hvtrain.finished.outputs import flat, rows_of
-from hvtrain.finished.writers import writer_for
+from hvtrain.finished.outputs import flat, rows_of, writer_for
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 
 ODDS = np.log(3.0)  # The logit of a probability of 3/4.
@@ -145,7 +144,7 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
 
 
 def test_batches_share_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("hvtrain.finished.writers.ROW_GROUP_BYTES", 100)
+    monkeypatch.setattr("hvtrain.finished.outputs.ROW_GROUP_BYTES", 100)
     writer = writer_for(tmp_path / "p.parquet", has_masks=False)
     for batch in range(10):
         writer.add({"example": np.arange(4 * batch, 4 * batch + 4)})

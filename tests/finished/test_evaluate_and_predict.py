@@ -16,8 +16,7 @@ from hvtrain.data.sources.built_in import digits
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
 from hvtrain.finished.commands import evaluate, predict
-from hvtrain.finished.outputs import ProgressLines
-from hvtrain.finished.writers import writer_for
+from hvtrain.finished.outputs import ProgressLines, writer_for
 from tiers import with_nightly
 
 pytestmark = pytest.mark.distributed

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy, join_cluster
+from hvtrain.strategies.mirrored import MultiWorkerMirroredStrategy, join_cluster
 from lab import Lab, needs_lab
 from launching import finish, run, start, train
 from ranks import MARK, rank_processes, send
@@ -35,7 +35,7 @@ LATE = """
 import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain.errors import RankError
-from hvtrain.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from hvtrain.strategies.mirrored import MultiWorkerMirroredStrategy
 hvd.init()
 tf.zeros(1)
 try:

@@ -10,8 +10,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.repeated_step import LayerSearch
-from hvtrain.training.callbacks.run_context import RunContext, RunReport
-from hvtrain.training.goodput import Goodput
+from hvtrain.training.callbacks.run_context import Goodput, RunContext, RunReport
 from launching import many_runs
 from run_results import error, record
 

@@ -10,8 +10,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.callbacks.checkpointing import Checkpointing
-from hvtrain.training.callbacks.run_context import RunReport
-from hvtrain.training.goodput import Goodput
+from hvtrain.training.callbacks.run_context import Goodput, RunReport
 
 
 def end_of_attempt(monkeypatch, folder, commit_steps=0, **reported):

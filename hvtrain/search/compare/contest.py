@@ -14,7 +14,7 @@ from hvtrain.config.compose import composed, override
 from hvtrain.config.make_plan import learning_rate_factor
 from hvtrain.config.schema import RunConfig, round_up_to_accumulation
 from hvtrain.errors import ConfigError, LostRankError
-from hvtrain.launch.measure import ONLY_STEPS, Training, in_turns, train
+from hvtrain.launch.child import ONLY_STEPS, Training, in_turns, train
 from hvtrain.system.command import take_values
 from hvtrain.system.console import progress
 from hvtrain.system.files import remove

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvtrain.launch.measure import Training
+from hvtrain.launch.child import Training
 from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
 from hvtrain.report.ratios import draw_rounds

@@ -2,6 +2,8 @@
 
 Objects are uploaded first and their manifest last, so whatever the manifest lists is complete, even if the process is
 killed. Stores have no locks that pyarrow can take: the latest start wins, and an earlier one ends at its next upload.
+
+The outputs of commands are written on this host first too, and uploaded once they are complete.
 """
 
 import hashlib
@@ -9,6 +11,8 @@ import logging
 import re
 import secrets
 import socket
+import tempfile
+import weakref
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -179,3 +183,52 @@ class _ObjectStore(RunStore):
         self._remote.child(name).upload(file)
         remove(file)
         self._sent[name] = None
+
+
+class Output:
+    """The destination of a command's output: a local path, or an address to which `send` uploads it.
+
+    Args:
+        text: A path, or an address.
+        replaces: True if objects at the address may be replaced. For a local path the command itself decides.
+
+    Attributes:
+        path: The local path to write to; files next to it, such as a description, are uploaded with it.
+
+    Raises:
+        ConfigError, DataError: The address cannot be used, or already has objects.
+    """
+
+    _parent: Remote | None = None
+
+    def __init__(self, text: str, replaces: bool = False) -> None:
+        self.path = Path(text)
+        if not is_remote(text):
+            return
+        remote = locate(text)
+        parent_path, _, name = remote.path.rpartition("/")
+        if not parent_path:
+            raise ConfigError(f"--output {text} names no object; add a name to it")
+        # Listed even with `replaces`, so that an unreadable address is
+        # refused before the work begins.
+        if remote.objects() and not replaces:
+            raise ConfigError(f"--output {text} exists already; choose another address")
+        self._parent = Remote(remote.address.rpartition("/")[0], remote.filesystem, parent_path)
+        folder = Path(tempfile.mkdtemp(prefix="hvtrain-"))
+        self._cleanup = weakref.finalize(self, remove, folder)
+        self.path = folder / name
+
+    def send(self) -> None:
+        """Uploads the output to its address. Raises StorageError, after which the output stays on this host."""
+        if self._parent is None:
+            return
+        folder = self.path.parent
+        files = filter(Path.is_file, folder.rglob("*"))
+        try:
+            # Files next to the output, such as a description, go last: where they
+            # exist, the output is complete.
+            for file in sorted(files, key=lambda file: file != self.path and file.parent == folder):
+                self._parent.child(file.relative_to(folder).as_posix()).upload(file)
+        except StorageError as error:
+            self._cleanup.detach()
+            raise StorageError(f"{error}; the output is complete in {self.path}") from None

@@ -34,12 +34,11 @@ from hvtrain.training.callbacks.epochs import (
     report_skipped,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
-from hvtrain.training.callbacks.metrics import Metrics
+from hvtrain.training.callbacks.publishing import Metrics, Tracking
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
-from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.run import Run, Start
 
 

@@ -1,10 +1,14 @@
 """The state that a run's callbacks share: the run, its model, its position, and the report they fill in.
 
+The report has the goodput of the run: the share of its wall-clock time, over all its starts, that went into steps.
+
 Position is the first callback of a run; the others read it.
 """
 
 import logging
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +21,101 @@ from hvtrain.models.memory import flops_per_example
 from hvtrain.step.step_timing import Split
 from hvtrain.system.resources import peak_flops
 from hvtrain.system.run_files import EpochRecord, last_step_at, read_history, read_rank_seconds
-from hvtrain.training.goodput import Goodput
+from hvtrain.system.text import duration
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
+
+# How rank 0's time is divided. "steps" counts each step of the run once; the time of steps that
+# a restart lost, and that run again, is "repeated".
+PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
+
+
+@dataclass
+class Goodput:
+    """Seconds of a run, divided into PARTS. Points in time are values of time.time().
+
+    Args:
+        began: When the run first started.
+        start_began: When this start began.
+        seconds: Seconds so far, by part.
+    """
+
+    began: float
+    start_began: float
+    seconds: dict[str, float]
+
+    @classmethod
+    def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
+        """Continues from a checkpoint's record(); without a valid one, starts from zero.
+
+        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", because
+        those steps run again; from then to this start it counts as "restarts".
+
+        Args:
+            saved: What record() returned, as read from the checkpoint.
+            now: When this start began.
+            last_step_at: When the last step before this start ended; 0 if unknown.
+
+        >>> resumed = Goodput.resumed(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130, 112)
+        >>> resumed.seconds["repeated"], resumed.seconds["restarts"]
+        (13.0, 19.0)
+        """
+        try:
+            seconds = {part: float(saved["seconds"][part]) for part in PARTS}
+            began = float(saved["began"])
+            until = float(saved["until"])
+            if not math.isfinite(sum(seconds.values(), began + until)):
+                raise ValueError("a number that is not finite")
+        except (TypeError, LookupError, ValueError):
+            return cls(now, now, dict.fromkeys(PARTS, 0.0))
+        # Elastic ranks restart within their processes, so this start may
+        # have begun before the checkpoint.
+        now = max(now, until)
+        if last_step_at > now:
+            # It is a file's modification time, and is this late if this start copied the file here.
+            last_step_at = 0.0
+        ended = max(until, last_step_at)
+        seconds["repeated"] += ended - until
+        seconds["restarts"] += now - ended
+        return cls(began, now, seconds)
+
+    def record(self, now: float) -> dict[str, Any]:
+        """Returns the state to save in a checkpoint."""
+        return {"began": self.began, "until": now, "seconds": dict(self.seconds)}
+
+    def summary(self, now: float) -> dict[str, float]:
+        """Returns the total seconds ("all"), the "share" of the steps, and the seconds by part; "other" is the rest.
+
+        >>> Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).summary(10)["other"]
+        4.0
+        """
+        whole = max(now - self.began, 1e-9)
+        return {
+            "share": self.seconds["steps"] / whole,
+            "all": whole,
+            **self.seconds,
+            "other": max(0.0, whole - sum(self.seconds.values())),
+        }
+
+
+def goodput_in_words(summary: Mapping[str, float]) -> str:
+    """Formats a summary() in one line, leaving out parts below half a percent.
+
+    >>> seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 40.0, "start": 8.0}
+    >>> goodput_in_words(Goodput(0.0, 0.0, seconds).summary(50.0))
+    '80% of 50 s went into steps; start 16%, other 4%'
+    """
+    parts = ", ".join(
+        f"{name} {summary[name] / summary['all']:.0%}"
+        for name in (*PARTS[1:], "other")
+        if summary[name] >= 0.005 * summary["all"]
+    )
+    return f"{summary['share']:.0%} of {duration(summary['all'])} went into steps; {parts}".rstrip(
+        "; "
+    )
+
 
 # Metrics by name, as Keras gives them to callbacks.
 Logs = dict[str, Any]

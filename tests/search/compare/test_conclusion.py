@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.measure import ONLY_STEPS, Training
+from hvtrain.launch.child import ONLY_STEPS, Training
 from hvtrain.report.ratios import Ratio
 from hvtrain.search.compare.command import write
 from hvtrain.search.compare.conclusion import against, on_scaling, on_speed, ratio_text

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import keras
 
-from hvtrain.strategies.mirrored import MirroredStrategy
-from hvtrain.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from hvtrain.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 
 
 class _Forgets:

@@ -17,8 +17,7 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.system.files import local_folder
 from hvtrain.system.storage import cache
 from hvtrain.system.storage.cache import local_copy
-from hvtrain.system.storage.outputs import Output
-from hvtrain.system.storage.runs import open_store
+from hvtrain.system.storage.runs import Output, open_store
 from hvtrain.training.finish import send_results
 from hvtrain.watchdog.processes import resume_advice
 from in_process import run_command

@@ -12,8 +12,8 @@ import pytest
 
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.launch import on_host
-from hvtrain.training.trackers import notice as notices
-from hvtrain.training.trackers.notice import Notice, cause_in_words, read_messages
+from hvtrain.training import notice as notices
+from hvtrain.training.notice import Notice, cause_in_words, read_messages
 from receivers import SECRET, free_port, receiving
 
 pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
@@ -23,7 +23,7 @@ pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed; ./scripts/run
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from hvtrain.training.trackers.notice import Notice
+from hvtrain.training.notice import Notice
 notice = Notice()
 notice.begin(json.load(sys.stdin), Path(sys.argv[1]))
 print("begun", flush=True)
@@ -55,7 +55,7 @@ def rank(folder, addresses, does, **variables):
 
 def senders(of):
     """Process -> (parent, variables and command line) of the senders that a process started."""
-    command = b"\0".join([b"hvtrain.training.trackers.notice", str(of).encode(), b""])
+    command = b"\0".join([b"hvtrain.training.notice", str(of).encode(), b""])
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

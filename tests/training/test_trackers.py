@@ -12,10 +12,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.files import write_json
 from hvtrain.system.run_files import TRACKERS_FILE, read_tracked
 from hvtrain.training.find_checkpoint import read_records
-from hvtrain.training.trackers import TrackedRun
-from hvtrain.training.trackers.mlflow import MLflow
-from hvtrain.training.trackers.tensorboard import TensorBoard
-from hvtrain.training.trackers.wandb import WeightsAndBiases
+from hvtrain.training.trackers import MLflow, TensorBoard, TrackedRun, WeightsAndBiases
 from launching import many_runs
 
 MODULES = ("tensorboard", "mlflow", "sqlalchemy", "alembic", "sqlparse", "wandb")

@@ -2,7 +2,7 @@
 
 Rank 0 prepares it, and a process that outlives rank 0 sends it with apprise.
 
-That process is `python -m hvtrain.training.trackers.notice PID`, with the process ID of rank 0. It reads rank 0's
+That process is `python -m hvtrain.training.notice PID`, with the process ID of rank 0. It reads rank 0's
 messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then notices {"kind",
 "body", "is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or at once if "is_last" is
 true. It answers twice on its standard output: with the indices of the addresses that apprise does not know, and then
@@ -71,7 +71,7 @@ class Notice:
 
         self._addresses = chosen
         sender = subprocess.Popen(
-            [sys.executable, "-m", "hvtrain.training.trackers.notice", str(os.getpid())],
+            [sys.executable, "-m", "hvtrain.training.notice", str(os.getpid())],
             env={
                 name: value
                 for name, value in os.environ.items()
