@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hvtrain.launch import remote_hosts
 from hvtrain.launch.job import Host
+from hvtrain.launch.remote_hosts import Ssh, captured
 from hvtrain.launch.restart import choose_hosts
 from lab import Lab, needs_lab
 from launcher_lab import fate, last_line, left, line, started, wait_for
@@ -67,6 +69,23 @@ def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, e
         line, env=variables, capture_output=True, text=True, check=False, timeout=60
     )
     assert re.fullmatch(ending, done.stdout.strip()), done
+
+
+@pytest.mark.parametrize("files", [127, 128])
+def test_a_login_that_may_open_too_few_files_is_refused(files, monkeypatch):
+    """MPI would wait for ever there."""
+
+    def login(self, host, command, stdin):
+        """A shell on this host stands for one that ssh opens on another."""
+        limited = f'ulimit -n {files}; exec "$@"'
+        return captured(["bash", "-c", limited, "bash", *command], stdin, 60)
+
+    monkeypatch.setattr(Ssh, "run", login)
+    monkeypatch.setattr(remote_hosts, "is_local", lambda host: False)
+    refused = remote_hosts.absent(["localhost"], Ssh())
+    assert len(refused) == (files < 128), refused
+    for why in refused.values():
+        assert why.startswith("host localhost lets a login open 127 files, too few for MPI"), why
 
 
 @pytest.mark.parametrize(
