@@ -559,6 +559,11 @@ TEXTS = [
     ({"t.jsonl": "\n".join(json.dumps({"id": 1, "tale": tale}) for tale in TALES)}, "tale", TALES),
     ({"t.NDJSON": "\n".join(json.dumps({"tale": tale}) for tale in (*TALES, None))}, "tale", TALES),
     ({"t.tsv": 'id\ttale\n1\ta tree\n2\t"the\nriver"\n'}, "tale", TALES),
+    (
+        {"t.tsv": 'id\ttale\n1\t"a tree\n2\ta stone\n3\t"the" river\n'},
+        "tale",
+        ['"a tree', "a stone", '"the" river'],
+    ),
     ({"t.CSV": 'id,tale\n1,a tree\n2,"the\nriver"\n'}, "tale", TALES),
     ({"a.txt": "a tree", "b.TXT": "the\nriver", "._a.txt": "\0", "Thumbs.db": "\0"}, None, TALES),
     (

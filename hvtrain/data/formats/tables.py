@@ -11,11 +11,11 @@ import io
 import lzma
 import re
 import zipfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -77,11 +77,9 @@ class Layout(NamedTuple):
     fit: tuple[bool, bool, float, int]
     """How well the delimiter fits; the largest fits best.
 
-    True if most rows have the same width and several cells, is_header, the share of rows with that width, and the
-    width in cells.
+    True if most rows have the same width and several cells, True if the first line has a name for each column, the
+    share of rows with that width, and the width in cells.
     """
-    is_header: bool
-    """True if the first line has a name for each column."""
     names: list[str]
     num_lines: int
     """The number of lines before the first row."""
@@ -110,6 +108,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         return [(path, {})]
 
     # Only folders below `base` can name columns. Those above it say nothing about the rows.
+    files = []
     base = path
     while {*str(base)} & {*"*?["}:
         base = base.parent
@@ -127,8 +126,6 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
             )
     elif base != path:
         files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
-    else:
-        files = []
     if not files:
         raise DataError(
             f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"
@@ -206,8 +203,7 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     if not begin.startswith(b"PAR1"):
         return _read_csv(data, **text_format)
 
-    # Opened by path, not from the memory map, whose pages would count as
-    # this process's memory once read.
+    # By path: the pages of the memory map would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
     # Spark's timestamps would wrap around in nanoseconds: 9999-12-31 would be in 1816.
     file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES, coerce_int96_timestamp_unit="us")
@@ -256,6 +252,15 @@ def _read_csv(
 
     # Numbers stand in for names, since two columns may share a name, or have none.
     types = {str(number): pa.string() for number in range(len(layout.names))}
+    quote: Any = '"'
+    if layout.delimiter == "\t" and re.search(b'"', data):
+        # Corpora such as GLUE have tabs, and quotes that are part of the text: a cell that begins
+        # with one would hide all rows up to the next quote.
+        lines = io.TextIOWrapper(pa.BufferReader(data), "utf-8", newline="")
+        try:
+            deque(csv.reader(lines, delimiter="\t", strict=True), maxlen=0)
+        except csv.Error:
+            quote = False
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
@@ -263,7 +268,9 @@ def _read_csv(
                 column_names=list(types), skip_rows=layout.num_lines, block_size=BLOCK_BYTES
             ),
             # Quoted texts may span several lines.
-            pa.csv.ParseOptions(delimiter=layout.delimiter, newlines_in_values=True),
+            pa.csv.ParseOptions(
+                delimiter=layout.delimiter, quote_char=quote, newlines_in_values=True
+            ),
             pa.csv.ConvertOptions(column_types=types),
         )
     except pa.ArrowInvalid as error:
@@ -272,8 +279,7 @@ def _read_csv(
         # The file has names, but no rows.
         table = pa.schema(types).empty_table()
     if table.num_rows:
-        # Arrow takes an unclosed quote in the last column for a cell that
-        # holds all rows after it.
+        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
         last = table[-1][-1].as_py()
         if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
             raise ValueError('a cell in its last column begins with a quote (") that is not closed')
@@ -351,7 +357,8 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
         # as in files that NumPy writes.
         if not has_comments or not sample.startswith("#"):
             break
-        if best.is_header and not rest.startswith("#"):
+        _, is_header, *_ = best.fit
+        if is_header and not rest.startswith("#"):
             break
         sample = rest
         num_before += 1
@@ -384,11 +391,10 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     fit = (width > 1 and share >= MOSTLY, is_header, share, width)
 
     if ends_with_delimiter:
-        # Each row ends with a delimiter.
         names = [*names, ""]
     elif width == len(names) + 1:
         # Each row begins with its name, as R writes it.
         names = ["", *names]
     elif width == len(names) - 1 and not names[-1].strip():
         names = names[:-1]
-    return Layout(delimiter, fit, is_header, names, num_lines)
+    return Layout(delimiter, fit, names, num_lines)
