@@ -48,13 +48,11 @@ OTHER_FORMATS = {
     b"<html": "a web page",
 }
 DELIMITERS = ",;\t|"
-# Byte order marks.
-MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 # The names of all columns must fit into the sample; tables of genes have 60,000.
 SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
-# The share of rows that must have the same number of cells. Below 1, since a few
-# rows may be malformed although the delimiter is right.
+# The share of rows that must have the same number of cells; a few may be malformed.
 MOSTLY = 0.9
 # Letters of Western languages that are not ASCII stand mostly alone; in words of other alphabets
 # they follow each other. This is the longest that such runs may be in Windows-1252, on average.
@@ -65,6 +63,9 @@ READ_BYTES = 2**18
 # Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of
 # memory to read all at once, and 3.3 GB in blocks of this size (pyarrow 26).
 COLUMNS_AT_ONCE = 100
+
+# A quote in a cell as Spark writes it. For CSV, the cell ends there, or goes on unquoted.
+ESCAPED_QUOTE = re.compile(r'"[^"\n]*\\"[^",;|\r\n]')
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
@@ -249,6 +250,8 @@ def _read_csv(
     data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
     layout = _find_layout(sample, len(sample.encode()) < len(data), delimiter)
+    if layout.delimiter != "\t" and ESCAPED_QUOTE.search(sample):
+        raise ValueError('a quote in a cell is written as \\", and "" is needed')
 
     # Numbers stand in for names, since two columns may share a name, or have none.
     types = {str(number): pa.string() for number in range(len(layout.names))}
@@ -289,7 +292,7 @@ def _read_csv(
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
     """Returns the text of a file in UTF-8, without a byte order mark."""
     head = data[:4096].to_pybytes()
-    for mark, name in MARKS.items():
+    for mark, name in BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             encoding = name
     if encoding is None and head.count(0) > len(head) // 4:
@@ -334,7 +337,6 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
     """Finds the layout that fits a file's first characters best.
 
     Args:
-        sample: The first characters.
         is_cut: True if the file has more.
         delimiter: The user's choice; None: one of DELIMITERS.
     """
@@ -353,8 +355,7 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
         layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
         best = max(layouts, key=lambda layout: layout.fit)
         rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last one if it names the columns,
-        # as in files that NumPy writes.
+        # Comments are skipped, except for the last if it names the columns, as NumPy writes it.
         if not has_comments or not sample.startswith("#"):
             break
         _, is_header, *_ = best.fit
@@ -383,8 +384,7 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
         rows = rows[:-1]
     # A header without rows fits itself.
     width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # In rows such as 1,5;2,5 under the header a;b, commas are as regular as
-    # semicolons, but the header has none.
+    # In rows such as 1,5;2,5 under a;b, commas are as regular, but the header has none.
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter
