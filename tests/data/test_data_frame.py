@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from hvtrain.core.topology import Topology
-from hvtrain.data import from_frame
+from hvtrain.data import from_arrays, from_frame
 from hvtrain.errors import DataError
 from tiny_data import SHAPE, images_of, random_images, scaled
 
@@ -68,3 +68,13 @@ def test_a_table_that_does_not_fit_is_refused():
     ]:
         with pytest.raises(DataError, match=message):
             from_frame(table, **{"image_shape": SHAPE, **options})
+
+
+@pytest.mark.parametrize("names", [["b", "a"], ["a", "c"]])
+def test_inputs_with_other_columns_than_in_training_are_refused(names):
+    """Arrays have no names: the test part's columns would silently be taken for others."""
+    train = pa.table({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    labels = np.arange(2)
+    assert from_arrays(train, labels, train[:1], labels[:1]).num_examples("test") == 1
+    with pytest.raises(DataError, match=r"x_test has the columns \w, \w, and x_train a, b; give"):
+        from_arrays(train, labels, train.rename_columns(names), labels)

@@ -146,6 +146,13 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
             continue
         if (w is not None) != has_weights:
             raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
+        # Arrays have no names, and pandas.get_dummies may give each split other columns.
+        needed, columns = (list(_columns(frame)) for frame in (splits["train"][0], x))
+        if needed and columns and needed != columns:
+            raise DataError(
+                f"{name}: x_{split} has the columns {listed(columns)}, and x_train {listed(needed)}; give both the "
+                "same columns in the same order"
+            )
 
         # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
@@ -378,8 +385,13 @@ def _frame_cells(
 
 def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:
     """Returns a column as an array. Raises DataError if it is missing."""
-    # pandas allows names that are not strings.
-    names = {str(name): name for name in getattr(frame, "column_names", None) or frame.columns}
+    names = _columns(frame)
     if column not in names:
         raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")
     return frame[names[column]].to_numpy()
+
+
+def _columns(frame: Any) -> dict[str, Any]:
+    """Returns the names of a table's columns, which in pandas need not be text, by text; empty for other objects."""
+    names = getattr(frame, "column_names", getattr(frame, "columns", ()))
+    return {str(name): name for name in names}
