@@ -663,6 +663,7 @@ ARRAYS = [
     (X.astype(object), Y, {}, X, Y),
     (X == 3, Y, {}, X == 3, Y),
     (X.tolist(), Y.tolist(), {}, X, Y),
+    (list(X), list(np.eye(3)[Y]), THREE, X, Y),
     (X.astype(np.longdouble), Y, {}, X, Y),
     (np.ma.masked_array(X), Y, {}, X, Y),
 ]

@@ -13,6 +13,7 @@ from tensorflow import nest
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
 from hvtrain.data.kinds import inputs_of
 from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource, Read
@@ -194,7 +195,7 @@ class MemorySource(IndexedSource):
         # Arrays by the part and the path within it, such as "inputs.age".
         arrays = inputs_of(dict(zip(("inputs", "targets", "weights"), elements)))
         if len({len(array) for array in arrays.values()}) > 1:
-            lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
+            lengths = listed([f"{len(array)} {name}" for name, array in arrays.items()])
             raise DataError(f"{where}: {lengths}; each example needs one of each")
 
         for name, array in arrays.items():

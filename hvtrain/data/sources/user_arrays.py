@@ -172,13 +172,12 @@ def _whole_list(part: Any) -> Any:
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
-    # A list of arrays is a structure. It becomes a tuple, since tf.data
-    # would stack the arrays of a list.
-    if any(len(getattr(item, "shape", ())) for item in part):
+    # A list of arrays that are longer than the list is a structure. It becomes a tuple, since
+    # tf.data would stack the arrays of a list.
+    lengths = [len(item) for item in part if len(getattr(item, "shape", ()))]
+    if len(part) <= max(lengths, default=0):
         return tuple(part)
-    rows = np.empty(len(part), object)
-    rows[:] = part
-    return rows
+    return np.fromiter(part, object)
 
 
 def _plain_array(values: Any, where: str) -> np.ndarray:
