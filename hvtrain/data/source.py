@@ -193,10 +193,14 @@ class Source(ABC):
         return {**known, **self.more_facts}
 
     def take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Stores the facts that are not None; num_classes and class_names also become attributes."""
-        self.more_facts = {name: value for name, value in facts.items() if value is not None}
-        for name in {"num_classes", "class_names"} & self.more_facts.keys():
-            setattr(self, name, self.more_facts[name])
+        """Stores facts that are not None; class_names and num_classes, by default their number, become attributes."""
+        known = {name: value for name, value in facts.items() if value is not None}
+        names = known.get("class_names")
+        if names is not None:
+            self.class_names = check_class_names(names, known.setdefault("num_classes", len(names)))
+        if "num_classes" in known:
+            self.num_classes = known["num_classes"]
+        self.more_facts = known
 
     def fact(self, name: str, needed_by: str) -> Any:
         """Returns a fact by name.
@@ -297,7 +301,6 @@ class Source(ABC):
         declared_range = self.preprocessing().range
         if declared_range:
             return declared_range
-        # The range of bytes needs no declaration.
         inputs = self.element_spec[0]
         is_bytes = isinstance(inputs, TensorSpec) and inputs.dtype == tf.uint8
         return (0.0, 255.0) if is_bytes else None

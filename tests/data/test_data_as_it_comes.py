@@ -654,6 +654,7 @@ ARRAYS = [
     (X, NAMES, {"class_names": ["cow", "bee", "ant"]}, X, 2 - Y),
     (X, NAMES, {"class_names": np.array(["cow", "bee", "ant"])}, X, 2 - Y),
     (X, np.eye(3)[Y], THREE, X, Y),
+    (X, np.eye(3)[Y], {"class_names": ["cow", "bee", "ant"]}, X, Y),
     (X, np.eye(3, dtype=int)[Y], THREE, X, Y),
     (X, Y.astype(np.float64), THREE, X, Y),
     (X, Y[:, None].astype(np.float32), THREE, X, Y),
@@ -712,6 +713,7 @@ REFUSED_ARRAYS = [
     (X[:0], Y[:0], {}, r"x_train \(ndarray\) has no rows"),
     (X * 1j, Y, {}, "x_train holds complex128; numbers or text are needed"),
     (PICTURES_FIRST, Y, {}, r"images of shape \(3, 8, 8\) have their channels first"),
+    (X, Y, {**THREE, "class_names": ["ant", "bee"]}, "class_names has 2 names for 3 classes; give"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
     (
         X,

@@ -51,8 +51,8 @@ def from_arrays(
         images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The
             default is True if x is an array of such a shape, and either x holds bytes or y holds class
             indices or masks.
-        num_classes: number of classes, if each target is one whole number; by default, the largest
-            number in y_train plus 1. If it is given, one-hot rows, whole floats and booleans are
+        num_classes: number of classes, if each target is one whole number; by default, that of class_names or the
+            largest number in y_train plus 1. If it is given, one-hot rows, whole floats and booleans are
             classes too, and whole numbers [n, h, w] are masks of classes (255: ignored), which
             augmentation moves with their images.
         class_names: the name of each class. Text targets become indices into these names, which by
@@ -83,9 +83,10 @@ def from_arrays(
     if isinstance(y, np.ndarray) and _is_column(y):
         if y.dtype.kind in "US":
             class_names = class_names or [_text(label) for label in np.unique(y)]
-            num_classes = num_classes or len(class_names)
         elif y.dtype == bool:
             num_classes = num_classes or 2
+    if class_names:
+        num_classes = num_classes or len(class_names)
     if num_classes is not None:
         for split, (inputs, targets, *weights) in arrays.items():
             numbers = _class_targets(targets, num_classes, class_names, f"{name}, y_{split}")
