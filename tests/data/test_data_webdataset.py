@@ -326,6 +326,16 @@ def test_a_damaged_header_is_not_the_end(tmp_path):
         opened(tmp_path).num_examples("train")
 
 
+def test_shards_that_were_joined_by_cat_are_refused(tmp_path):
+    """For tar the archive ends with the first of them."""
+    path = write_shard(tmp_path / "train.tar", members_of(*random_images(4), range(4)))
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(
+        DataError, match=r"goes on after its end at byte 8,192: `cat` does not join tar files; wr"
+    ):
+        opened(tmp_path).num_examples("train")
+
+
 def test_a_compressed_shard_is_refused(tmp_path):
     path = write_shard(tmp_path / "train.tar", members_of(*random_images(4), range(4)))
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(path.read_bytes()))

@@ -31,6 +31,8 @@ MAX_TEXT_BYTES = 4096
 # of their bytes lie in blocks that are read anyway, and then need not be requested again.
 MAX_KEPT_BYTES = READ_AHEAD_BYTES
 BLOCK_BYTES = 512
+# An archive is padded with zeros to a multiple of 10 KiB, or of what tar's --blocking-factor says.
+PADDING_BYTES = 2**16
 
 _NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
@@ -180,10 +182,13 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
         return members, f"is not a whole tar file ({error}): it is truncated or damaged"
 
     # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A
-    # whole archive ends with a block of zeros.
-    if _read_at(file, BLOCK_BYTES, end) == bytes(BLOCK_BYTES):
-        return members, None
-    return members, f"has no header at byte {end:,}: it is truncated or damaged"
+    # whole archive ends with blocks of zeros.
+    rest = _read_at(file, PADDING_BYTES, end)
+    if rest[:BLOCK_BYTES] != bytes(BLOCK_BYTES):
+        return members, f"has no header at byte {end:,}: it is truncated or damaged"
+    if any(rest):
+        return members, f"goes on after its end at byte {end:,}: `cat` does not join tar files"
+    return members, None
 
 
 def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:
