@@ -239,6 +239,27 @@ def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
         HuggingFace(str(saved), "image", "label")
 
 
+def test_splits_and_columns_that_would_be_misread_are_refused(tmp_path):
+    import datasets
+
+    def split(names):
+        features = datasets.Features({"label": datasets.ClassLabel(names=names)})
+        return datasets.Dataset.from_dict({"label": [0, 1]}, features=features).add_column(
+            "x", [{"en": "a"}, {"en": "b"}]
+        )
+
+    datasets.DatasetDict(train=split(["ash", "elm"]), test=split(["elm", "ash"])).save_to_disk(
+        str(tmp_path / "splits")
+    )
+    with pytest.raises(
+        DataError, match=r"label has other classes in test than in train; give both train's"
+    ):
+        HuggingFace(str(tmp_path / "splits"), "x", "label")
+    split(["ash", "elm"]).save_to_disk(str(tmp_path / "dicts"))
+    with pytest.raises(DataError, match=r"x holds struct<en: .*>; numbers, strings or images are"):
+        HuggingFace(str(tmp_path / "dicts"), "x", "label")
+
+
 def test_splits_of_tfds_can_be_cut(prepared):
     splits = {"train": "train[:80%]", "validation": "train[80%:]"}
     source = PreparedDataset("leaves", str(prepared), splits=splits, image_shape=SHAPE)

@@ -98,6 +98,13 @@ class HuggingFace(NotesFailure, IndexedSource):
         if types.get(str(target)) == "ClassLabel":
             self.class_names = train.features[target].names
             self.num_classes = len(self.class_names)
+            # DatasetDict.class_encode_column() numbers the classes of each split on its own.
+            for split, rows in self._splits.items():
+                if getattr(rows.features.get(target), "names", None) != self.class_names:
+                    raise DataError(
+                        f"{self.folder}: {target} has other classes in {split} than in train; give both train's "
+                        "features (Dataset.cast)"
+                    )
 
         # The first row determines types and lengths; _array() checks those of all other rows.
         first = train[:1]
@@ -233,7 +240,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             values = values.flatten()
 
         array = as_models_take(np.asarray(values))
-        if array.dtype.kind not in "iufbO":
+        if pa.types.is_nested(values.type) or array.dtype.kind not in "iufbO":
             raise DataError(
                 f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
             )
