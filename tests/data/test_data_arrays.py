@@ -130,10 +130,11 @@ def test_damaged_arrays_are_refused(change, message):
         from_arrays(*change(*random_images(9)), num_classes=3).num_examples("train")
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**40)])
+@pytest.mark.parametrize("value", [2**31, -(2**40), 2**63 + 3])
 def test_integers_beyond_32_bits_are_refused(value):
     """They would become others: ids of users are often hashes."""
-    ids, labels = np.array([[1], [value]]), np.array([0, 1])
+    ids = np.array([[1], [value]], np.int64 if value < 2**62 else np.uint64)
+    labels = np.array([0, 1])
     with pytest.raises(
         DataError, match=f"the integer {value} does not fit in the 32 bits that models take; number"
     ):

@@ -45,7 +45,7 @@ class MemorySource(IndexedSource):
 
     The function is called when counts, types or a stream are first needed. Opening the first stream
     cuts this rank's shards and drops the whole arrays. In the shards, float64 becomes float32, and
-    int64 becomes int32.
+    64-bit integers become int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -224,7 +224,7 @@ class MemorySource(IndexedSource):
 
 
 def as_models_take(array: np.ndarray) -> np.ndarray:
-    """Converts float64 to float32 and int64 to int32; returns arrays of other types unchanged.
+    """Converts float64 to float32, and int64 and uint64 to int32; returns arrays of other types unchanged.
 
     Raises:
         DataError: an integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
@@ -233,7 +233,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
     # Types are compared by name, which is the same for both byte orders.
     if array.dtype.name == "float64":
         return array.astype(np.float32)
-    if array.dtype.name != "int64":
+    if array.dtype.name not in ("int64", "uint64"):
         return array
 
     narrow = array.astype(np.int32)

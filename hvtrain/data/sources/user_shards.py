@@ -30,7 +30,7 @@ REQUIRED = ("shard", "num_shards")
 # Arguments that a function may declare, and their values while its examples are counted.
 DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
 # The same conversions as in as_models_take().
-NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
+NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32, tf.uint64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
 
 
@@ -323,10 +323,10 @@ def kinds_in_words(spec: Any) -> str:
 def _narrowed(tensor: Any) -> tf.Tensor:
     """Converts a tensor to the type that models take; an integer beyond 32 bits ends the stream."""
     narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
-    if tensor.dtype != tf.int64:
+    if narrow.dtype != tf.int32:
         return narrow
 
     message = f"models take integers of 32 bits; {RENUMBER}"
-    fits = tf.debugging.assert_equal(tf.cast(narrow, tf.int64), tensor, message)
+    fits = tf.debugging.assert_equal(tf.cast(narrow, tensor.dtype), tensor, message)
     with tf.control_dependencies([fits]):
         return tf.identity(narrow)
