@@ -165,6 +165,16 @@ def test_filled_up_positions_are_never_hidden(file):
         assert 0.2 < weights[tokens != 0].mean() < 0.8
 
 
+def test_how_many_texts_are_cut_is_said(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    texts = ["a b c d e f g h", *["a b"] * 9]
+    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    options = {"vocabulary_size": 270, "length": 8, "examples": "documents"}
+    source = Text(str(path), "text", **options)
+    assert source.num_examples("train") == 8
+    assert source.description()["text"][-1] == "1 cut at dataset.length=8 tokens"
+
+
 def test_paragraphs_are_examples(tmp_path):
     # Empty lines as programs of Windows write them, and others.
     text = "\n\n".join(TEXTS[:9]) + "\n \n" + "\r\n\r\n".join(TEXTS[9:])

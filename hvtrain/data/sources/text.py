@@ -134,6 +134,7 @@ class Text(MemorySource):
         self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
         self._lengths: dict[str, np.ndarray] = {}
+        self._num_cut: dict[str, int] = {}  # Texts longer than `length`, by split.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -202,6 +203,9 @@ class Text(MemorySource):
     def description(self) -> Phrases:
         description = super().description()
         description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
+        num_cut = sum(self._num_cut.values())
+        if num_cut:
+            description["text"].append(f"{num_cut:,} cut at dataset.length={self._length} tokens")
         others = text_files(user_path(self._file))[1] if self._file else None
         if others:
             warning = f"{self._file}: left out files that are not .txt: {counted(others)}"
@@ -300,6 +304,7 @@ class Text(MemorySource):
         """Returns the inputs, targets and weights of a split, a document per row; stores the rows' lengths."""
         size = self._length + 1
         rows = [[*self._tokenizer.encode(text), self._tokenizer.end][:size] for text in documents]
+        self._num_cut[split] = sum(row[-1] != self._tokenizer.end for row in rows)
         ends = np.array(list(map(len, rows)))
         is_text = np.arange(size) < ends[:, None]
         tokens = np.zeros(is_text.shape, np.int32)
