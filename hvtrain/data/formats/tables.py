@@ -136,9 +136,9 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
 
 def _partitions(file: Path) -> Iterator[tuple[str, str]]:
     for part in file.parts[:-1]:
-        name, equals, value = part.partition("=")
-        if equals:
-            yield unquote(name), unquote(value).replace("__HIVE_DEFAULT_PARTITION__", "")
+        if "=" in part:
+            name, value = map(unquote, part.split("=", 1))
+            yield name, value.replace("__HIVE_DEFAULT_PARTITION__", "")
 
 
 def read_table(

@@ -87,10 +87,13 @@ def from_arrays(
             num_classes = num_classes or 2
     if class_names:
         num_classes = num_classes or len(class_names)
-    if num_classes is not None:
+    def convert_targets(convert, *settings):
         for split, (inputs, targets, *weights) in arrays.items():
-            numbers = _class_targets(targets, num_classes, class_names, f"{name}, y_{split}")
-            arrays[split] = inputs, numbers, *weights
+            converted = convert(targets, *settings, where=f"{name}, y_{split}")
+            arrays[split] = inputs, converted, *weights
+
+    if num_classes is not None:
+        convert_targets(_class_targets, num_classes, class_names)
 
     x, y = arrays["train"][:2]
     has_integers = isinstance(y, np.ndarray) and y.dtype.kind in "iu"
@@ -101,8 +104,7 @@ def from_arrays(
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
 
     if has_labels:
-        for split, (inputs, targets, *weights) in arrays.items():
-            arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
+        convert_targets(class_indices)
         # Counted in the training part only: the model cannot predict
         # classes that it has never seen.
         num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
