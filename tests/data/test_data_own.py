@@ -151,6 +151,10 @@ def first(source, size=2, rank=0, steps=5):
             r"numbers\(shard=0, num_shards=1\) gives TensorSpec\(shape=\(None,\), .*; single examples",
         ),
         (
+            lambda d: d.batch(4, drop_remainder=True).prefetch(1),
+            r"numbers\(shard=0, num_shards=1\) ends with .batch\(\), and the run makes batches; remove",
+        ),
+        (
             lambda d: d.map(lambda x, y: {"x": x}),
             r"gives elements of a dict; \(inputs, targets\) or",
         ),
@@ -255,7 +259,7 @@ def test_only_splits_without_a_given_number_are_counted():
     def data(shard, num_shards, split):
         return numbers(shard, num_shards) if split != "test" else None
 
-    source = from_dataset(data, num_examples={"train": 10})
+    source = from_dataset(data, num_examples=np.int64(10))
     assert [source.num_examples(split) for split in source.SPLITS] == [10, 20, 0]
     assert {split for *_, split in source.own_counts(Topology())} == {"validation", "test"}
 

@@ -350,7 +350,7 @@ def from_dataset(
     Raises:
         ConfigError: if the function does not take shard and num_shards, or needs other arguments.
     """
-    if isinstance(num_examples, int):
+    if not isinstance(num_examples, Mapping | None):
         num_examples = {"train": num_examples}
     more_facts = {"num_classes": num_classes, "class_names": class_names, **(facts or {})}
     return FunctionSource(UserFunction(function, name), num_examples, more_facts)

@@ -64,6 +64,15 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
                 f"{name} gives {part}; single examples of dense tensors of a known shape are needed: remove .batch(), "
                 "since the run makes batches, make tensors dense (to_tensor), or set the shape with tf.ensure_shape"
             )
+    # With drop_remainder, batches have a known shape, like examples.
+    last = dataset
+    while type(last).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
+        (last,) = last._inputs()
+    if "BatchDataset" in type(last).__name__:
+        raise DataError(
+            f"{name} ends with .batch(), and the run makes batches; remove it or, if each is one example, add "
+            ".map(lambda *parts: parts)"
+        )
     if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
         dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
     return dataset
