@@ -87,6 +87,7 @@ def from_arrays(
             num_classes = num_classes or 2
     if class_names:
         num_classes = num_classes or len(class_names)
+
     def convert_targets(convert, *settings):
         for split, (inputs, targets, *weights) in arrays.items():
             converted = convert(targets, *settings, where=f"{name}, y_{split}")
@@ -235,7 +236,7 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
         return np.array(array.tolist())
 
     for row, value in enumerate(array):
-        if any(item is None for item in np.ravel(np.asarray(value, object))):
+        if {*map(str, np.ravel(np.asarray(value, object)))} & {"None", "nan", "<NA>", "NaT"}:
             raise DataError(f"{where} has no value in row {row}; fill the gap or drop the row")
     types = sorted({type(value).__name__ for value in values})
     raise DataError(
