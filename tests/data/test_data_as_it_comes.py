@@ -572,6 +572,11 @@ TEXTS = [
         "dataset.column=null is not a column of t.jsonl; choose one of tale",
     ),
     (
+        {"t.jsonl": b'{"tale": "a b\xfcrch"}'},
+        "tale",
+        "t.jsonl cannot be read: .*Invalid UTF8 sequence.*; each line must be a JSON object",
+    ),
+    (
         {"t.json": '[{"tale": "a tree"}]'},
         "tale",
         "t.json cannot be read: .*; each line must be a JSON object",
@@ -704,6 +709,7 @@ REFUSED_ARRAYS = [
         {},
         "x_train has no value in row 1; fill the gap",
     ),
+    (X[:2], np.array(["ant", np.nan], object), {}, "y_train has no value in row 1; fill the gap"),
     (np.array([{}, {}]), Y[:2], {}, r"x_train holds values of several types \(dict\)"),
     (np.ma.masked_array(X, X > 20), Y, {}, "x_train has 3 masked values; fill them"),
     ([[1, 2], [3]], Y[:2], {}, "x_train has rows of different lengths; pad them"),

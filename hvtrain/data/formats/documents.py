@@ -173,6 +173,7 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
             block_bytes = min(max(path.stat().st_size, 1), 2**31 - 1)
             options = pa.json.ReadOptions(block_size=block_bytes, use_threads=False)
             table = pa.json.read_json(path, read_options=options)
+            table.validate(full=True)  # Arrow does not check the UTF-8 of what it reads.
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}; each line must be a JSON object"
