@@ -87,10 +87,7 @@ class PreparedDataset(FunctionSource):
         self._shuffle_buffer = shuffle_buffer
 
         # A ClassLabel feature knows its classes.
-        label = features[self._keys[1]]
-        facts = {}
-        if hasattr(label, "num_classes"):
-            facts = {"num_classes": label.num_classes, "class_names": label.names}
+        facts = {"class_names": getattr(features[self._keys[1]], "names", None)}
 
         super().__init__(UserFunction(self._read, dataset), None, facts)
         self.origin = str(builder.data_path)
