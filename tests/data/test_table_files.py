@@ -30,6 +30,8 @@ import tensorflow as tf
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.formats.cell_texts import number_formats
+from hvtrain.data.formats.columns import Column, infer, read
 from hvtrain.data.formats.tables import read_table
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError, DataError
@@ -320,6 +322,32 @@ def test_a_later_file_is_read_as_the_training_table_was(
     else:
         assert becomes(source.new_rows(tmp_path / "new.csv"))
         assert ("holds 'odd'" in caplog.text) == ("odd" in new)
+
+
+def cells_of(texts: list[str]) -> list[float]:
+    """The numbers of a column, as they are read if a table has no other."""
+    column = infer("x", pa.array(texts), number_formats([pa.array(texts)], None, None), False)
+    assert isinstance(column, Column) and column.kind in ("number", "date"), column
+    return read(column, pa.array(texts), "t.csv").values[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "hours"),
+    [
+        ("%Y-%m-%d %H:%M:%S+00", 9.5),  # PostgreSQL
+        ("%Y-%m-%d %H:%M:%S UTC", 9.5),  # BigQuery
+        ("%Y-%m-%dT%H:%M:%S.000000000", 9.5),  # Arrow and Polars, in nanoseconds
+        ("%m/%d/%Y %I:%M %p", 9.5),  # Excel in America
+        ("%-m/%-d/%Y %-I:%M:%S %p", 9.5),
+        ("%d-%b-%y", 0),  # Oracle
+        ("%d-%b-%Y", 0),
+        ("%Y-%-m-%-d", 0),
+    ],
+)
+def test_dates_are_read_as_databases_and_spreadsheets_write_them(form: str, hours: float) -> None:
+    nine = datetime.time(9, 30)
+    texts = [datetime.datetime.combine(day, nine).strftime(form) for day in DAYS]
+    assert cells_of(texts) == pytest.approx([day + hours / 24 for day in DAY_NUMBERS], abs=1e-9)
 
 
 def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:

@@ -35,20 +35,26 @@ DAY_FORMATS = (
     "%m/%d/%Y",
     "%d/%m/%Y",
     "%Y/%m/%d",
+    "%Y-%m-%d",
     "%d-%m-%Y",
     "%d %b %Y",
+    "%d-%b-%Y",
     "%b %d, %Y",
     "%d.%m.%y",
     "%m/%d/%y",
     "%d/%m/%y",
+    "%d-%b-%y",
 )
-TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
+TIME_FORMATS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 # Not a strptime format: times_in() parses ISO 8601 itself, since its time and zone are optional.
 ISO_8601 = ""
 DATE_FORMATS = (ISO_8601, *(day + time for day in DAY_FORMATS for time in TIME_FORMATS))
 
 ISO_TIME = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
-ISO_ZONE = r"(Z|[+-]\d\d:?\d\d)"
+# PostgreSQL writes whole hours as +00.
+ISO_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)"
+# A day, then a month or a year: a column without these holds no dates, and few formats need trying.
+DATE_LIKE = r"\d[-/. ,]+\w"
 # Matches 3,14 and 1.234,50, but not 1,234, whose comma may separate thousands.
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
 
@@ -184,6 +190,9 @@ def times_in(text: pa.Array, date_format: str) -> pa.Array:
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
         return only(parsed, is_real)
 
+    # BigQuery names the zone, and Arrow's own CSV files have nanoseconds.
+    text = pc.replace_substring_regex(text, r" ?UTC$", "Z")
+    text = pc.replace_substring_regex(text, r"(:\d\d\.\d{6})\d{1,3}", r"\1")
     # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
     day = pc.utf8_slice_codeunits(text, 0, 10)

@@ -19,6 +19,7 @@ from pyarrow import types
 
 from hvtrain.data.formats.cell_texts import (
     DATE_FORMATS,
+    DATE_LIKE,
     MOSTLY,
     SAMPLE_ROWS,
     numbers_in,
@@ -214,7 +215,8 @@ def _infer_text(
         replace(column, kind="number", unit=unit, decimal=decimal, thousands=thousands)
         for decimal, thousands in number_formats
     ]
-    dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
+    formats = DATE_FORMATS if share(pc.match_substring_regex(sample, DATE_LIKE)) >= 0.5 else ()
+    dates = [replace(column, kind="date", date_format=date_format) for date_format in formats]
     return _best_format(numbers, sample, text) or _best_format(dates, sample, text) or column
 
 
