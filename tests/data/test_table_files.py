@@ -350,6 +350,21 @@ def test_dates_are_read_as_databases_and_spreadsheets_write_them(form: str, hour
     assert cells_of(texts) == pytest.approx([day + hours / 24 for day in DAY_NUMBERS], abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    "form",
+    ["₹{:,}", "US${:,}", "R$ {}", "{} ₽", "{}°C", "{} km/h", "{} kg/m²"],
+)
+def test_units_of_other_countries_and_of_physics_are_units(form: str) -> None:
+    assert cells_of([form.format(number) for number in NUMBERS]) == NUMBERS
+
+
+def test_indian_groups_of_digits_are_numbers_but_addresses_are_none() -> None:
+    assert cells_of(["12,34,567", "1,00,000", "99"] * 9) == [1234567, 100000, 99] * 9
+    addresses = pa.array([f"192.168.10.{number}" for number in range(100, 200)])
+    column = infer("x", addresses, number_formats([addresses], None, None), False)
+    assert isinstance(column, Column) and column.kind == "name"
+
+
 def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:
     # The table lies in a folder whose name is no part of it.
     folder = tmp_path / "trial=3/all"
