@@ -405,6 +405,28 @@ def test_rows_with_gaps_are_dropped_and_counted(tmp_path: Path) -> None:
     assert source.description()["warnings"] == ["rows left out because of gaps: 1"]
 
 
+def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> None:
+    rows = [f"{number},{name},{number}" for number, name in zip(NUMBERS, NAMES)]
+    test = [f"{number},{name.upper()},{number}" for number, name in zip(NUMBERS, NAMES)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,c,y", "1.5,Ulm,?", *rows]))
+    (tmp_path / "test.csv").write_text("\n".join(["x,c,y", "odd,Ulm,1.5", "1,Ulm,", *test]))
+    source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"), **MEDIAN)
+    assert source.num_examples("test") == ROWS + 1
+    assert source.description()["warnings"] == [
+        "y holds '?', which is not a number and counts as a gap",
+        "rows left out because of gaps: 1",
+        "test: x holds 'odd', which is not a number and counts as a gap",
+        "test: 97% of the rows have a c that training did not have; the model knows nothing of them",
+        "test: rows left out because of gaps: 1",
+    ]
+
+    (tmp_path / "test.csv").write_text(PLAIN.replace("yes", "perhaps"))
+    (tmp_path / "t.csv").write_text(PLAIN)
+    source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"))
+    with pytest.raises(DataError, match=r"test.csv: the column y holds perhaps, which is none"):
+        source.num_examples("test")
+
+
 def test_parts_of_dates_are_columns(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(text(f"{day} 06:30:00" for day in DAYS))
     source = Table(str(tmp_path / "t.csv"), "y", num_test=0, dates="parts")
