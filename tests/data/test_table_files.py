@@ -496,14 +496,18 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_splits_is_not_trained_on_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
     (tmp_path / "train.csv").write_text(PLAIN)
     (tmp_path / "test.md").write_text("no table")
     assert Table(str(tmp_path), "y", num_test=0).num_examples("train") == ROWS
-    (tmp_path / "test.csv").write_text(PLAIN)
-    with pytest.raises(
-        DataError, match=r"several splits \(train.csv, test.csv\).*dataset.test_file"
-    ):
-        Table(str(tmp_path), "y").num_examples("train")
+    path = (tmp_path / "train.csv").rename(tmp_path / "v1/test.csv")
+    for name in ("train.csv", "houses.csv", "v1/train.csv"):
+        path = path.rename(tmp_path / name)
+        (tmp_path / "v1/test.csv").write_text(PLAIN)
+        with pytest.raises(
+            DataError, match=rf"several splits \({name}, v1/test.csv|v1/test.csv, {name}\).*_file"
+        ):
+            Table(str(tmp_path), "y").num_examples("train")
 
 
 def test_the_last_cell_may_have_lines(tmp_path: Path) -> None:

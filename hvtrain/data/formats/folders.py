@@ -94,6 +94,19 @@ def split_folders(folder: Path) -> dict[str, Path]:
     return {split: folder / name for split, name in entries.items()}
 
 
+def split_of(path: PurePath) -> str:
+    """Returns the beginning of a path's name, or of one of its folders, that names a split; empty for none.
+
+    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("value.csv"))
+    ('test', '')
+    """
+    for part in path.parts:
+        match = _BEGIN.match(part.lower())
+        if match:
+            return match[0]
+    return ""
+
+
 def find_split_files(
     folder: Path, files_of: Callable[[Path], list[Path]]
 ) -> tuple[dict[str, list[Path]], list[str]]:
@@ -109,9 +122,7 @@ def find_split_files(
     entries = [path for path in files if files[path]]
     by_name = defaultdict(list)
     for path in entries:
-        match = _BEGIN.match(path.name.lower())
-        if match:
-            by_name[match[0]].append(path)
+        by_name[split_of(PurePath(path.name))].append(path)
 
     splits = {}
     used: list[Path] = []

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from hvtrain.data.formats.folders import files_below, find_split_files
+from hvtrain.data.formats.folders import files_below, split_of
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
@@ -116,11 +116,10 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
-        splits, _ = find_split_files(
-            path, lambda entry: [entry] if entry.is_dir() or is_table(entry) else []
-        )
-        names = [entries[0].name for entries in splits.values() if entries]
-        if setting == "dataset.file" and len(names) > 1:
+        # A file for each split.
+        examples = {split_of(file.relative_to(path)): file for file in reversed(files)}
+        if setting == "dataset.file" and len(examples) > 1 and examples.keys() - {"", "train"}:
+            names = sorted(str(file.relative_to(path)) for file in examples.values())
             raise DataError(
                 f"{setting}={location} holds tables of several splits ({', '.join(names)}), which would all be trained "
                 "on; give dataset.file, dataset.validation_file and dataset.test_file one each"
