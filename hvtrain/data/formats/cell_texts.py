@@ -199,15 +199,9 @@ def times_in(text: pa.Array, date_format: str) -> pa.Array:
     text = pc.replace_substring_regex(text, r"(:\d\d\.\d{6})\d{1,3}", r"\1")
     # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
-    day = pc.utf8_slice_codeunits(text, 0, 10)
-    parsed = pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True)
-    # Arrow reads February 30 as March 1 or 2. Such a date differs from the
-    # text when it is formatted again.
-    is_real = pc.equal(day, pc.strftime(parsed, format="%Y-%m-%d"))
+    is_real = times_in(pc.utf8_slice_codeunits(text, 0, 10), "%Y-%m-%d").is_valid()
     text = only(text, pc.and_(is_date, is_real))
 
-    # Times with and without a zone have different types.
-    has_zone = pc.match_substring_regex(text, rf":.*{ISO_ZONE}$")
-    zoned = only(text, has_zone).cast(pa.timestamp("us", "UTC"))
-    local = only(text, pc.invert(has_zone)).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned.cast(pa.timestamp("us")), local)
+    text = pc.replace_substring_regex(text, "^.{10}$", r"\0T00:00")
+    text = pc.replace_substring_regex(text, r"[T ][\d:.]+$", r"\0Z")
+    return text.cast(pa.timestamp("us", "UTC")).cast(pa.timestamp("us"))
