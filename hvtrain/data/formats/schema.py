@@ -384,8 +384,6 @@ def unknown_shares(columns: Sequence[Column], values: Mapping[str, Any]) -> dict
     for column in columns:
         if column.is_category and column.feature != "string_hashed":
             cells = values[column.name]
-            is_new = pc.invert(
-                pc.or_(pc.is_in(cells, pa.array(column.names, cells.type)), cells.is_null())
-            )
-            shares[column.name] = share(is_new)
-    return {name: new for name, new in shares.items() if new}
+            is_known = pc.is_in(cells, pa.array([*column.names, None], cells.type))
+            shares[column.name] = share(pc.invert(is_known))
+    return {name: unknown for name, unknown in shares.items() if unknown}

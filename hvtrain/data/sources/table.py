@@ -14,7 +14,7 @@ from tensorflow import TensorSpec, nest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.formats.columns import Cells, with_progress
+from hvtrain.data.formats.columns import Cells, Column, with_progress
 from hvtrain.data.formats.schema import (
     Schema,
     Settings,
@@ -159,7 +159,8 @@ class Table(MemorySource):
                 raise DataError(
                     f"{where} lacks the column {self._settings.id} (dataset.id); add it"
                 )
-            cells = read_cells([*schema.columns, schema.target], arrays, where)
+            columns = [*schema.columns, schema.target]
+            cells = read_cells(columns, arrays, where)
             targets, is_used = self._targets(schema, cells[schema.target.name], where)
             for column in schema.columns:
                 if column.missing == "drop":
@@ -170,19 +171,19 @@ class Table(MemorySource):
             if split == "train":
                 parts = self._split(rows)
                 if is_new:
-                    columns = [
+                    fitted = [
                         fit(column, cells[column.name], parts["train"])
                         for column in with_progress(
                             schema.columns, f"{where}: statistics of columns"
                         )
                     ]
-                    schema = replace(schema, columns=columns)
+                    schema = replace(schema, columns=fitted)
                     self._take_schema(schema)
             values = {
                 column.name: filled(column, cells[column.name], where, rows)
                 for column in schema.columns
             }
-            warnings = _odd_columns(schema, cells, unknown_shares(schema.columns, values))
+            warnings = _odd_columns(columns, cells, unknown_shares(schema.columns, values))
             num_dropped = table.num_rows - len(rows)
             if num_dropped:
                 warnings.append(f"rows left out because of gaps: {num_dropped:,}")
@@ -345,7 +346,7 @@ class Table(MemorySource):
             column.name: filled(column, cells[column.name], where) for column in schema.columns
         }
         unknown = unknown_shares(schema.columns, values)
-        for text in _odd_columns(schema, cells, unknown):
+        for text in _odd_columns(schema.columns, cells, unknown):
             log.warning("%s: %s", where, text)
         return NewRows(
             table.num_rows,
@@ -356,26 +357,27 @@ class Table(MemorySource):
 
 
 def _odd_columns(
-    schema: Schema, cells: Mapping[str, Cells], unknown: Mapping[str, float]
+    columns: Sequence[Column], cells: Mapping[str, Cells], unknown: Mapping[str, float]
 ) -> list[str]:
-    """Names the columns with cells that are not of their kind or mostly new; returns a phrase for each.
+    """Names the columns with cells that are not of their kind, or often new; returns a phrase for each.
 
     Args:
-        schema: the fitted schema.
-        cells: cells of the columns, by name; those of the target are optional.
-        unknown: shares of unknown categories, from unknown_shares().
+        columns: columns of the schema.
+        cells: their cells, by name.
+        unknown: shares of new categories, from unknown_shares().
     """
-    phrases = [
+    odd = [
         f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "
         "counts as a gap"
-        for column in [*schema.columns, schema.target]
-        if column.name in cells and cells[column.name].odd
+        for column in columns
+        if cells[column.name].odd
     ]
-    return phrases + [
+    new = [
         f"{share:.0%} of the rows have a {name} that training did not have; the model knows nothing of them"
         for name, share in unknown.items()
         if share >= MANY_UNKNOWN
     ]
+    return odd + new
 
 
 def _embedded_table(name: str) -> pa.Table:
