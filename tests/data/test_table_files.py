@@ -244,6 +244,8 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns named x; rename them"),
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
     ("a quote that is not closed", PLAIN.replace("yes", '"yes', 1), {}, r"t.csv cannot be read: a cell in its last column begins with a quote \(\"\) that is not closed"),
+    ("files that were joined as text", 2 * PLAIN, {}, r"t.csv cannot be read: row 60 repeats the names of the columns; fix the file"),
+    ("joined files with an index", 2 * text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name=",x"), {}, r"row 60 repeats the names of the columns"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
     ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
     ("Windows-1251", text(["Москва 12345678", "Казань 87654321"] * 30).encode("cp1251"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -271,6 +272,14 @@ def _read_csv(
         # The file has names, but no rows.
         table = pa.schema(types).empty_table()
     if table.num_rows:
+        # Files that were joined as text repeat their names; that of an index is empty.
+        is_header = pc.equal(table[-1], layout.names[-1])
+        for column, name in zip(table, layout.names):
+            if pc.any(is_header).as_py():
+                is_header = pc.and_(is_header, pc.is_in(column, pa.array([name, ""])))
+        row = pc.index(is_header, True).as_py()
+        if row >= 0 and len(layout.names) > 1:
+            raise ValueError(f"row {row} repeats the names of the columns")
         # Arrow takes an unclosed quote in the last column for a cell that
         # holds all rows after it.
         last = table[-1][-1].as_py()
