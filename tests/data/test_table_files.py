@@ -512,6 +512,14 @@ def test_a_folder_of_several_splits_is_not_trained_on_as_a_whole(tmp_path: Path)
             Table(str(tmp_path), "y").num_examples("train")
 
 
+def test_a_delta_table_is_no_folder_of_files(tmp_path: Path) -> None:
+    """Each change of a row adds a file with it, and leaves the old one until the table is vacuumed."""
+    (tmp_path / "_delta_log").mkdir()
+    (tmp_path / "part-0.parquet").write_bytes(columns(x=NUMBERS))
+    with pytest.raises(DataError, match=r"is a Delta table, whose files also hold rows that were"):
+        Table(str(tmp_path), "y").num_examples("train")
+
+
 def test_the_last_cell_may_have_lines(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('x,y\n1,a\n2,"b\nc"\n\n')
     assert read_table(tmp_path / "t.csv", "dataset.file")["y"].to_pylist() == ["a", "b\nc"]

@@ -49,7 +49,7 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
         skips: True for the name of a file or folder to leave out.
 
     Raises:
-        DataError: A link leads to a folder that contains it.
+        DataError: A link leads to a folder that contains it, or a folder is a Delta table.
     """
 
     def walk(current: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
@@ -57,6 +57,11 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
         if real in parents:
             raise DataError(f"{current} is a link to {real}, which contains it; remove the link")
         for path in sorted(current.iterdir()):
+            if path.name == "_delta_log":
+                raise DataError(
+                    f"{current} is a Delta table, whose files also hold rows that were deleted or replaced; export it "
+                    "as Parquet files"
+                )
             if skips(path.name):
                 continue
             if path.is_dir():
