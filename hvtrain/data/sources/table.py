@@ -89,6 +89,8 @@ class Table(MemorySource):
         DataError: once loaded, if the file cannot be read or has gaps that nothing fills.
     """
 
+    target_setting = "dataset.target_is"
+
     def __init__(
         self,
         file: str | Sequence[str] = "diabetes",
