@@ -30,6 +30,7 @@ import tensorflow as tf
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import describe
 from hvtrain.data.formats.cell_texts import number_formats
 from hvtrain.data.formats.columns import Column, infer, read
 from hvtrain.data.formats.tables import read_table
@@ -427,6 +428,15 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
     source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"))
     with pytest.raises(DataError, match=r"test.csv: the column y holds perhaps, which is none"):
         source.num_examples("test")
+
+
+def test_a_class_that_a_split_lacks_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(PLAIN.replace("yes", "rare", 8).replace("rare", "yes", 7))
+    warnings = [
+        describe(Table(str(tmp_path / "t.csv"), "y", num_test=number)).phrases["warnings"]
+        for number in (10, 58)
+    ]
+    assert warnings == [["test has no rare"], ["train has no rare"]]
 
 
 def test_parts_of_dates_are_columns(tmp_path: Path) -> None:
