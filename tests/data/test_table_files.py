@@ -32,8 +32,9 @@ from pyarrow import parquet
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import describe
 from hvtrain.data.formats.cell_texts import number_formats
-from hvtrain.data.formats.columns import Column, infer, read
+from hvtrain.data.formats.columns import Cells, Column, infer, read
 from hvtrain.data.formats.tables import read_table
+from hvtrain.data.pipeline.features import fit
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.training.saved_model import check_preprocessing
@@ -437,6 +438,12 @@ def test_a_class_that_a_split_lacks_is_said(tmp_path: Path) -> None:
         for number in (10, 58)
     ]
     assert warnings == [["test has no rare"], ["train has no rare"]]
+
+
+def test_a_column_with_nothing_but_gaps_to_train_on_is_refused() -> None:
+    cells = Cells(pa.array(["a", None, None]))
+    with pytest.raises(DataError, match=r"the column x has a gap in every training row; add it to"):
+        fit(Column("x", "x", "name", missing="median"), cells, np.array([1, 2]))
 
 
 def test_parts_of_dates_are_columns(tmp_path: Path) -> None:
