@@ -228,7 +228,7 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
     for candidate in candidates:
         # The whole text is parsed only in the few formats that may fit; half the
         # share allows for an unlucky sample.
-        if any(_share_read(cells, candidate) < MOSTLY / 2 for cells in (trial, sample)):
+        if _share_read(trial, candidate) < MOSTLY / 2:
             continue
         share_read = _share_read(text, candidate)
         if share_read >= MOSTLY and share_read > best_share:
