@@ -44,8 +44,7 @@ OTHER_FORMATS = {
     b"<?xml": "XML",
     b'{"': "JSON",
     b'[{"': "JSON",
-    b"<!DOCTYPE": "a web page",
-    b"<!doctype": "a web page",
+    b"<!": "a web page",
     b"<html": "a web page",
 }
 DELIMITERS = ",;\t|"
@@ -117,10 +116,9 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
-        # A file for each split.
-        examples = {split_of(file.relative_to(path)): file for file in reversed(files)}
-        if setting == "dataset.file" and len(examples) > 1 and examples.keys() - {"", "train"}:
-            names = sorted(str(file.relative_to(path)) for file in examples.values())
+        by_split = {split_of(file.relative_to(path)): file for file in reversed(files)}
+        if setting == "dataset.file" and len(by_split) > 1 and by_split.keys() - {"", "train"}:
+            names = sorted(str(file.relative_to(path)) for file in by_split.values())
             raise DataError(
                 f"{setting}={location} holds tables of several splits ({', '.join(names)}), which would all be trained "
                 "on; give dataset.file, dataset.validation_file and dataset.test_file one each"
