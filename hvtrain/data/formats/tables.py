@@ -27,13 +27,12 @@ from hvtrain.data.formats.folders import files_below, split_of
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
-SUFFIXES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
+NAME = re.compile(r".+\.(csv|tsv|tab|parquet|pq)(\.(gz|bz2|xz|zip))?", re.IGNORECASE)
 COMPRESSIONS = {
     b"\x1f\x8b": gzip.decompress,
     b"BZh": bz2.decompress,
     b"\xfd7zXZ\0": lzma.decompress,
 }
-COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 # The first bytes of files that people mistake for tables.
 OTHER_FORMATS = {
     b"ARROW1\0": "a Feather file",
@@ -89,10 +88,7 @@ class Layout(NamedTuple):
 
 def is_table(path: Path) -> bool:
     """True for a path with the suffix of a table, compressed or not."""
-    path = Path(path.name.lower())
-    if path.suffix in COMPRESSED:
-        path = path.with_suffix("")
-    return path.suffix in SUFFIXES
+    return NAME.fullmatch(path.name) is not None
 
 
 def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str, str]]]:
