@@ -66,9 +66,10 @@ def describe(source: "Source") -> DataDescription:
     phrases = dict(source.description())
     counts = class_counts(source)
     names = class_labels(source)
-    # Some sources, such as tables, describe their targets themselves.
-    if counts.get("train") and not {"classes", "target"} & phrases.keys():
-        phrases["classes"] = [class_phrase(counts["train"], names)]
+    if counts.get("train"):
+        # Tables describe their targets themselves.
+        if "target" not in phrases:
+            phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = list(phrases.pop("warnings", ()))
         if len(names) == 1:
             warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")

@@ -165,6 +165,8 @@ class Source(ABC):
     """Number of length buckets, or their boundaries; see lengths(). Set before streams are opened."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
+    target_setting: str = "data set"
+    """What to change for other targets."""
     augmentation: Any = None
     """The Augmentation of training images, if any; the runner sets it, and raw_batches with it."""
 

@@ -1,6 +1,7 @@
 """Exports a model to another format, runs the export as other programs would, and compares their outputs."""
 
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -185,7 +186,22 @@ def compare_outputs(
 
 
 def _write_saved_model(model: Model, path: Path) -> None:
-    model.export(str(path), format="tf_saved_model", verbose=False)
+    signature = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, argument_name(tensor.name)),
+        model.input,
+    )
+    model.export(str(path), format="tf_saved_model", verbose=False, input_signature=[signature])
+
+
+def argument_name(name: str) -> str:
+    """Returns a name that an input may have in a SavedModel's signature; columns of tables have others.
+
+    >>> argument_name("sepal length (cm)"), argument_name("_size")
+    ('sepal_length__cm_', 'arg__size')
+    """
+    # TensorFlow changes names in the same way, but not letters of other alphabets, which it refuses.
+    name = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return name if name[0].isalpha() else f"arg_{name}"
 
 
 def _write_onnx(model: Model, path: Path) -> None:
@@ -246,6 +262,7 @@ def _open_tflite(path: Path) -> Runtime:
 def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch by the names of the exported model's inputs."""
     if isinstance(batch, dict):
+        batch = batch | {argument_name(name): array for name, array in batch.items()}
         return {name: np.asarray(batch[name]) for name in names}
     return dict(zip(names, map(np.asarray, tf.nest.flatten(batch)), strict=True))
 

@@ -31,6 +31,8 @@ from hvtrain.training.setup import (
     seed_everything,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -173,6 +175,9 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
+        if uses_split:
+            for text in comm.all_or_raise(source.description).get("warnings", ()):
+                log.warning("%s: %s", source.name, text)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
     # so unchanged data matter for input= too.
     elif uses_split or not fitted_files:

@@ -1,6 +1,5 @@
 """Reads the examples to predict, from a split or from files. Each example is predicted by one rank."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,15 +22,11 @@ from hvtrain.data.sources.table import NewRows, Table
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 
-log = logging.getLogger(__name__)
-
 # Inputs as the model takes them, and columns to copy to the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
 NEEDED = (
     "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 )
-# A warning is logged if at least this share of the rows has a name that training did not have.
-MANY_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -249,12 +244,6 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
     if rows.unknown:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in rows.unknown.items())
         note = f"; rows with names that training did not have: {shares}"
-    for name, share in rows.unknown.items():
-        if share >= MANY_UNKNOWN and run.is_chief:
-            log.warning(
-                f"input={path}: {share:.0%} of the rows have a {name} that training did not have; the model knows "
-                "nothing of them"
-            )
 
     def batches():
         for part in _parts(run, rows.num_rows):

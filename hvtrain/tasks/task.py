@@ -129,7 +129,7 @@ class Task(ABC):
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
                 f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
-                f"gives {types}; choose {advice} or another data set"
+                f"gives {types}; choose {advice} or another {source.target_setting}"
             )
 
     def examples(self, source: Source) -> tuple[Any, ...]:

@@ -143,6 +143,25 @@ def test_what_does_not_fit_is_refused(file, options, said):
         Table(**{"file": file, "target": "plan", "num_test": 10, **options}).num_examples("train")
 
 
+@pytest.mark.parametrize(
+    ("task", "targets", "advice"),
+    [
+        (Classification, "0.0 1.0", r"float32 numbers; choose task=regression or another dataset"),
+        (
+            Regression,
+            "1 2 3",
+            r"one of 3 classes \(1, 2, 3\); choose another task or another dataset",
+        ),
+    ],
+)
+def test_a_target_of_another_kind_can_be_set(task, targets, advice, tmp_path):
+    """pandas writes the classes 0 and 1 as 0.0 and 1.0 if a row had none."""
+    rows = [f"{number},{target}" for number, target in enumerate(targets.split() * 20)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    with pytest.raises(ConfigError, match=rf"{advice}.target_is"):
+        task().prepare(Table(str(tmp_path / "t.csv"), "y", num_test=9))
+
+
 def test_gaps_and_missing_files_are_named(tmp_path):
     with pytest.raises(
         DataError,

@@ -30,7 +30,11 @@ import tensorflow as tf
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import describe
+from hvtrain.data.formats.cell_texts import number_formats
+from hvtrain.data.formats.columns import Cells, Column, infer, read
 from hvtrain.data.formats.tables import read_table
+from hvtrain.data.pipeline.features import fit
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.training.saved_model import check_preprocessing
@@ -243,6 +247,8 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
     ("a quote that is not closed", PLAIN.replace("yes", '"yes', 1), {}, r"t.csv cannot be read: a cell in its last column begins with a quote \(\"\) that is not closed"),
     ("quotes of Spark", text(f'"a \\"b, c\\" {number}"' for number in NUMBERS), {}, r't.csv cannot be read: a quote in a cell is written as \\", and "" is needed; fix the file'),
+    ("files that were joined as text", 2 * PLAIN, {}, r"t.csv cannot be read: row 60 repeats the names of the columns; fix the file"),
+    ("joined files with an index", 2 * text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name=",x"), {}, r"row 60 repeats the names of the columns"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
     ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
     ("Windows-1251", text(["Москва 12345678", "Казань 87654321"] * 30).encode("cp1251"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
@@ -323,6 +329,47 @@ def test_a_later_file_is_read_as_the_training_table_was(
         assert ("holds 'odd'" in caplog.text) == ("odd" in new)
 
 
+def cells_of(texts: list[str]) -> list[float]:
+    """The numbers of a column, as they are read if a table has no other."""
+    column = infer("x", pa.array(texts), number_formats([pa.array(texts)], None, None), False)
+    assert isinstance(column, Column) and column.kind in ("number", "date"), column
+    return read(column, pa.array(texts), "t.csv").values[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "hours"),
+    [
+        ("%Y-%m-%d %H:%M:%S+00", 9.5),  # PostgreSQL
+        ("%Y-%m-%d %H:%M:%S UTC", 9.5),  # BigQuery
+        ("%Y-%m-%dT%H:%M:%S.000000000", 9.5),  # Arrow and Polars, in nanoseconds
+        ("%m/%d/%Y %I:%M %p", 9.5),  # Excel in America
+        ("%-m/%-d/%Y %-I:%M:%S %p", 9.5),
+        ("%d-%b-%y", 0),  # Oracle
+        ("%d-%b-%Y", 0),
+        ("%Y-%-m-%-d", 0),
+    ],
+)
+def test_dates_are_read_as_databases_and_spreadsheets_write_them(form: str, hours: float) -> None:
+    nine = datetime.time(9, 30)
+    texts = [datetime.datetime.combine(day, nine).strftime(form) for day in DAYS]
+    assert cells_of(texts) == pytest.approx([day + hours / 24 for day in DAY_NUMBERS], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["₹{:,}", "US${:,}", "R$ {}", "{} ₽", "{}°C", "{} km/h", "{} kg/m²"],
+)
+def test_units_of_other_countries_and_of_physics_are_units(form: str) -> None:
+    assert cells_of([form.format(number) for number in NUMBERS]) == NUMBERS
+
+
+def test_indian_groups_of_digits_are_numbers_but_addresses_are_none() -> None:
+    assert cells_of(["12,34,567", "1,00,000", "99"] * 9) == [1234567, 100000, 99] * 9
+    addresses = pa.array([f"192.168.10.{number}" for number in range(100, 200)])
+    column = infer("x", addresses, number_formats([addresses], None, None), False)
+    assert isinstance(column, Column) and column.kind == "name"
+
+
 def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:
     # The table lies in a folder whose name is no part of it.
     folder = tmp_path / "trial=3/all"
@@ -361,6 +408,43 @@ def test_rows_with_gaps_are_dropped_and_counted(tmp_path: Path) -> None:
     source = Table(str(tmp_path / "t.csv"), "y", num_test=0, missing="drop")
     assert source.num_examples("train") == ROWS - 1
     assert source.description()["warnings"] == ["rows left out because of gaps: 1"]
+
+
+def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> None:
+    rows = [f"{number},{name},{number}" for number, name in zip(NUMBERS, NAMES)]
+    test = [f"{number},{name.upper()},{number}" for number, name in zip(NUMBERS, NAMES)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,c,y", "1.5,Ulm,?", *rows]))
+    (tmp_path / "test.csv").write_text("\n".join(["x,c,y", "odd,Ulm,1.5", "1,Ulm,", *test]))
+    source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"), **MEDIAN)
+    assert source.num_examples("test") == ROWS + 1
+    assert source.description()["warnings"] == [
+        "y holds '?', which is not a number and counts as a gap",
+        "rows left out because of gaps: 1",
+        "test: x holds 'odd', which is not a number and counts as a gap",
+        "test: 97% of the rows have a c that training did not have; the model knows nothing of them",
+        "test: rows left out because of gaps: 1",
+    ]
+
+    (tmp_path / "test.csv").write_text(PLAIN.replace("yes", "perhaps"))
+    (tmp_path / "t.csv").write_text(PLAIN)
+    source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"))
+    with pytest.raises(DataError, match=r"test.csv: the column y holds perhaps, which is none"):
+        source.num_examples("test")
+
+
+def test_a_class_that_a_split_lacks_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(PLAIN.replace("yes", "rare", 8).replace("rare", "yes", 7))
+    warnings = [
+        describe(Table(str(tmp_path / "t.csv"), "y", num_test=number)).phrases["warnings"]
+        for number in (10, 58)
+    ]
+    assert warnings == [["test has no rare"], ["train has no rare"]]
+
+
+def test_a_column_with_nothing_but_gaps_to_train_on_is_refused() -> None:
+    cells = Cells(pa.array(["a", None, None]))
+    with pytest.raises(DataError, match=r"the column x has a gap in every training row; add it to"):
+        fit(Column("x", "x", "name", missing="median"), cells, np.array([1, 2]))
 
 
 def test_parts_of_dates_are_columns(tmp_path: Path) -> None:
@@ -432,13 +516,25 @@ def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_splits_is_not_trained_on_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
     (tmp_path / "train.csv").write_text(PLAIN)
     (tmp_path / "test.md").write_text("no table")
     assert Table(str(tmp_path), "y", num_test=0).num_examples("train") == ROWS
-    (tmp_path / "test.csv").write_text(PLAIN)
-    with pytest.raises(
-        DataError, match=r"several splits \(train.csv, test.csv\).*dataset.test_file"
-    ):
+    path = (tmp_path / "train.csv").rename(tmp_path / "v1/test.csv")
+    for name in ("train.csv", "houses.csv", "v1/train.csv"):
+        path = path.rename(tmp_path / name)
+        (tmp_path / "v1/test.csv").write_text(PLAIN)
+        with pytest.raises(
+            DataError, match=rf"several splits \({name}, v1/test.csv|v1/test.csv, {name}\).*_file"
+        ):
+            Table(str(tmp_path), "y").num_examples("train")
+
+
+def test_a_delta_table_is_no_folder_of_files(tmp_path: Path) -> None:
+    """Each change of a row adds a file with it, and leaves the old one until the table is vacuumed."""
+    (tmp_path / "_delta_log").mkdir()
+    (tmp_path / "part-0.parquet").write_bytes(columns(x=NUMBERS))
+    with pytest.raises(DataError, match=r"is a Delta table, whose files also hold rows that were"):
         Table(str(tmp_path), "y").num_examples("train")
 
 

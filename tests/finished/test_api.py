@@ -146,7 +146,7 @@ def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monkeypatch):
+def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monkeypatch, capsys):
     """The columns' means, categories and classes are the run's; only what reads a part of the data is refused."""
     rows = [
         f"{number % 7},{'xyz'[number % 3]},{'yes' if number % 7 > 3 else 'no'}"
@@ -189,6 +189,10 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     ):
         predicted("split=test")
     assert predicted("guard.data=false").count("\n") == 21
+    capsys.readouterr()
+    assert predicted(f"dataset.test_file={new}").count("\n") == 4
+    printed = "".join(capsys.readouterr())
+    assert "test: 33% of the rows have a kind that training did not have" in printed
     data.write_text(data.read_text() + "1,x,perhaps\n")
     with pytest.raises(
         DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"

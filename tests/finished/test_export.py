@@ -11,6 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import yaml
 
 import hvtrain
@@ -350,3 +351,22 @@ def test_many_outputs_keep_their_order(tmp_path):
     write(model, tmp_path / "m.tflite")
     outputs = open_exported(tmp_path / "m.tflite")(np.ones((1, 1), np.float32))
     assert np.ravel(outputs).tolist() == list(range(11))
+
+
+def test_the_columns_of_a_table_may_have_any_names_in_a_saved_model(tmp_path):
+    """TensorFlow refuses them in a signature; the numbers of columns go where they belong."""
+    names = ["sepal length (cm)", "größe", "_size", "plain"]
+    inputs = {name: keras.Input((1,), name=name) for name in names}
+    model = keras.Model(inputs, keras.ops.concatenate([inputs[name] for name in names], axis=1))
+    write, open_exported = exported.FORMATS["savedmodel"]
+    write(model, tmp_path / "saved")
+    batch = {name: tf.constant([[float(index)]]) for index, name in enumerate(names)}
+    (outputs,) = open_exported(tmp_path / "saved")(batch)
+    assert outputs.tolist() == [[0, 1, 2, 3]]
+    signature = tf.saved_model.load(tmp_path / "saved").signatures["serve"]
+    assert {*signature.structured_input_signature[1]} == {
+        "sepal_length__cm_",
+        "gr__e",
+        "arg__size",
+        "plain",
+    }

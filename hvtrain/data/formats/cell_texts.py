@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 MOSTLY = 0.9
 # Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
-# Symbols that may precede or follow a number.
-UNITS = ("%", "$", "€", "£", "¥")
+# Symbols that may precede or follow a number; those that end like another come first.
+UNITS = ("US$", "R$", *"%$€£¥₹₽₩₺₫₱₪₴฿")
 # The unit of times of day and durations, such as 12:34 or 1:02:03.5, which are read as seconds.
 CLOCK = "hours:minutes"
 CLOCK_TIME = r"^(?P<hours>\d{1,3}):(?P<minutes>[0-5]\d)(?::(?P<seconds>[0-5]\d(?:\.\d+)?))?$"
@@ -35,20 +35,26 @@ DAY_FORMATS = (
     "%m/%d/%Y",
     "%d/%m/%Y",
     "%Y/%m/%d",
+    "%Y-%m-%d",
     "%d-%m-%Y",
     "%d %b %Y",
+    "%d-%b-%Y",
     "%b %d, %Y",
     "%d.%m.%y",
     "%m/%d/%y",
     "%d/%m/%y",
+    "%d-%b-%y",
 )
-TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
+TIME_FORMATS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 # Not a strptime format: times_in() parses ISO 8601 itself, since its time and zone are optional.
 ISO_8601 = ""
 DATE_FORMATS = (ISO_8601, *(day + time for day in DAY_FORMATS for time in TIME_FORMATS))
 
 ISO_TIME = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
-ISO_ZONE = r"(Z|[+-]\d\d:?\d\d)"
+# PostgreSQL writes whole hours as +00.
+ISO_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)"
+# A day, then a month or a year: a column without these holds no dates, and few formats need trying.
+DATE_LIKE = r"\d[-/. ,]+\w"
 # Matches 3,14 and 1.234,50, but not 1,234, whose comma may separate thousands.
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
 
@@ -73,7 +79,8 @@ def unit_in(text: pa.Array) -> str:
             return unit
     if share(pc.match_substring_regex(text, CLOCK_TIME)) >= MOSTLY:
         return CLOCK
-    suffix = re.search(r"\d ?([^\W\d_]+)$", text[0].as_py())
+    # A word, °C or km/h.
+    suffix = re.search(r"\d ?((?:°|[^\W\d_])[^\d\s]*)$", text[0].as_py())
     return suffix[1] if suffix and pc.all(pc.ends_with(text, suffix[1])).as_py() else ""
 
 
@@ -117,7 +124,10 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     sign = re.escape(decimal)
     digits = r"\d+"
     if thousands:
-        digits = rf"\d{{1,3}}(?:{re.escape(thousands)}\d{{3}})+|\d+"
+        # India writes 12,34,567. With dots, such groups would be addresses of the internet.
+        group = r"\d{2,3}" if thousands == "," else r"\d{3}"
+        mark = re.escape(thousands)
+        digits = rf"\d{{1,3}}(?:{mark}{group})*{mark}\d{{3}}|\d+"
     pattern = rf"^[+-]?(?:(?:{digits})(?:{sign}\d*)?|{sign}\d+)(?:[eE][+-]?\d+)?$"
 
     text = pc.replace_substring_regex(text, SPACES, " ")
@@ -184,17 +194,14 @@ def times_in(text: pa.Array, date_format: str) -> pa.Array:
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
         return only(parsed, is_real)
 
+    # BigQuery names the zone, and Arrow's own CSV files have nanoseconds.
+    text = pc.replace_substring_regex(text, r" ?UTC$", "Z")
+    text = pc.replace_substring_regex(text, r"(:\d\d\.\d{6})\d{1,3}", r"\1")
     # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
-    day = pc.utf8_slice_codeunits(text, 0, 10)
-    parsed = pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True)
-    # Arrow reads February 30 as March 1 or 2. Such a date differs from the
-    # text when it is formatted again.
-    is_real = pc.equal(day, pc.strftime(parsed, format="%Y-%m-%d"))
+    is_real = times_in(pc.utf8_slice_codeunits(text, 0, 10), "%Y-%m-%d").is_valid()
     text = only(text, pc.and_(is_date, is_real))
 
-    # Times with and without a zone have different types.
-    has_zone = pc.match_substring_regex(text, rf":.*{ISO_ZONE}$")
-    zoned = only(text, has_zone).cast(pa.timestamp("us", "UTC"))
-    local = only(text, pc.invert(has_zone)).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned.cast(pa.timestamp("us")), local)
+    text = pc.replace_substring_regex(text, "^.{10}$", r"\0T00:00")
+    text = pc.replace_substring_regex(text, r"[T ][\d:.]+$", r"\0Z")
+    return text.cast(pa.timestamp("us", "UTC")).cast(pa.timestamp("us"))

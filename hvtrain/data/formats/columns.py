@@ -19,6 +19,7 @@ from pyarrow import types
 
 from hvtrain.data.formats.cell_texts import (
     DATE_FORMATS,
+    DATE_LIKE,
     MOSTLY,
     SAMPLE_ROWS,
     numbers_in,
@@ -214,7 +215,8 @@ def _infer_text(
         replace(column, kind="number", unit=unit, decimal=decimal, thousands=thousands)
         for decimal, thousands in number_formats
     ]
-    dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
+    formats = DATE_FORMATS if share(pc.match_substring_regex(sample, DATE_LIKE)) >= 0.5 else ()
+    dates = [replace(column, kind="date", date_format=date_format) for date_format in formats]
     return _best_format(numbers, sample, text) or _best_format(dates, sample, text) or column
 
 
@@ -226,7 +228,7 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
     for candidate in candidates:
         # The whole text is parsed only in the few formats that may fit; half the
         # share allows for an unlucky sample.
-        if any(_share_read(cells, candidate) < MOSTLY / 2 for cells in (trial, sample)):
+        if _share_read(trial, candidate) < MOSTLY / 2:
             continue
         share_read = _share_read(text, candidate)
         if share_read >= MOSTLY and share_read > best_share:

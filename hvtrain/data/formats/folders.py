@@ -49,7 +49,7 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
         skips: True for the name of a file or folder to leave out.
 
     Raises:
-        DataError: A link leads to a folder that contains it.
+        DataError: A link leads to a folder that contains it, or a folder is a Delta table.
     """
 
     def walk(current: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
@@ -57,6 +57,11 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
         if real in parents:
             raise DataError(f"{current} is a link to {real}, which contains it; remove the link")
         for path in sorted(current.iterdir()):
+            if path.name == "_delta_log":
+                raise DataError(
+                    f"{current} is a Delta table, whose files also hold rows that were deleted or replaced; export it "
+                    "as Parquet files"
+                )
             if skips(path.name):
                 continue
             if path.is_dir():
@@ -94,6 +99,19 @@ def split_folders(folder: Path) -> dict[str, Path]:
     return {split: folder / name for split, name in entries.items()}
 
 
+def split_of(path: PurePath) -> str:
+    """Returns the beginning of a path's name, or of one of its folders, that names a split; empty for none.
+
+    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("value.csv"))
+    ('test', '')
+    """
+    for part in path.parts:
+        match = _BEGIN.match(part.lower())
+        if match:
+            return match[0]
+    return ""
+
+
 def find_split_files(
     folder: Path, files_of: Callable[[Path], list[Path]]
 ) -> tuple[dict[str, list[Path]], list[str]]:
@@ -109,9 +127,7 @@ def find_split_files(
     entries = [path for path in files if files[path]]
     by_name = defaultdict(list)
     for path in entries:
-        match = _BEGIN.match(path.name.lower())
-        if match:
-            by_name[match[0]].append(path)
+        by_name[split_of(PurePath(path.name))].append(path)
 
     splits = {}
     used: list[Path] = []

@@ -378,9 +378,12 @@ def read_cells(
     return cells
 
 
-def unknown_share(column: Column, values: Any) -> float:
-    """Returns the share of cells whose category did not occur in the training table."""
-    if not column.is_category or column.feature == "string_hashed" or not len(values):
-        return 0.0
-    known = pc.is_in(values, pa.array(column.names, values.type))
-    return 1 - share(pc.or_(known, values.is_null()))
+def unknown_shares(columns: Sequence[Column], values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the share of each column's cells whose category did not occur in training, without shares of 0."""
+    shares = {}
+    for column in columns:
+        if column.is_category and column.feature != "string_hashed":
+            cells = values[column.name]
+            is_known = pc.is_in(cells, pa.array([*column.names, None], cells.type))
+            shares[column.name] = share(pc.invert(is_known))
+    return {name: unknown for name, unknown in shares.items() if unknown}

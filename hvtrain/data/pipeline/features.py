@@ -48,7 +48,14 @@ TAKEN = re.compile(
 
 
 def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
-    """Returns the column with statistics of its training rows, whose indices are `rows`."""
+    """Returns the column with statistics of its training rows, whose indices are `rows`.
+
+    Raises DataError if all of them have gaps.
+    """
+    if cells.is_gap[rows].all():
+        raise DataError(
+            f"the column {column.source} has a gap in every training row; add it to dataset.drop"
+        )
     if column.is_category:
         return _fit_categories(column, cells.values.take(pa.array(rows)))
 
@@ -77,8 +84,6 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
 
 def _fill(numbers: np.ndarray, missing: str) -> np.ndarray:
     known = numbers[~np.isnan(numbers).any(axis=1)]
-    if not len(known):
-        return np.zeros(numbers.shape[1])
     if missing == "most_frequent":
         return stats.mode(known).mode
     return np.median(known, axis=0)

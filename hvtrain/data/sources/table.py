@@ -14,14 +14,14 @@ from tensorflow import TensorSpec, nest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.formats.columns import Cells, with_progress
+from hvtrain.data.formats.columns import Cells, Column, with_progress
 from hvtrain.data.formats.schema import (
     Schema,
     Settings,
     infer_schema,
     plain_columns,
     read_cells,
-    unknown_share,
+    unknown_shares,
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
 from hvtrain.data.formats.tables import read_table
@@ -48,6 +48,8 @@ MAX_CELLS = 20
 # Tables of up to this many training rows are read again for cells(): 0.8 s for 20
 # columns (2 busy cores, 2026-11-26).
 MAX_READ_AGAIN = 100_000
+# A warning names each column with at least this share of categories that training did not have.
+MANY_UNKNOWN = 0.1
 
 
 class NewRows(NamedTuple):
@@ -86,6 +88,8 @@ class Table(MemorySource):
         ConfigError: if a setting does not fit the table.
         DataError: once loaded, if the file cannot be read or has gaps that nothing fills.
     """
+
+    target_setting = "dataset.target_is"
 
     def __init__(
         self,
@@ -157,8 +161,9 @@ class Table(MemorySource):
                 raise DataError(
                     f"{where} lacks the column {self._settings.id} (dataset.id); add it"
                 )
-            cells = read_cells(schema.columns, arrays, where)
-            targets, is_used = self._targets(schema, arrays, where)
+            columns = [*schema.columns, schema.target]
+            cells = read_cells(columns, arrays, where)
+            targets, is_used = self._targets(schema, cells[schema.target.name], where)
             for column in schema.columns:
                 if column.missing == "drop":
                     is_used &= ~cells[column.name].is_gap
@@ -168,19 +173,30 @@ class Table(MemorySource):
             if split == "train":
                 parts = self._split(rows)
                 if is_new:
-                    columns = [
+                    fitted = [
                         fit(column, cells[column.name], parts["train"])
                         for column in with_progress(
                             schema.columns, f"{where}: statistics of columns"
                         )
                     ]
-                    schema = replace(schema, columns=columns)
+                    schema = replace(schema, columns=fitted)
                     self._take_schema(schema)
-                self._describe(schema, cells, targets[parts["train"]], table.num_rows - len(rows))
             values = {
                 column.name: filled(column, cells[column.name], where, rows)
                 for column in schema.columns
             }
+            warnings = _odd_columns(columns, cells, unknown_shares(schema.columns, values))
+            num_dropped = table.num_rows - len(rows)
+            if num_dropped:
+                warnings.append(f"rows left out because of gaps: {num_dropped:,}")
+            if split == "train":
+                self._description = {
+                    "features": describe(schema, cells),
+                    "target": [describe_target(schema, targets[parts["train"]])],
+                    "warnings": warnings,
+                }
+            else:
+                self._description["warnings"] += [f"{split}: {text}" for text in warnings]
             for part, numbers in parts.items():
                 elements[part] = self._features.encode(values, numbers, where), targets[numbers]
                 self._loaded[part] = values, numbers
@@ -196,12 +212,9 @@ class Table(MemorySource):
             raise DataError(f"{setting}={file} holds no rows; give a table with rows")
         return table
 
-    def _targets(
-        self, schema: Schema, arrays: Mapping[str, pa.Array], where: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _targets(self, schema: Schema, cells: Cells, where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the targets, as int32 class indices or float32 numbers, and a mask of the rows that have one."""
         column = schema.target
-        cells = read_cells([column], arrays, where)[column.name]
         has_target = ~cells.is_gap
         if column.missing == "refuse" and not has_target.all():
             raise refused_gaps(column, cells, where)
@@ -213,7 +226,7 @@ class Table(MemorySource):
         unknown = pc.unique(cells.values.filter(indices.is_null())).drop_null().to_pylist()
         if unknown:
             raise DataError(
-                f"{self.name}: the column {column.name} holds {unknown[0]}, which is none of "
+                f"{where}: the column {column.name} holds {unknown[0]}, which is none of "
                 f"the run's classes ({', '.join(schema.classes)}); drop those rows"
             )
         return pc.fill_null(indices, 0).to_numpy().astype(np.int32), has_target
@@ -241,18 +254,6 @@ class Table(MemorySource):
         if schema.classes:
             self.class_names = list(schema.classes)
             self.num_classes = len(schema.classes)
-
-    def _describe(
-        self, schema: Schema, cells: Mapping[str, Cells], targets: np.ndarray, num_dropped: int
-    ) -> None:
-        warnings = _odd_columns(schema, cells)
-        if num_dropped:
-            warnings.append(f"rows left out because of gaps: {num_dropped:,}")
-        self._description = {
-            "features": describe(schema, cells),
-            "target": [describe_target(schema, targets)],
-            "warnings": warnings,
-        }
 
     def description(self) -> Phrases:
         return super().description() | self._description
@@ -343,15 +344,12 @@ class Table(MemorySource):
         table = read_table(file, "input", **self._text_format)
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
-        for text in _odd_columns(schema, cells):
+        values = {
+            column.name: filled(column, cells[column.name], where) for column in schema.columns
+        }
+        unknown = unknown_shares(schema.columns, values)
+        for text in _odd_columns(schema.columns, cells, unknown):
             log.warning("%s: %s", where, text)
-        values = {}
-        unknown = {}
-        for column in schema.columns:
-            values[column.name] = filled(column, cells[column.name], where)
-            share = unknown_share(column, values[column.name])
-            if share:
-                unknown[column.name] = share
         return NewRows(
             table.num_rows,
             lambda rows: features.raw(values, rows),
@@ -360,14 +358,28 @@ class Table(MemorySource):
         )
 
 
-def _odd_columns(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
-    """Names the columns with cells that are not of their kind; returns a phrase for each."""
-    return [
+def _odd_columns(
+    columns: Sequence[Column], cells: Mapping[str, Cells], unknown: Mapping[str, float]
+) -> list[str]:
+    """Names the columns with cells that are not of their kind, or often new; returns a phrase for each.
+
+    Args:
+        columns: columns of the schema.
+        cells: their cells, by name.
+        unknown: shares of new categories, from unknown_shares().
+    """
+    odd = [
         f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "
         "counts as a gap"
-        for column in schema.columns
+        for column in columns
         if cells[column.name].odd
     ]
+    new = [
+        f"{share:.0%} of the rows have a {name} that training did not have; the model knows nothing of them"
+        for name, share in unknown.items()
+        if share >= MANY_UNKNOWN
+    ]
+    return odd + new
 
 
 def _embedded_table(name: str) -> pa.Table:
