@@ -36,6 +36,8 @@ SHAPE = (4, 6, 3)
 RANDOM = np.random.default_rng(0)
 COLORS = RANDOM.integers(0, 256, SHAPE, np.uint8)
 PICTURE = Image.fromarray(COLORS)
+TRANSPARENT = Image.merge("RGBA", [*PICTURE.split(), PICTURE.getchannel(0)])
+ANIMATED = {"save_all": True, "append_images": [PICTURE.rotate(180)], "icc_profile": b"colors"}
 LABELS = RANDOM.integers(0, 2, (4, 6)).astype(np.uint8)
 
 
@@ -96,7 +98,9 @@ PICTURES = [
     ("grey TIFF", ".tif", "TIFF", PICTURE.convert("L"), {}),
     ("CMYK TIFF", ".tif", "TIFF", PICTURE.convert("CMYK"), {}),
     ("AVIF", ".jpg", "AVIF", PICTURE, {}),
-    ("animated WebP", ".webp", "WEBP", PICTURE, {"save_all": True, "append_images": [PICTURE.rotate(180)]}),
+    ("animated WebP", ".webp", "WEBP", PICTURE, ANIMATED),
+    ("transparent WebP", ".webp", "WEBP", TRANSPARENT, {}),
+    ("transparent lossless WebP", ".webp", "WEBP", TRANSPARENT, {"lossless": True, "exact": True}),
 ]  # fmt: skip
 
 
