@@ -2,7 +2,7 @@
 
 TensorFlow decodes JPEG, PNG, GIF, WebP and BMP. Pillow decodes what TensorFlow cannot decode or would
 misread: photographs to be turned upright, TIFF, AVIF, WebP with transparency, BMP with a palette,
-and greyscale images in formats that TensorFlow decodes only in colour.
+greyscale images in formats that TensorFlow decodes only in colour, and most images of four channels.
 """
 
 import math
@@ -42,8 +42,11 @@ _WEBP = r"RIFF\C{4}WEBPVP8(?:X|L\C{8}[\x10-\x1f])"
 _FOR_PILLOW = {
     1: (*_TIFF, *_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
     3: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x18]", _WEBP),
-    4: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x20]", "GIF8", _WEBP),
+    4: _OTHERS,
 }
+# TensorFlow decodes only PNG of 8 or 16 bits (byte 24) to four channels correctly. It refuses JPEG and opaque
+# WebP, makes PNG of fewer bits almost transparent, and takes the unused byte of a 32-bit BMP for alpha.
+_FOUR_CHANNELS = r"\CPNG\C{20}[\x08\x10]\C*"
 
 RESIZES = ("bilinear", "area", "antialias")
 # Values of `fit`, with phrases for the header of a run.
@@ -264,9 +267,7 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 4:
-        # TensorFlow cannot decode a JPEG to four channels. Not a part of the expression above,
-        # since RE2 cannot match single bytes above 127.
-        are_for_pillow |= tf.io.is_jpeg(head)
+        are_for_pillow |= ~tf.strings.regex_full_match(head, _FOUR_CHANNELS)
     return are_for_pillow
 
 
