@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 import unicodedata
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, write_tfrecords
 from hvtrain.data.description import describe
 from hvtrain.data.formats.documents import read_documents, read_labelled
+from hvtrain.data.formats.image_files import decode_by_pillow
 from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
@@ -125,6 +127,16 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     assert (
         "1 with an EXIF orientation, left as they are stored" in source.description()["images"][-1]
     )
+
+
+def test_an_odd_entry_beside_the_orientation_does_not_matter():
+    """Pillow fails to write such an entry anew (python-pillow/Pillow#8965, photographs of a Samsung phone)."""
+    entries = struct.pack("<HHIHH", 274, 3, 1, 6, 0) + struct.pack("<HHIhh", 296, 8, 1, -1, 0)
+    odd = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + bytes(4)
+    content = encoded(PICTURE, "JPEG", exif=odd)
+    stored = np.asarray(Image.open(io.BytesIO(content)))
+    turned = decode_by_pillow(content + b".", channels=3, exif=True)
+    assert np.array_equal(turned, np.rot90(stored, -1))
 
 
 # 10. Pictures that would lose what they show.
