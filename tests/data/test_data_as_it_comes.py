@@ -219,7 +219,13 @@ FOLDERS = [
         "train/a/1.png train/a/1.heic",
         {},
         (1, 0, 0),
-        "left out entries that are not images: 1 x .heic",
+        "left out entries that are not images of a class: 1 x .heic",
+    ),
+    (
+        "train/a/1.png train/2.png train/3.png val/a/1.png",
+        {},
+        (1, 1, 0),
+        "train: left out entries that are not images of a class: 2 x .png",
     ),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
     (
