@@ -15,7 +15,7 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.data.description import class_counts
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.mask_files import IGNORED, MaskReader
-from hvtrain.data.sources.segmentation_folder import SegmentationFolder
+from hvtrain.data.sources.segmentation_folder import SegmentationFolder, voc_pairs
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Segmentation
 from hvtrain.training import saved_model
@@ -96,6 +96,16 @@ def test_masks_stay_with_their_images(voc, tmp_path):
             )
             flipped |= {bool(mask[4, 3] == 2) for mask in masks}
     assert flipped == {False, True}
+
+
+def test_lists_of_voc_may_have_any_name_of_a_split(tmp_path):
+    """And labelme writes a JSON file beside each image."""
+    lists = make(tmp_path, voc=True) / "ImageSets/Segmentation"
+    (lists / "val.txt").rename(lists / "validation.txt")
+    (tmp_path / "JPEGImages/train0.json").touch()
+    pairs = voc_pairs(tmp_path)
+    assert {split: len(files) for split, files in pairs.items()} == {"train": 6, "validation": 3}
+    assert pairs["train"][0][0].endswith("train0.jpg")
 
 
 def test_evaluation_and_the_saved_model_see_the_same(tmp_path):

@@ -13,7 +13,7 @@ from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import class_labels, listed, percent
-from hvtrain.data.formats.folders import left_out, read_text, split_folders, visible
+from hvtrain.data.formats.folders import left_out, read_text, split_entries, split_folders, visible
 from hvtrain.data.formats.image_files import is_image, sample
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
@@ -26,7 +26,6 @@ from hvtrain.errors import ConfigError, DataError
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
-VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 # Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
 # The file in which a run keeps whether 255 is class 1 or ignored.
@@ -219,12 +218,12 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
 
     Raises DataError if a list names an image that does not exist.
     """
-    images = {path.stem: path for path in visible(folder / "JPEGImages")}
+    # Programs for annotation write a file such as NAME.json beside each image.
+    images = {path.stem: path for path in filter(is_image, visible(folder / "JPEGImages"))}
+    lists = {path.stem: path for path in visible(folder / "ImageSets" / "Segmentation")}
     pairs = {}
-    for split, name in VOC_LISTS.items():
-        file = folder / "ImageSets" / "Segmentation" / name
-        if not file.is_file():
-            continue
+    for split, name in split_entries(lists).items():
+        file = lists[name]
         stems = read_text(file).split()
         unknown = [stem for stem in stems if stem not in images]
         if unknown:
