@@ -67,8 +67,12 @@ def test_a_white_foreground_that_few_masks_show_is_class_1(tmp_path):
     write(tmp_path / "train/masks/33.png", np.full((4, 4), 1, np.uint8))
     other = SegmentationFolder(str(tmp_path), **options)
     assert not other._masks.is_binary
+    fitted = other.fitted()
     other.fit_as(source.fitted())
     assert other._masks.is_binary
+
+    source.fit_as(fitted)
+    assert source._masks.is_binary, "or all foreground would be ignored, and the mean IoU high"
 
 
 @pytest.mark.parametrize("voc", [False, True])

@@ -110,9 +110,10 @@ class SegmentationFolder(ListedImages):
         return {MASKS_FILE: json.dumps({"is_binary": self._masks.is_binary}).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # Masks of other data are read as the run read its own, whatever their values suggest.
-        if MASKS_FILE in files:
-            self._masks = replace(self._masks, **json.loads(files[MASKS_FILE]))
+        # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
+        # the run's masks held: otherwise only the background would be evaluated.
+        if json.loads(files.get(MASKS_FILE, b"{}")).get("is_binary"):
+            self._masks = replace(self._masks, is_binary=True)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         """Lists the images and masks of each split, and returns warnings about unused entries."""
