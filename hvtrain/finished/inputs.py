@@ -146,7 +146,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
             f"input={path} has images, and the model does not take images; give {NEEDED}"
         )
 
-    return _of_images(run, path, images)
+    return _of_images(run, path, images, len(paths) - len(images))
 
 
 def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
@@ -158,8 +158,9 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
         yield slice(start, min(start + batch_size, total))
 
 
-def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
+def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], num_others: int) -> Examples:
     check_names(files)
+    note = f"; left out {num_others:,} file(s) of other kinds" if num_others else ""
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing
     # Arrays are of one size, and so is what a model of arrays takes.
@@ -188,7 +189,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
             pixels = np.stack([preprocessed(file) for file in files[part]])
             yield pixels, {"file": np.array(names, object)}
 
-    return Examples(str(path), len(files), batches)
+    return Examples(str(path), len(files), batches, note=note)
 
 
 def _of_array(run: FinishedRun, path: Path) -> Examples:

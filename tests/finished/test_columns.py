@@ -74,7 +74,10 @@ def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
     arrays = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1)).astype(np.uint8)
     source = from_arrays(arrays, np.arange(6) % 2, standardize="scale")
     Image.fromarray(arrays[0].repeat(2, axis=0).repeat(2, axis=1)[..., 0]).save(tmp_path / "1.png")
-    ((images, columns),) = of_input(run_of(source), tmp_path).batches()
+    (tmp_path / "2.heic").touch()
+    examples = of_input(run_of(source), tmp_path)
+    assert examples.note == "; left out 1 file(s) of other kinds"
+    ((images, columns),) = examples.batches()
     assert columns["file"].tolist() == ["1.png"]
     np.testing.assert_allclose(images[0] * 255, arrays[0], atol=1e-4)
 
