@@ -229,9 +229,9 @@ FOLDERS = [
     ),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
     (
-        "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF",
-        {"validation_fraction": 0.25},
-        (3, 1, 0),
+        "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF train/a/5.jfif train/a/6.avif",
+        {"validation_fraction": 0.5},
+        (3, 3, 0),
         "",
     ),
 ]

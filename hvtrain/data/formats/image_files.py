@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from hvtrain.data.formats.tar_files import members_ahead
 from hvtrain.errors import DataError, StorageError, first_line
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".avif", ".tif", ".tiff")
 
 # Pillow refuses images of more than twice this many pixels, so its limit is now 2**29, as in
 # TensorFlow. The default is meant for photographs.
