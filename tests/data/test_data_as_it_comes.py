@@ -263,6 +263,7 @@ REFUSED_FOLDERS = [
         "train/a holds no images .*move those of its subfolders",
     ),
     ("train/a/1.png test/b/1.png", {}, "test has classes that .*train lacks: b"),
+    ("train/caf\udce9/1.png", {}, r"caf\\xe9' is a file whose name is not UTF-8; rename it"),
     (
         f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png",
         {},
