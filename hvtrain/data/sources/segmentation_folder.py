@@ -1,6 +1,5 @@
 """Images and masks as files, in folders or in the layout of PASCAL VOC."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +27,8 @@ IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 # Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
-# The file in which a run keeps whether 255 is class 1 or ignored.
-MASKS_FILE = "masks.json"
+# The file by which a run keeps that 255 is class 1, not ignored.
+WHITE_FILE = "white_is_class_1"
 
 
 class SegmentationFolder(ListedImages):
@@ -92,8 +91,7 @@ class SegmentationFolder(ListedImages):
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
-        self._may_be_binary = num_classes == 2 and not colors
-        if self._may_be_binary:
+        if num_classes == 2 and not colors:
             values = set(self._count("train"))
             # A rare class may be missing from the sample, so all masks
             # are searched until one has it.
@@ -105,14 +103,12 @@ class SegmentationFolder(ListedImages):
             self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:
-        if not self._may_be_binary:
-            return {}
-        return {MASKS_FILE: json.dumps({"is_binary": self._masks.is_binary}).encode()}
+        return {WHITE_FILE: b""} if self._masks.is_binary else {}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
         # the run's masks held: otherwise only the background would be evaluated.
-        if json.loads(files.get(MASKS_FILE, b"{}")).get("is_binary"):
+        if WHITE_FILE in files:
             self._masks = replace(self._masks, is_binary=True)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
