@@ -31,17 +31,16 @@ _BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00[\x02-\x08]"
 _LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00[\x02-\x08]\x00"
 # "Exif" marks EXIF data in a JPEG, and "eXIf" is the chunk in a PNG.
 _TURNED = rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})"
-_TIFF = (r"II\*\x00", r"MM\x00\*")
-# AVIF, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
-_OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs")
+# TIFF, AVIF, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
+_OTHERS = (r"II\*\x00", r"MM\x00\*", r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs")
 # WebP that may be turned, animated or transparent: TensorFlow does not turn it, and decodes neither an
 # animation nor transparency to three channels. Bit 4 of byte 24 marks transparency in the lossless format.
 _WEBP = r"RIFF\C{4}WEBPVP8(?:X|L\C{8}[\x10-\x1f])"
 # Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
 # of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.
 _FOR_PILLOW = {
-    1: (*_TIFF, *_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
-    3: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x18]", _WEBP),
+    1: (*_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
+    3: (*_OTHERS, r"BM\C{26}[^\x18]", _WEBP),
     4: _OTHERS,
 }
 # TensorFlow decodes only PNG of 8 or 16 bits (byte 24) to four channels correctly. It refuses JPEG and opaque
@@ -348,8 +347,8 @@ def _decode_random(
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
-        top, left, rows, columns = tf.unstack(RandomResizedCrop.windows(size[None], draws[None])[0])
-        return image[top : top + rows, left : left + columns]
+        part = RandomResizedCrop.windows(size[None], draws[None])[0]
+        return tf.image.crop_to_bounding_box(image, *tf.unstack(part))
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
     return _resize(image, sizing, (height, width), (0, 0))

@@ -80,13 +80,12 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     for color in colors or ():
         try:
             levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color
-            red, green, blue = (int(level) for level in np.broadcast_to(levels, 3))
-        except (TypeError, ValueError):
-            red = green = blue = -1  # Refused below, like any other level out of range.
-        if min(red, green, blue) < 0 or max(red, green, blue) > 255:
+            # bytes() refuses levels outside 0 ... 255.
+            red, green, blue = bytes(int(level) for level in np.broadcast_to(levels, 3))
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"dataset.colors: {color} is not a color; give [red, green, blue], '#rrggbb' or a grey level"
-            )
+            ) from error
         parsed.append((red, green, blue))
 
     if parsed and not num_classes <= len(set(parsed)) == len(parsed) <= num_classes + 1:
