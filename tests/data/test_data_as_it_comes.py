@@ -127,6 +127,8 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     assert (
         "1 with an EXIF orientation, left as they are stored" in source.description()["images"][-1]
     )
+    told = [each.preprocessing().values for each in (source, ImageFolder(str(tmp_path), SHAPE))]
+    assert ["upright" in values for values in told] == [False, True], "to users of the model"
 
 
 def test_an_odd_entry_beside_the_orientation_does_not_matter():
