@@ -25,7 +25,7 @@ from hvtrain.data.description import (
 from hvtrain.data.kinds import NAMES, input_kind, inputs_of
 from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource
-from hvtrain.data.pipeline.transform import IGNORED
+from hvtrain.data.pipeline.transform import CHANNELS, IGNORED
 from hvtrain.data.source import Source, StreamRequest, Unreadable
 from hvtrain.errors import UserError, message_of
 from hvtrain.finished.outputs import ProgressLines
@@ -359,6 +359,9 @@ def rows_of(batch: tuple[Any, ...]) -> list[Row]:
 
 
 def image_of(inputs: Any) -> np.ndarray | None:
-    """Returns the first grey or RGB image [height, width, 1 or 3] among an example's inputs; None without one."""
+    """Returns the first image [height, width, 1 or 3] among an example's inputs, without transparency, or None."""
     arrays = map(np.asarray, inputs_of(inputs).values())
-    return next((array for array in arrays if array.ndim == 3 and array.shape[-1] in (1, 3)), None)
+    return next(
+        (image[..., :3] for image in arrays if image.ndim == 3 and image.shape[-1] in CHANNELS),
+        None,
+    )

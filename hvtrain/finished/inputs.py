@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hvtrain.data.formats.image_files import SUFFIXES, is_image
 from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
-from hvtrain.data.pipeline.decoding import Sizing
+from hvtrain.data.pipeline.decoding import Sizing, decode
 from hvtrain.data.pipeline.features import filled
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.memory import MemorySource
@@ -140,7 +141,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
             f"input={path} has images, and the model does not take images; give {NEEDED}"
         )
 
-    return _of_images(run, path, images)
+    return _of_images(run, path, images, len(paths) - len(images))
 
 
 def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
@@ -152,10 +153,13 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
         yield slice(start, min(start + batch_size, total))
 
 
-def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
+def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], num_others: int) -> Examples:
     check_names(files)
+    note = f"; left out {num_others:,} file(s) of other kinds" if num_others else ""
     preprocessing = run.source.preprocessing()
-    sizing = run.source.sizing or Sizing(run.source.image_shape)
+    sizing = run.source.sizing
+    # Arrays are of one size, and so is what a model of arrays takes.
+    read = sizing.whole if sizing else partial(decode, sizing=Sizing(run.source.image_shape))
     # Names in the output are relative to the user's path, so that a folder gives the same names
     # wherever it is.
     root = path if path.is_dir() else path.parent
@@ -163,7 +167,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
     def preprocessed(file):
         """Reads and preprocesses one image on its own, since images may differ in size."""
         try:
-            pixels = sizing.whole(tf.io.read_file(str(file)))
+            pixels = read(tf.io.read_file(str(file)))
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
             # The model may take images without an axis for channels.
             if len(preprocessing.shape) == 2:
@@ -180,7 +184,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path]) -> Examples:
             pixels = np.stack([preprocessed(file) for file in files[part]])
             yield pixels, {"file": np.array(names, object)}
 
-    return Examples(str(path), len(files), batches)
+    return Examples(str(path), len(files), batches, note=note)
 
 
 def _of_array(run: FinishedRun, path: Path) -> Examples:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import layers
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
@@ -20,21 +21,21 @@ from hvtrain.tasks import Task
 BYTES = (0.0, 255.0)
 # Layers that move no pixels, and so need not move the targets.
 COLORS = (
-    keras.layers.AutoContrast,
-    keras.layers.Equalization,
-    keras.layers.GaussianNoise,
-    keras.layers.RandomBrightness,
-    keras.layers.RandomColorDegeneration,
-    keras.layers.RandomColorJitter,
-    keras.layers.RandomContrast,
-    keras.layers.RandomGaussianBlur,
-    keras.layers.RandomGrayscale,
-    keras.layers.RandomHue,
-    keras.layers.RandomInvert,
-    keras.layers.RandomPosterization,
-    keras.layers.RandomSaturation,
-    keras.layers.RandomSharpness,
-    keras.layers.Solarization,
+    layers.AutoContrast,
+    layers.Equalization,
+    layers.GaussianNoise,
+    layers.RandomBrightness,
+    layers.RandomColorDegeneration,
+    layers.RandomColorJitter,
+    layers.RandomContrast,
+    layers.RandomGaussianBlur,
+    layers.RandomGrayscale,
+    layers.RandomHue,
+    layers.RandomInvert,
+    layers.RandomPosterization,
+    layers.RandomSaturation,
+    layers.RandomSharpness,
+    layers.Solarization,
 )
 CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
@@ -77,20 +78,20 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     facts: dict[str, Any] = {"height": height, "width": width}
     if limits:
         facts["value_range"] = limits
-    layers: dict[str, keras.Layer] = {}
+    chosen: dict[str, keras.Layer] = {}
     for name in names:
         setting = f"augment.{name}"
         with tf.device("CPU:0"):
             layer = build(config, setting, keras.Layer, facts, source.name)
         if "value_range" not in str(config.augment[name]):
             _check_range(setting, layer, limits, source.name)
-        layers.update(_in_turn(setting, layer))
+        chosen.update(_in_turn(setting, layer))
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
-    moves = not all(isinstance(layer, COLORS) for layer in layers.values())
+    moves = not all(isinstance(layer, COLORS) for layer in chosen.values())
     source.augmentation = Augmentation(
-        layers, tuple(inputs.shape), _target_kind(source, task, moves), keeps_integers, in_step
+        chosen, tuple(inputs.shape), _target_kind(source, task, moves), keeps_integers, in_step
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
@@ -99,7 +100,7 @@ def describe_augmentation(config: RunConfig, source: Source) -> str:
     """Describes the layers: their names, and where they run."""
     names = list(config.augment)
     device = "device" if source.augmentation and source.augmentation.in_step else "cpu"
-    if device == "device" and config.augment[names[0]].get("_target_") == CROP_TARGET:
+    if device == "device" and source.sizing and source.sizing.crop:
         # A random crop is taken while images are decoded, wherever the layers after it run.
         names[0] += " (on the cpu)"
     return f"{', '.join(names)} (on the {device})"
@@ -169,7 +170,7 @@ def _check_range(
         source_name: The name of the data set.
     """
     for inner in layer._flatten_layers():
-        if isinstance(inner, (keras.layers.Rescaling, keras.layers.Normalization)):
+        if isinstance(inner, (layers.Rescaling, layers.Normalization)):
             raise ConfigError(
                 f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of validation; "
                 "leave it out"
@@ -188,7 +189,7 @@ def _check_range(
 
 def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     """Yields (setting, layer) for the layer, or for each inner layer of a Pipeline or Sequential."""
-    if type(layer) not in (keras.layers.Pipeline, keras.Sequential):
+    if type(layer) not in (layers.Pipeline, keras.Sequential):
         yield setting, layer
         return
     for number, inner in enumerate(layer.layers):

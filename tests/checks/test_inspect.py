@@ -14,7 +14,7 @@ from PIL import Image
 import hvtrain
 from browser import CHROMIUM, SIZES, Browser
 from hvtrain.checks import inspect
-from hvtrain.checks.examine_data import examine
+from hvtrain.checks.examine_data import examine, image_of
 from hvtrain.data import from_arrays, from_dataset, write_tfrecords
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.commands import evaluate, predict
@@ -78,6 +78,12 @@ def test_images_are_shown_as_training_and_validation_give_them(tmp_path):
         assert len({draw.tobytes() for draw, _ in draws}) == 3, (
             "layers of augment draw anew each time"
         )
+
+
+def test_images_with_transparency_are_shown_without_it():
+    pixels = np.arange(80).reshape(4, 5, 4)
+    assert np.array_equal(image_of({"name": np.array("x"), "image": pixels}), pixels[..., :3])
+    assert image_of(pixels[..., :2]) is None
 
 
 def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, monkeypatch, capsys):

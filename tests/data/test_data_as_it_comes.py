@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 import unicodedata
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, write_tfrecords
 from hvtrain.data.description import describe
 from hvtrain.data.formats.documents import read_documents, read_labelled
+from hvtrain.data.formats.image_files import decode_by_pillow
 from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
@@ -36,6 +38,8 @@ SHAPE = (4, 6, 3)
 RANDOM = np.random.default_rng(0)
 COLORS = RANDOM.integers(0, 256, SHAPE, np.uint8)
 PICTURE = Image.fromarray(COLORS)
+TRANSPARENT = Image.merge("RGBA", [*PICTURE.split(), PICTURE.getchannel(0)])
+ANIMATED = {"save_all": True, "append_images": [PICTURE.rotate(180)], "icc_profile": b"colors"}
 LABELS = RANDOM.integers(0, 2, (4, 6)).astype(np.uint8)
 
 
@@ -96,7 +100,9 @@ PICTURES = [
     ("grey TIFF", ".tif", "TIFF", PICTURE.convert("L"), {}),
     ("CMYK TIFF", ".tif", "TIFF", PICTURE.convert("CMYK"), {}),
     ("AVIF", ".jpg", "AVIF", PICTURE, {}),
-    ("animated WebP", ".webp", "WEBP", PICTURE, {"save_all": True, "append_images": [PICTURE.rotate(180)]}),
+    ("animated WebP", ".webp", "WEBP", PICTURE, ANIMATED),
+    ("transparent WebP", ".webp", "WEBP", TRANSPARENT, {}),
+    ("transparent lossless WebP", ".webp", "WEBP", TRANSPARENT, {"lossless": True, "exact": True}),
 ]  # fmt: skip
 
 
@@ -121,6 +127,18 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     assert (
         "1 with an EXIF orientation, left as they are stored" in source.description()["images"][-1]
     )
+    told = [each.preprocessing().values for each in (source, ImageFolder(str(tmp_path), SHAPE))]
+    assert ["upright" in values for values in told] == [False, True], "to users of the model"
+
+
+def test_an_odd_entry_beside_the_orientation_does_not_matter():
+    """Pillow fails to write such an entry anew (python-pillow/Pillow#8965, photographs of a Samsung phone)."""
+    entries = struct.pack("<HHIHH", 274, 3, 1, 6, 0) + struct.pack("<HHIhh", 296, 8, 1, -1, 0)
+    odd = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + bytes(4)
+    content = encoded(PICTURE, "JPEG", exif=odd)
+    stored = np.asarray(Image.open(io.BytesIO(content)))
+    turned = decode_by_pillow(content + b".", channels=3, exif=True)
+    assert np.array_equal(turned, np.rot90(stored, -1))
 
 
 # 10. Pictures that would lose what they show.
@@ -203,13 +221,19 @@ FOLDERS = [
         "train/a/1.png train/a/1.heic",
         {},
         (1, 0, 0),
-        "left out entries that are not images: 1 x .heic",
+        "left out entries that are not images of a class: 1 x .heic",
+    ),
+    (
+        "train/a/1.png train/2.png train/3.png val/a/1.png",
+        {},
+        (1, 1, 0),
+        "train: left out entries that are not images of a class: 2 x .png",
     ),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
     (
-        "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF",
-        {"validation_fraction": 0.25},
-        (3, 1, 0),
+        "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF train/a/5.jfif train/a/6.avif",
+        {"validation_fraction": 0.5},
+        (3, 3, 0),
         "",
     ),
 ]
@@ -241,6 +265,7 @@ REFUSED_FOLDERS = [
         "train/a holds no images .*move those of its subfolders",
     ),
     ("train/a/1.png test/b/1.png", {}, "test has classes that .*train lacks: b"),
+    ("train/caf\udce9/1.png", {}, r"caf\\xe9' is a file whose name is not UTF-8; rename it"),
     (
         f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png",
         {},

@@ -64,11 +64,24 @@ def test_a_grey_image_of_the_right_size_gets_its_channels():
     )
 
 
-def test_a_jpeg_gets_four_channels():
-    jpeg = encoded("JPEG", *SHAPE)
-    four = decode(jpeg, Sizing((*SHAPE, 4))).numpy()
-    expected = np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGBA"))
-    assert np.array_equal(four, expected)
+def test_four_channels_are_those_of_pillow():
+    """TensorFlow refuses JPEG and WebP, and gives other alpha values for few bits and for BMP."""
+    colors = Image.open(io.BytesIO(encoded("PNG", *SHAPE)))
+    transparent = Image.merge("RGBA", [*colors.split(), colors.getchannel(0)])
+    pictures = [
+        (colors, "JPEG"),
+        (colors, "WEBP"),
+        (colors.convert("1"), "PNG"),
+        (colors.quantize(16), "PNG"),
+        (transparent, "PNG"),
+        (transparent, "BMP"),
+    ]
+    for picture, kind in pictures:
+        data = io.BytesIO()
+        picture.save(data, kind)
+        four = decode(data.getvalue(), Sizing((*SHAPE, 4))).numpy()
+        expected = np.asarray(Image.open(data).convert("RGBA"))
+        assert np.array_equal(four, expected), (picture.mode, kind)
 
 
 @pytest.mark.parametrize(

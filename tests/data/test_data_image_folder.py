@@ -90,7 +90,7 @@ def test_hidden_folders_are_no_classes_and_other_files_are_reported(tmp_path):
     (message,) = source.description()["warnings"]
     assert (
         message
-        == f"{tmp_path}/train: left out entries that are not images: 2 x .xcf, 1 x notes, 1 x folder"
+        == f"{tmp_path}/train: left out entries that are not images of a class: 2 x .xcf, 1 x notes, 1 x folder"
     )
 
 

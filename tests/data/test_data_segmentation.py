@@ -15,7 +15,7 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.data.description import class_counts
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.mask_files import IGNORED, MaskReader
-from hvtrain.data.sources.segmentation_folder import SegmentationFolder
+from hvtrain.data.sources.segmentation_folder import SegmentationFolder, voc_pairs
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Segmentation
 from hvtrain.training import saved_model
@@ -67,8 +67,12 @@ def test_a_white_foreground_that_few_masks_show_is_class_1(tmp_path):
     write(tmp_path / "train/masks/33.png", np.full((4, 4), 1, np.uint8))
     other = SegmentationFolder(str(tmp_path), **options)
     assert not other._masks.is_binary
+    fitted = other.fitted()
     other.fit_as(source.fitted())
     assert other._masks.is_binary
+
+    source.fit_as(fitted)
+    assert source._masks.is_binary, "or all foreground would be ignored, and the mean IoU high"
 
 
 @pytest.mark.parametrize("voc", [False, True])
@@ -96,6 +100,16 @@ def test_masks_stay_with_their_images(voc, tmp_path):
             )
             flipped |= {bool(mask[4, 3] == 2) for mask in masks}
     assert flipped == {False, True}
+
+
+def test_lists_of_voc_may_have_any_name_of_a_split(tmp_path):
+    """And labelme writes a JSON file beside each image."""
+    lists = make(tmp_path, voc=True) / "ImageSets/Segmentation"
+    (lists / "val.txt").rename(lists / "validation.txt")
+    (tmp_path / "JPEGImages/train0.json").touch()
+    pairs = voc_pairs(tmp_path)
+    assert {split: len(files) for split, files in pairs.items()} == {"train": 6, "validation": 3}
+    assert pairs["train"][0][0].endswith("train0.jpg")
 
 
 def test_evaluation_and_the_saved_model_see_the_same(tmp_path):

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from PIL import Image
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
+from hvtrain.data import from_arrays
 from hvtrain.data.sources.built_in import digits_traits
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.inputs import of_input
@@ -59,6 +61,27 @@ def test_a_label_with_the_name_of_another_column_keeps_apart():
     assert rows["target"] == [7] and rows["prediction.target"] == [1] and rows["x"] == [0]
 
 
+def run_of(source):
+    """What of_input() needs of a run of one rank."""
+    return SimpleNamespace(
+        source=source,
+        strategy=SimpleNamespace(topology=Topology()),
+        config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=8)),
+    )
+
+
+def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
+    arrays = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1)).astype(np.uint8)
+    source = from_arrays(arrays, np.arange(6) % 2, standardize="scale")
+    Image.fromarray(arrays[0].repeat(2, axis=0).repeat(2, axis=1)[..., 0]).save(tmp_path / "1.png")
+    (tmp_path / "2.heic").touch()
+    examples = of_input(run_of(source), tmp_path)
+    assert examples.note == "; left out 1 file(s) of other kinds"
+    ((images, columns),) = examples.batches()
+    assert columns["file"].tolist() == ["1.png"]
+    np.testing.assert_allclose(images[0] * 255, arrays[0], atol=1e-4)
+
+
 def table_of(path, text, **spec):
     """The first batch of a CSV file, for a model that takes these columns."""
     path.write_text(text)
@@ -71,12 +94,7 @@ def table_of(path, text, **spec):
         def __call__(self, rows):
             return rows
 
-    run = SimpleNamespace(
-        source=SimpleNamespace(preprocessing=Unchanged),
-        strategy=SimpleNamespace(topology=Topology()),
-        config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=8)),
-    )
-    return next(of_input(run, path).batches())[0]
+    return next(of_input(run_of(SimpleNamespace(preprocessing=Unchanged)), path).batches())[0]
 
 
 def test_numbers_that_name_something_are_names(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
-from hvtrain.data.manifest import user_path
+from hvtrain.data.manifest import check_names, user_path
 from hvtrain.errors import DataError, first_line
 
 # Accepted names of each split. If a folder has several for one split,
@@ -28,12 +28,17 @@ _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 
 
 def visible(folder: Path) -> list[Path]:
-    """Lists the entries of a folder, sorted, without hidden ones and JUNK; empty if there is no such folder."""
+    """Lists the entries of a folder, sorted, without hidden ones and JUNK; empty if there is no such folder.
+
+    Raises DataError for a name that is not UTF-8, as archives from Windows may unpack.
+    """
     if not folder.is_dir():
         return []
     # Hidden entries are, for example, .ipynb_checkpoints, and ._NAME, which macOS writes beside
     # each file. Sorted because all ranks need the same order, and file systems guarantee none.
-    return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
+    paths = [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
+    check_names(paths)
+    return paths
 
 
 def is_bookkeeping(name: str) -> bool:

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from hvtrain.data.formats.tar_files import members_ahead
 from hvtrain.errors import DataError, StorageError, first_line
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".avif", ".tif", ".tiff")
 
 # Pillow refuses images of more than twice this many pixels, so its limit is now 2**29, as in
 # TensorFlow. The default is meant for photographs.
@@ -121,6 +121,15 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     return phrases
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Turns an image upright, as its EXIF orientation says."""
+    # Pillow also writes all other entries anew, if they are in info, and fails if one is odd, as some phones'
+    # exposure bias of -2/0 is (python-pillow/Pillow#8965).
+    image.getexif()
+    image.info.pop("exif", None)
+    return ImageOps.exif_transpose(image)
+
+
 @tf.autograph.experimental.do_not_convert
 def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     """Decodes an image to uint8 [h, w, channels].
@@ -145,7 +154,7 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
             # Of 16 bits in colour, Pillow drops the lower 8; the mode of a tile is RGB;16L.
             is_deep = image.format == "TIFF" and ";16" in str(image.tile)
             if not is_deep and image.mode[0] not in "IF":
-                picture = ImageOps.exif_transpose(image) if exif else image
+                picture = upright(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
             problem = (

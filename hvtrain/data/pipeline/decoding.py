@@ -1,8 +1,8 @@
 """Decodes images inside the input pipeline, turns them upright and resizes them to one size.
 
 TensorFlow decodes JPEG, PNG, GIF, WebP and BMP. Pillow decodes what TensorFlow cannot decode or would
-misread: photographs to be turned upright, TIFF, AVIF, BMP with a palette, and greyscale images in
-formats that TensorFlow decodes only in colour.
+misread: photographs to be turned upright, TIFF, AVIF, WebP with transparency, BMP with a palette,
+greyscale images in formats that TensorFlow decodes only in colour, and most images of four channels.
 """
 
 import math
@@ -29,23 +29,23 @@ HEAD_BYTES = 4096
 # the orientation; 2 ... 8 mean rotated or mirrored.
 _BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00[\x02-\x08]"
 _LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00[\x02-\x08]\x00"
-# "Exif" marks EXIF data in a JPEG, and "eXIf" is the chunk in a PNG. A WebP has its EXIF data after
-# the pixels, announced by a flag in byte 20.
-_TURNED = (
-    rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})",
-    r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
-)
-_TIFF = (r"II\*\x00", r"MM\x00\*")
-# AVIF, animated WebP, and files whose kind an error message names;
-# see NOT_IMAGES in image_files.py.
-_OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs", r"RIFF\C{4}WEBPVP8X\C{14}ANIM")
+# "Exif" marks EXIF data in a JPEG, and "eXIf" is the chunk in a PNG.
+_TURNED = rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})"
+# TIFF, AVIF, and files whose kind an error message names; see NOT_IMAGES in image_files.py.
+_OTHERS = (r"II\*\x00", r"MM\x00\*", r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs")
+# WebP that may be turned, animated or transparent: TensorFlow does not turn it, and decodes neither an
+# animation nor transparency to three channels. Bit 4 of byte 24 marks transparency in the lossless format.
+_WEBP = r"RIFF\C{4}WEBPVP8(?:X|L\C{8}[\x10-\x1f])"
 # Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
 # of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.
 _FOR_PILLOW = {
-    1: (*_TIFF, *_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
-    3: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x18]"),
-    4: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x20]", "GIF8"),
+    1: (*_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
+    3: (*_OTHERS, r"BM\C{26}[^\x18]", _WEBP),
+    4: _OTHERS,
 }
+# TensorFlow decodes only PNG of 8 or 16 bits (byte 24) to four channels correctly. It refuses JPEG and opaque
+# WebP, makes PNG of fewer bits almost transparent, and takes the unused byte of a 32-bit BMP for alpha.
+_FOUR_CHANNELS = r"\CPNG\C{20}[\x08\x10]\C*"
 
 RESIZES = ("bilinear", "area", "antialias")
 # Values of `fit`, with phrases for the header of a run.
@@ -261,14 +261,12 @@ def _decode_whole(encoded: Any, is_for_pillow: Tensor, sizing: Sizing) -> Tensor
 def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
-    begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
+    begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + ((_TURNED,) if sizing.exif else ()))
     # A single expression takes 0.02 to 0.05 of the 0.7 ms that decoding a JPEG of 224x224 takes. A
     # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 4:
-        # TensorFlow cannot decode a JPEG to four channels. Not a part of the expression above,
-        # since RE2 cannot match single bytes above 127.
-        are_for_pillow |= tf.io.is_jpeg(head)
+        are_for_pillow |= ~tf.strings.regex_full_match(head, _FOUR_CHANNELS)
     return are_for_pillow
 
 
@@ -349,8 +347,8 @@ def _decode_random(
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
-        top, left, rows, columns = tf.unstack(RandomResizedCrop.windows(size[None], draws[None])[0])
-        return image[top : top + rows, left : left + columns]
+        part = RandomResizedCrop.windows(size[None], draws[None])[0]
+        return tf.image.crop_to_bounding_box(image, *tf.unstack(part))
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
     return _resize(image, sizing, (height, width), (0, 0))

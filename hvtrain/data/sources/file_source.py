@@ -272,6 +272,8 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
     """Returns the preprocessing of decoded images, of any size unless sizing.is_fixed."""
     shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
     values = "decoded pixels (tf.io.decode_image, keras.utils.load_img), not divided by 255"
+    if sizing.exif:
+        values += ", turned upright (PIL.ImageOps.exif_transpose)"
     if sizing.is_fixed:
         shape = sizing.image_shape
         values += f", {sizing.phrase()}"

@@ -188,7 +188,7 @@ class ImageFolder(LabelledImages):
                 f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
             )
 
-        # Number of entries in class folders that are not images, by split
+        # Number of entries that are not images in class folders, by split
         # and kind, for the description.
         self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
@@ -241,7 +241,7 @@ class ImageFolder(LabelledImages):
                 "predict classes that it has seen: move these folders, or rename them as in train"
             )
 
-        others = Counter[str]()
+        others = Counter(path.suffix or path.name for path in entries if not path.is_dir())
         files = []
         for name in sorted(names, key=labels.__getitem__):
             for path in visible(folder / names[name]):
@@ -260,7 +260,7 @@ class ImageFolder(LabelledImages):
         for split, others in self._others.items():
             if others:
                 description["warnings"].append(
-                    f"{self._folders[split]}: left out entries that are not images: {counted(others)}"
+                    f"{self._folders[split]}: left out entries that are not images of a class: {counted(others)}"
                 )
         return description
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageColor, ImageOps
+from PIL import ExifTags, Image, ImageColor
 
 from hvtrain.data.formats.folders import visible
-from hvtrain.data.formats.image_files import is_image
+from hvtrain.data.formats.image_files import is_image, upright
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
@@ -80,13 +80,12 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     for color in colors or ():
         try:
             levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color
-            red, green, blue = (int(level) for level in np.broadcast_to(levels, 3))
-        except (TypeError, ValueError):
-            red = green = blue = -1  # Refused below, like any other level out of range.
-        if min(red, green, blue) < 0 or max(red, green, blue) > 255:
+            # bytes() refuses levels outside 0 ... 255.
+            red, green, blue = bytes(int(level) for level in np.broadcast_to(levels, 3))
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"dataset.colors: {color} is not a color; give [red, green, blue], '#rrggbb' or a grey level"
-            )
+            ) from error
         parsed.append((red, green, blue))
 
     if parsed and not num_classes <= len(set(parsed)) == len(parsed) <= num_classes + 1:
@@ -180,7 +179,7 @@ class MaskReader:
     def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
         """Returns the values of a mask, or the classes of its colors, upright and, with is_sized, resized."""
         if self.sizing.exif:
-            labels = ImageOps.exif_transpose(labels)
+            labels = upright(labels)
         # Pillow would clip the values of a single band, such as -9999 in a GeoTIFF, to 0 ... 255.
         if self.colors or len(labels.getbands()) > 1:
             labels = labels.convert("RGB")

@@ -1,6 +1,5 @@
 """Images and masks as files, in folders or in the layout of PASCAL VOC."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import class_labels, listed, percent
-from hvtrain.data.formats.folders import left_out, read_text, split_folders, visible
+from hvtrain.data.formats.folders import left_out, read_text, split_entries, split_folders, visible
 from hvtrain.data.formats.image_files import is_image, sample
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
@@ -26,11 +25,10 @@ from hvtrain.errors import ConfigError, DataError
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
-VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 # Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
-# The file in which a run keeps whether 255 is class 1 or ignored.
-MASKS_FILE = "masks.json"
+# The file by which a run keeps that 255 is class 1, not ignored.
+WHITE_FILE = "white_is_class_1"
 
 
 class SegmentationFolder(ListedImages):
@@ -93,8 +91,7 @@ class SegmentationFolder(ListedImages):
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
-        self._may_be_binary = num_classes == 2 and not colors
-        if self._may_be_binary:
+        if num_classes == 2 and not colors:
             values = set(self._count("train"))
             # A rare class may be missing from the sample, so all masks
             # are searched until one has it.
@@ -106,14 +103,13 @@ class SegmentationFolder(ListedImages):
             self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:
-        if not self._may_be_binary:
-            return {}
-        return {MASKS_FILE: json.dumps({"is_binary": self._masks.is_binary}).encode()}
+        return {WHITE_FILE: b""} if self._masks.is_binary else {}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # Masks of other data are read as the run read its own, whatever their values suggest.
-        if MASKS_FILE in files:
-            self._masks = replace(self._masks, **json.loads(files[MASKS_FILE]))
+        # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
+        # the run's masks held: otherwise only the background would be evaluated.
+        if WHITE_FILE in files:
+            self._masks = replace(self._masks, is_binary=True)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         """Lists the images and masks of each split, and returns warnings about unused entries."""
@@ -219,12 +215,12 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
 
     Raises DataError if a list names an image that does not exist.
     """
-    images = {path.stem: path for path in visible(folder / "JPEGImages")}
+    # Programs for annotation write a file such as NAME.json beside each image.
+    images = {path.stem: path for path in filter(is_image, visible(folder / "JPEGImages"))}
+    lists = {path.stem: path for path in visible(folder / "ImageSets" / "Segmentation")}
     pairs = {}
-    for split, name in VOC_LISTS.items():
-        file = folder / "ImageSets" / "Segmentation" / name
-        if not file.is_file():
-            continue
+    for split, name in split_entries(lists).items():
+        file = lists[name]
         stems = read_text(file).split()
         unknown = [stem for stem in stems if stem not in images]
         if unknown:
