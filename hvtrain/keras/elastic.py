@@ -170,7 +170,15 @@ class Resets(State):
     restore = sync = save
 
 
-class CommitStateCallback(Callback):
+class _StateCallback(Callback):
+    """Base of the callbacks that update or commit an elastic state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+
+class CommitStateCallback(_StateCallback):
     """Commits the state every batches_per_commit batches and after each epoch (every rank).
 
     It commits when the next batch or epoch begins, or at the end of fit, because by then all callbacks
@@ -179,8 +187,7 @@ class CommitStateCallback(Callback):
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.batches_per_commit = batches_per_commit
 
     def commit(self) -> None:
@@ -214,7 +221,7 @@ class CommitStateCallback(Callback):
         self.on_epoch_begin(None)
 
 
-class UpdateBatchStateCallback(Callback):
+class UpdateBatchStateCallback(_StateCallback):
     """Counts the batches done in the current epoch in state.batch; resets it to 0 at the epoch's end.
 
     The first epoch after a reset has only the remaining steps, but at least one. Pass fit the
@@ -227,10 +234,6 @@ class UpdateBatchStateCallback(Callback):
     Raises:
         ValueError: at the start of fit, if Keras does not know the steps in an epoch.
     """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.params.get("steps"):
@@ -263,16 +266,12 @@ class UpdateBatchStateCallback(Callback):
             self.model.stop_training = False
 
 
-class UpdateEpochStateCallback(Callback):
+class UpdateEpochStateCallback(_StateCallback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
     Works with both ways of resuming: fit(epochs=all - state.epoch), and
     fit(initial_epoch=state.epoch, epochs=all), which also gives other callbacks the true epoch.
     """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         # Not computed from `epoch`, whose first value depends on how fit resumed.
