@@ -2,7 +2,7 @@
 
 docs/library.md has an example. `run` calls the decorated function again: from the last commit after
 a rank was lost, from the current state after ranks joined. A joining rank runs the code before that
-call alone, so that code must not use collectives. Create all optimizers there, not in the function,
+call on its own, so that code must not use collectives. Create all optimizers there, not in the function,
 because messages are numbered in the order in which a rank first steps its optimizers. Leave out
 BroadcastGlobalVariablesCallback, which broadcasts only once per process: KerasState.sync broadcasts
 after each reset.

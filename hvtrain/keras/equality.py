@@ -47,7 +47,7 @@ class WeightCheck:
         if model.optimizer:
             trained += model.optimizer.variables
         trained_ids = {id(variable) for variable in trained}
-        unshared_ids = _ids_of_unshared(model)
+        unshared_ids = _unshared_ids(model)
         self._trained = [
             variable
             for variable in trained
@@ -137,8 +137,8 @@ class WeightCheck:
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
 
-def _ids_of_unshared(model: keras.Model) -> set[int]:
-    """Returns the ids of variables that each rank has of its own: rank_variables, local variables and their slots."""
+def _unshared_ids(model: keras.Model) -> set[int]:
+    """Returns the ids of variables that may differ between ranks: rank_variables, local variables and their slots."""
     unshared = list(getattr(model.optimizer, "rank_variables", {}).values())
     hook = hook_of(model.optimizer)
     if hook:

@@ -130,6 +130,7 @@ class Distributed:
                 "a DistributedOptimizer with local variables, or with lists of variables as groups, cannot be copied: "
                 "a copy has other variables; copy the plain optimizer, and wrap the copy"
             )
+        # Keras returns (function, (buffer,)).
         saved = super().__reduce__()[1][0]
         return _load_copy, (saved, self._hvtrain_wrap)  # type: ignore[attr-defined]
 

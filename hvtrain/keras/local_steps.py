@@ -322,7 +322,7 @@ def _make_local(
         or keras.config.dtype_policy().name == "mixed_float16"
     ):
         raise ValueError(
-            "LocalSGD and DiLoCo cannot scale the loss, since each rank would have a scale of its own; use the policy "
+            "LocalSGD and DiLoCo cannot scale the loss, since each rank would have its own scale; use the policy "
             "mixed_bfloat16 or float32"
         )
     for name in ("gradient_accumulation_steps", "use_ema"):

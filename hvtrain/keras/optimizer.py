@@ -67,9 +67,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
     Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
-    all ranks see an overflow on any of them and skip the step together. Only a loss that goes through
-    its scale_loss is scaled. With compile(auto_scale_loss=False), and in a custom loop that does not
-    call scale_loss, nothing is.
+    all ranks see an overflow on any of them and skip the step together. The loss is scaled only if it
+    goes through scale_loss, which compile(auto_scale_loss=False) and some custom loops leave out.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.

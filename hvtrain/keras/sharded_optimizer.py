@@ -158,6 +158,7 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
     parts = []
     offset = 0
     for variable, size in zip(variables, sizes):
+        # The rank's borders, as positions in this variable; its part is empty if both are at the same end.
         begin, end = (min(max(border - offset, 0), size) for border in borders[rank : rank + 2])
         own = variable if end - begin == size else _copy(variable, end - begin)
         parts.append(Part(variable, own, begin, process_set))

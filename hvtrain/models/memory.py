@@ -220,6 +220,7 @@ def recompute(model: Model) -> None:
         if not all(map(tf.is_tensor, tensors)):
             return run_graph(inputs, operation_fn, call_fn)
 
+        # The values computed so far, by the id of their symbolic tensor.
         known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
             # Recomputing the last segment would save nothing, since its backward pass comes first.

@@ -1,6 +1,7 @@
 """Formats a forecast as lines of text and as JSON."""
 
 import argparse
+import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import counted, duration
 
 
-def amount(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Formats a number of bytes in decimal units, as is usual for the sizes of models.
 
-    >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
+    >>> format_bytes(102_334_368), format_bytes(6.24e9), format_bytes(1_234_000), format_bytes(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
     for unit, length in (("GB", 1e9), ("MB", 1e6)):
@@ -66,7 +67,7 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 
 def checkpoint_bytes(forecast: Forecast) -> int:
-    """Returns the bytes of a checkpoint, including state that each rank has of its own."""
+    """Returns the bytes of a checkpoint, including each rank's own state."""
     own = method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
     ranks = forecast.plan.size
     return forecast.footprint.checkpoint_bytes + (ranks * own if ranks > 1 else 0)
@@ -76,7 +77,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     """Returns the lines about the run that do not depend on the predicted step time."""
     config = forecast.config
     plan = forecast.plan
-    num_hosts = -(-plan.size // options.ranks_per_host)
+    num_hosts = math.ceil(plan.size / options.ranks_per_host)
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
@@ -105,7 +106,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
         ("memory", _memory(forecast)),
         (
             "checkpoint",
-            f"{amount(size)}; {num_checkpoints} of them are kept: {amount(num_checkpoints * size)}",
+            f"{format_bytes(size)}; {num_checkpoints} of them are kept: {format_bytes(num_checkpoints * size)}",
         ),
         ("launch", launch_line(forecast, options)),
     ]
@@ -135,9 +136,9 @@ def _steps(forecast: Forecast) -> str:
 
 def _memory(forecast: Forecast) -> str:
     parts = memory(forecast, method_of(forecast.config.strategy))
-    total = amount(sum(parts.values()))
+    total = format_bytes(sum(parts.values()))
 
-    shown = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if "activations" in parts:
         return f"about {total} per rank: {shown} (an estimate)"
     return (
@@ -165,11 +166,11 @@ def step_lines(
 
     lines += [
         f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
-        f"{amount(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
+        f"{format_bytes(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
         f"{when}",
     ]
     if forecast.row_bytes:
-        received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
+        received = format_bytes(forecast.row_bytes * (num_ranks - 1) / num_ranks)
         lines.append(
             f"{'tables':<15}a rank receives up to {received} of sharded rows per step, and sends gradients of "
             "the same size; the time for this is not included"
@@ -212,8 +213,8 @@ def advice_lines(
         f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result",
     ]
     for method, cost in costs.items():
-        sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
-        size = amount(sum(memory(forecast, method).values()))
+        sent = format_bytes(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
+        size = format_bytes(sum(memory(forecast, method).values()))
         lines.append(
             f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"
             f"{costs[METHODS[0]].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"

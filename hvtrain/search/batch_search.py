@@ -167,7 +167,7 @@ class BatchSearch:
 
     def _lacking_memory(self, size: int) -> str:
         """Predicts the memory for this size. Returns "", or which host lacks it."""
-        # On a GPU, activations take no memory of the host. The GPU's memory is not predicted: running
+        # With a GPU, activations do not use the host's memory. The GPU's memory is not predicted: running
         # out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
@@ -190,9 +190,8 @@ class BatchSearch:
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
 
-        exhausted = [
-            rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits
-        ]
+        fits_by_rank = self.comm.gather(self._fits(run))
+        exhausted = [rank for rank, fits in enumerate(fits_by_rank) if not fits]
         if exhausted:
             return f"train.batch_size={size} exceeds the memory of {named(exhausted)}"
 

@@ -342,8 +342,8 @@ def train_trial(
     # Beside the run folder, since the run creates that itself.
     log = folder.with_suffix(".txt")
 
-    # The last epoch that was judged. Each is judged once, however often the file is read.
-    newest = 0
+    # Each epoch is judged once, however often the file is read.
+    last_judged = 0
     with started(command, log) as process:
         has_ended = False
         while not has_ended:
@@ -358,9 +358,9 @@ def train_trial(
             # All new epochs are judged, even after one that should be pruned, because later trials are
             # compared with them.
             verdicts = [
-                should_prune(epoch, value) for epoch, value in values.items() if epoch > newest
+                should_prune(epoch, value) for epoch, value in values.items() if epoch > last_judged
             ]
-            newest = max(values, default=newest)
+            last_judged = max(values, default=last_judged)
             # A run that has already ended keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
                 # On SIGTERM, all ranks save and stop together.

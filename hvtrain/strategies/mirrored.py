@@ -249,7 +249,7 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
         with initializing_devices(NAME):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
-        # Otherwise a child process would take it for a cluster that the user has set up.
+        # Otherwise a child process would mistake it for a cluster that the user has set up.
         os.environ.pop("TF_CONFIG", None)
 
 

@@ -163,7 +163,7 @@ Runs the same training under each strategy: short runs that take turns, for the 
 Prints a table and the conclusions, and writes compare.html, compare.json and compare.png.""",
         epilog=f"""\
 {RUN_SETTINGS}
-A strategy with settings of its own is written NAME@SETTING=VALUE@...
+To give a strategy its own settings, write it as NAME@SETTING=VALUE@...
 
 examples:
   python -m hvtrain compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
