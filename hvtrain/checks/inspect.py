@@ -172,7 +172,7 @@ def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
             pairs.append((f"{facts.name} {number * facts.step}", text))
     if not pairs:
         return []
-    return [Texts("Texts", "The first examples.", pairs, goes_on=False)]
+    return [Texts("Texts", "The first examples.", pairs, is_continuation=False)]
 
 
 PAGE_FILE = "inspect.html"

@@ -85,7 +85,7 @@ def run_command(name: str) -> int:
 
 
 def first_word(words: Sequence[str]) -> str | None:
-    """Returns the first word if it can name a command, being neither an option nor a setting; else None.
+    """Returns the first word if it can be a command, and not an option or a setting; else None.
 
     >>> first_word(["evaluate", "run=runs/a"]), first_word(["model=cnn"]), first_word(["~callbacks"]), first_word([])
     ('evaluate', None, None, None)
@@ -94,7 +94,7 @@ def first_word(words: Sequence[str]) -> str | None:
 
 
 def help_text() -> str:
-    """Returns the list of commands for the help text: the table without the functions, indented."""
+    """Returns the list of commands for the help text: TABLE without the functions, indented."""
     text = re.sub(r"(?m)^(\S.*)$", r"\1:", TABLE)
     text = re.sub(r"(?m)^(  \S+ +)\S+ +", r"\1", text)
     return textwrap.indent(text.rstrip(), "  ")

@@ -45,7 +45,7 @@ class Pictures(Figure):
     Args:
         pictures: (PNG in base64, caption) pairs.
         legend: (name, "#rrggbb") pairs.
-        panels: Number of images side by side in each picture. The page leaves room for them.
+        panels: Number of images side by side in each picture, for its width on the page.
     """
 
     pictures: list[tuple[str, str]]
@@ -60,11 +60,11 @@ class Texts(Figure):
 
     Args:
         pairs: (input, model output) pairs.
-        goes_on: True if the output continues the input, so that the page shows both on one line.
+        is_continuation: True if the output continues the input; the page then shows both on one line.
     """
 
     pairs: list[tuple[str, str]]
-    goes_on: bool
+    is_continuation: bool
     kind: str = "texts"
 
 

@@ -378,9 +378,11 @@ class WeightCheckCallback(Callback):
 
     def _compare(self, when: str) -> None:
         hook: Any = hook_of(self.model.optimizer)
-        are_apart = (
-            hook and hook.averages_weights and hook.are_apart(int(self.model.optimizer.iterations))
+        have_diverged = (
+            hook
+            and hook.averages_weights
+            and hook.have_diverged(int(self.model.optimizer.iterations))
         )
-        if self.check is not None and self._is_due and not are_apart:
+        if self.check is not None and self._is_due and not have_diverged:
             self.check(when)
             self._is_due = False

@@ -1,8 +1,7 @@
 """Compression of gradients: the formats to choose from, and the state that they keep between steps.
 
-The formats are defined in wire_formats.py. What a lossy format drops from a step's gradients is
-kept and added to those of the next step (error feedback; Karimireddy et al. 2019,
-arXiv:1901.09847).
+The formats are defined in wire_formats.py. Error feedback (Karimireddy et al. 2019, arXiv:1901.09847)
+keeps the error that a lossy format makes in a step, and adds it to the gradients of the next one.
 """
 
 from collections.abc import Sequence
@@ -84,24 +83,24 @@ class CompressedReduction:
         def compressed():
             return self.wire.reduce(tensors, projections, name, self.process_set)
 
-        def whole():
+        def uncompressed():
             means = average(tensors, f"{name}_whole", self.process_set)
             return means, [tf.zeros_like(tensor) for tensor in tensors]
 
         if self.wire.whole_steps:
-            means, losses = tf.cond(
-                self.memory["same/steps"] < self.wire.whole_steps, whole, compressed
+            means, new_errors = tf.cond(
+                self.memory["same/steps"] < self.wire.whole_steps, uncompressed, compressed
             )
         else:
-            means, losses = compressed()
+            means, new_errors = compressed()
 
-        def keep():
-            for error, loss in zip(errors, losses):
-                error.assign(tf.cast(loss, error.dtype))
+        def store_errors():
+            for error, new_error in zip(errors, new_errors):
+                error.assign(tf.cast(new_error, error.dtype))
 
-        # A step that overflows must not change the errors. The means are the same on all ranks, and
-        # so is the branch taken. With tf.where() instead, compression would take a tenth longer.
-        tf.cond(are_finite(means), keep, lambda: None)
+        # A step that overflows must not change the errors. The means are the same on all ranks, so all
+        # take the same branch. With tf.where() instead, compression would take a tenth longer.
+        tf.cond(are_finite(means), store_errors, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 
     def end_step(self) -> list[Any]:
@@ -115,7 +114,7 @@ def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
     num_bytes = 0
     for tensor in tensors:
-        # Horovod adds no bfloat16, which is sent as float32.
+        # Horovod cannot add bfloat16, so it is sent as float32.
         item_bytes = 4 if tensor.dtype == tf.bfloat16 else tensor.dtype.size
         if compression is Compression.fp16:
             item_bytes = 2

@@ -1,10 +1,10 @@
 """Training that continues when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
 docs/library.md has an example. `run` calls the decorated function again: from the last commit after
-a rank was lost, from the current state after ranks joined. A rank that joins runs the code before that
+a rank was lost, from the current state after ranks joined. A joining rank runs the code before that
 call on its own, so that code must not use collectives. Create all optimizers there, not in the function,
-because messages are named by the order in which a rank first steps its optimizers. Leave out
-BroadcastGlobalVariablesCallback, which broadcasts only once in a process: KerasState.sync broadcasts
+because messages are numbered in the order in which a rank first steps its optimizers. Leave out
+BroadcastGlobalVariablesCallback, which broadcasts only once per process: KerasState.sync broadcasts
 after each reset.
 """
 
@@ -37,11 +37,11 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def converted(state, *args, **kwargs):
+    def wrapper(state, *args, **kwargs):
         with raise_for_elastic():
             return func(state, *args, **kwargs)
 
-    return run_fn(converted, _restart)
+    return run_fn(wrapper, _restart)
 
 
 def _restart() -> None:
@@ -54,15 +54,15 @@ def _restart() -> None:
 class KerasState(ObjectState):
     """State that must be equal on all ranks: weights, the optimizer's variables, and attributes.
 
-    The seeds of dropout and other random layers stay each rank's own. After a reset Keras traces its
-    functions again, because the number of ranks is a constant in the graph. For the same reason, create
-    a tf.function of your own inside the function that `run` repeats.
+    Each rank keeps its own seeds for dropout and other random layers. After a reset Keras retraces its
+    functions, because the number of ranks is a constant in their graphs. For the same reason, create
+    your own tf.functions inside the function that `run` repeats.
 
     Args:
         model: a built Keras model.
-        optimizer: default: the one that the model is compiled with.
+        optimizer: the model's optimizer; None: the one that the model is compiled with.
         kwargs: further values to keep in sync, such as batch=0, epoch=0; they become attributes of
-            this object. They are copied at each commit, so restore also undoes changes inside a list.
+            this object. Each commit makes deep copies, so restore also undoes changes inside a list.
 
     Raises:
         ValueError: if the model is not built and so has no weights yet; if its optimizer's slots are
@@ -81,13 +81,13 @@ class KerasState(ObjectState):
         hook = hook_of(self.optimizer)
         if hook and hook.reducer.gathers_weights:
             raise ValueError(
-                "a lost rank would take its part of the slots with it; leave out shard=True"
+                "KerasState cannot keep sharded slots, since a lost rank takes its part with it; leave out shard=True"
             )
         keeps_errors = hook and getattr(hook.reducer.compression, "keeps_errors", False)
         if keeps_errors or getattr(hook, "outer", None):
             raise ValueError(
-                "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo; use "
-                "Compression.bf16, or LocalSGD"
+                "KerasState cannot keep the errors of a compression or the anchors of DiLoCo, which a joining rank "
+                "would lack; use Compression.bf16, or LocalSGD"
             )
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
         self.save()
@@ -106,7 +106,7 @@ class KerasState(ObjectState):
         self.__dict__.update(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Sets the state to that of rank 0, and saves it (every rank)."""
+        """Broadcasts the state of rank 0, and saves it (every rank)."""
         with raise_for_elastic():
             variables = self._variables()
             if variables:
@@ -121,7 +121,7 @@ class KerasState(ObjectState):
         self.save()
 
     def reset(self) -> None:
-        """Makes Keras trace again: the number of ranks is a constant in its graphs."""
+        """Makes Keras retrace its functions: the number of ranks is a constant in their graphs."""
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
@@ -143,7 +143,7 @@ class Resets(State):
     """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 
     All ranks, including new ones, start at the beginning of the function, so that none waits in a
-    collective that another does not enter. The function may create optimizers. It must call
+    collective that others never enter. The function may create optimizers. It must call
     check_host_updates (every rank), which restarts it if ranks are joining or leaving.
     """
 
@@ -170,29 +170,36 @@ class Resets(State):
     restore = sync = save
 
 
-class CommitStateCallback(Callback):
+class _StateCallback(Callback):
+    """Base of the callbacks that update or commit an elastic state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+
+class CommitStateCallback(_StateCallback):
     """Commits the state every batches_per_commit batches and after each epoch (every rank).
 
-    The commit is made when the next batch or epoch begins, or at the end of fit. By then all callbacks,
-    in whatever order, have updated the state. Nor does a commit fall between an epoch's last batch and
-    its end: resumed from there, fit would have to run an epoch without batches.
+    It commits when the next batch or epoch begins, or at the end of fit, because by then all callbacks
+    have updated the state, whatever their order. It never commits between an epoch's last batch and the
+    epoch's end: to resume from there, fit would have to run an epoch without batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.batches_per_commit = batches_per_commit
 
     def commit(self) -> None:
         self.state.commit()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # fit starts anew after each reset, so all ranks count from the same batch.
+        # fit starts over after each reset, so all ranks count from the same batch.
         self.batches_remaining = self.batches_per_commit
         self._epoch_ended = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # More than one with steps_per_execution.
+        # With steps_per_execution, one call covers several batches.
         self.batches_remaining -= batch - self._first_batch + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -214,23 +221,19 @@ class CommitStateCallback(Callback):
         self.on_epoch_begin(None)
 
 
-class UpdateBatchStateCallback(Callback):
-    """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
+class UpdateBatchStateCallback(_StateCallback):
+    """Counts the batches done in the current epoch in state.batch; resets it to 0 at the epoch's end.
 
-    The first epoch after a reset has only the remaining steps, at least one. Pass fit the
-    steps_per_epoch of a whole epoch, and data that start at batch state.batch. If the number of
+    The first epoch after a reset has only the remaining steps, but at least one. Pass fit the
+    steps_per_epoch of a whole epoch, and data that starts at batch state.batch. If the number of
     steps in an epoch depends on the number of ranks, rescale state.batch before fit.
 
-    Horovod's callback keeps the index of the last batch since the reset instead. That repeats one batch,
-    and after a second reset in one epoch it forgets the batches before the first.
+    Horovod's callback stores the index of the last batch since the reset instead. So it repeats one batch,
+    and after a second reset in the same epoch it forgets the batches before the first.
 
     Raises:
         ValueError: at the start of fit, if Keras does not know the steps in an epoch.
     """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.params.get("steps"):
@@ -263,17 +266,13 @@ class UpdateBatchStateCallback(Callback):
             self.model.stop_training = False
 
 
-class UpdateEpochStateCallback(Callback):
+class UpdateEpochStateCallback(_StateCallback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
-    Works with both ways to resume: fit(epochs=all - state.epoch), and
+    Works with both ways of resuming: fit(epochs=all - state.epoch), and
     fit(initial_epoch=state.epoch, epochs=all), which also gives other callbacks the true epoch.
     """
 
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Not from `epoch`, whose first value depends on how fit resumed.
+        # Not computed from `epoch`, whose first value depends on how fit resumed.
         self.state.epoch += 1

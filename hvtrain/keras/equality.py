@@ -47,26 +47,26 @@ class WeightCheck:
         if model.optimizer:
             trained += model.optimizer.variables
         trained_ids = {id(variable) for variable in trained}
-        own_ids = _ids_of_own(model)
+        unshared_ids = _unshared_ids(model)
         self._trained = [
-            item
-            for item in trained
-            if id(item) not in own_ids
-            and not hasattr(item, "rank_part")
+            variable
+            for variable in trained
+            if id(variable) not in unshared_ids
+            and not hasattr(variable, "rank_part")
             # Each rank accumulates its own gradients; only their mean over the ranks is applied.
-            and not item.name.endswith("gradient_accumulator")
+            and not variable.name.endswith("gradient_accumulator")
         ]
         self._untrained = [
-            item
-            for item in model.weights
-            if id(item) not in trained_ids and not hasattr(item, "rank_part")
+            variable
+            for variable in model.weights
+            if id(variable) not in trained_ids and not hasattr(variable, "rank_part")
         ]
-        # After steps that overflowed, a checkpoint holds gradients that are still accumulated. It
-        # gets those of one rank; their mean over the ranks is as good as each rank's own.
+        # After steps that overflowed, a checkpoint may be due while gradients are still accumulated. It
+        # stores one rank's, so they are averaged first, which does not change the step.
         self._untrained += [
-            item
-            for item in trained
-            if item.name.endswith("gradient_accumulator") and not hasattr(item, "rank_part")
+            variable
+            for variable in trained
+            if variable.name.endswith("gradient_accumulator") and not hasattr(variable, "rank_part")
         ]
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
@@ -96,7 +96,7 @@ class WeightCheck:
         weights_made_equal()
 
     def average_untrained(self) -> None:
-        """Sets weights that no gradient trains, and accumulated gradients, to their means over the ranks (every rank).
+        """Sets weights that no gradient trains, and accumulated gradients, to their mean over the ranks (every rank).
 
         Means are computed in double precision, so that the mean of equal values is exactly that value,
         on any number of ranks.
@@ -111,7 +111,7 @@ class WeightCheck:
             floating = [
                 variable for variable in different if keras.backend.is_float_dtype(variable.dtype)
             ]
-            # One by one, since accumulated gradients are as large as the weights.
+            # One at a time, since accumulated gradients are as large as the weights.
             for variable in floating:
                 (total,) = sum_arrays([variable.numpy()])
                 variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
@@ -137,17 +137,19 @@ class WeightCheck:
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
 
-def _ids_of_own(model: keras.Model) -> set[int]:
-    """Returns the ids of each rank's own variables: rank_variables, local variables and the slots of these."""
-    own = list(getattr(model.optimizer, "rank_variables", {}).values())
+def _unshared_ids(model: keras.Model) -> set[int]:
+    """Returns the ids of variables that may differ between ranks: rank_variables, local variables and their slots."""
+    unshared = list(getattr(model.optimizer, "rank_variables", {}).values())
     hook = hook_of(model.optimizer)
     if hook:
         local_ids = hook.reducer.local_ids
-        local = [item for item in model.trainable_variables if variable_id(item) in local_ids]
+        local = [
+            variable for variable in model.trainable_variables if variable_id(variable) in local_ids
+        ]
         prefixes = tuple(f"{slot_prefix(variable)}_" for variable in local)
         slots = [slot for slot in model.optimizer.variables if slot.name.startswith(prefixes)]
-        own += [*local, *slots]
-    return {id(variable) for variable in own}
+        unshared += [*local, *slots]
+    return {id(variable) for variable in unshared}
 
 
 def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str) -> str:
@@ -158,8 +160,8 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     position, fingerprints = next(iter(different.items()))
     # The most common value is assumed to be right.
     votes = [row.tobytes() for row in fingerprints]
-    usual, _ = Counter(votes).most_common(1)[0]
-    reference = votes.index(usual)
+    majority, _ = Counter(votes).most_common(1)[0]
+    reference = votes.index(majority)
 
     # Broadcast only the first variable that differs, not the whole model.
     own = np.asarray(variables[position].numpy(), np.float64)
@@ -170,7 +172,7 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     gathered = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
     gaps, hosts = zip(*gathered)
 
-    wrong = [rank for rank, vote in enumerate(votes) if vote != usual]
+    wrong = [rank for rank, vote in enumerate(votes) if vote != majority]
     largest = max(gaps[rank] for rank in wrong)
     ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong[:MAX_NAMED_RANKS])
     if len(wrong) > MAX_NAMED_RANKS:
@@ -181,7 +183,7 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     return (
         f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
         f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
-        "training stops, and the last checkpoint predates it; look for what changes weights on one rank alone"
+        "training stops, and the last checkpoint predates it; look for code that changes weights on one rank only"
     )
 
 

@@ -1,4 +1,4 @@
-"""Functions on a rank's gradients: checks that they are finite, handles sparse rows, groups them by message."""
+"""Functions on gradients: checks for non-finite values, sums of sparse rows, and groups that form a message."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ exchanges_rows = False
 class FiniteCheck:
     """Fails a step on all ranks, before it changes weights, if its gradients are not finite.
 
-    NaN and infinity survive the sum over the ranks, so every rank sees them in the result, and no message
-    is needed to agree. Only when a step fails do the ranks tell each other whose own gradient was at
-    fault; at_fault, int32 [ranks], keeps the answer. The step fails on every rank with
+    NaN and infinity survive the sum over the ranks, so every rank sees them in the result, and the ranks
+    need no message to agree. Only when a step fails do they tell each other whose own gradients were at
+    fault; at_fault, int32 [ranks], keeps the result. The step fails on every rank with
     tf.errors.InvalidArgumentError, whose message contains NOT_FINITE.
     """
 
     def __init__(self, waits: bool = False) -> None:
-        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so
-        # there the update begins at once unless `waits`; gradients that are not finite are replaced
-        # by zeros, and the step fails all the same.
+        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so by
+        # default the update there begins at once: non-finite gradients are replaced by zeros, and the
+        # step still fails.
         self.waits = waits or not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
@@ -66,8 +66,8 @@ class FiniteCheck:
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
-        # One pass gives both the norm and the check. Only if the sum of squares is not finite does
-        # a second one look at the values, since the square of a finite value may be infinite.
+        # One pass gives both the norm and the check. A second pass over the values is needed only if
+        # the sum of squares is not finite, since the square of a finite value may be infinite.
         halves = [tf.cast(tf.nn.l2_loss(value), tf.float32) for value in _values(reduced)]
         half_squares = tf.add_n([tf.zeros([]), *halves])
         all_finite = tf.cond(
@@ -75,16 +75,16 @@ class FiniteCheck:
         )
         if loss_scale is not None:
             self._norm.assign(half_squares / loss_scale**2)
-        is_fine = tf.logical_or(all_finite, excused)
-        # In a branch, so that the exchange costs nothing in a step that is fine.
-        passed = tf.cond(is_fine, tf.no_op, fail)
+        passes = tf.logical_or(all_finite, excused)
+        # In a branch, so that the exchange costs nothing in a step that passes.
+        check = tf.cond(passes, tf.no_op, fail)
 
-        def zeros_unless_fine(values):
-            return tf.where(is_fine, values, tf.zeros_like(values))
+        def zeros_if_failed(values):
+            return tf.where(passes, values, tf.zeros_like(values))
 
         if not self.waits:
-            return [map_values(zeros_unless_fine, gradient) for gradient in reduced]
-        with tf.control_dependencies([passed]):
+            return [map_values(zeros_if_failed, gradient) for gradient in reduced]
+        with tf.control_dependencies([check]):
             return [map_values(tf.identity, gradient) for gradient in reduced]
 
     @property
@@ -102,8 +102,8 @@ class FiniteCheck:
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns a boolean tensor, True if all values are finite.
 
-    It takes a single pass, because a tensor's sum is not finite if one of its values is not. A sum of finite
-    values that overflows counts as not finite too.
+    Takes a single pass: a tensor's sum is not finite if one of its values is not. Finite values whose sum
+    overflows count as non-finite too.
     """
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in _values(gradients)]
     return tf.math.is_finite(tf.add_n([tf.zeros([]), *sums]))
@@ -120,7 +120,7 @@ def _values(gradients: Sequence[Any]) -> list[tf.Tensor]:
 def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums the rows that have the same index; returns the sums and the distinct indices.
 
-    It runs on the CPU, which sums in order, so that the result is the same on every rank to the bit.
+    Runs on the CPU, which sums in order, so the result is bit-identical on all ranks.
 
     Args:
         values: rows [n, ...].
@@ -140,7 +140,7 @@ def expect_rows(op: int) -> None:
     global exchanges_rows
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(
-            "only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops, and shard no table"
+            "only Average and Sum reduce IndexedSlices; for other ops pass sparse_as_dense=True, and shard no table"
         )
     exchanges_rows = True
 
@@ -149,10 +149,10 @@ def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.Ind
     """Returns the rows of all ranks, in the order of the ranks (every rank)."""
     options = {"process_set": process_set, "ignore_name_scope": True}
     dtype = slices.values.dtype
-    # Horovod gathers no bfloat16.
+    # Horovod cannot gather bfloat16.
     sent = tf.cast(in_every_step(slices.values), tf.float32 if dtype == tf.bfloat16 else dtype)
     values = hvd.allgather(sent, name=f"{name}_values", **options)
-    # Constant for an embedding of positions, which are the same in all batches.
+    # Also for indices, which are constant for a position embedding.
     indices = hvd.allgather(in_every_step(slices.indices), name=f"{name}_indices", **options)
     return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
 
@@ -201,7 +201,7 @@ def group_by_message(
         rest = dense
         for group in groups:
             ids = {variable_id(variable) for variable in group}
-            # Only in the first group that names it, or its gradient would be reduced twice.
+            # A variable counts only in the first group that names it, or its gradient would be reduced twice.
             parts.append([i for i in rest if variable_id(variables[i]) in ids])
             rest = [i for i in rest if i not in parts[-1]]
         parts += [[i] for i in rest]

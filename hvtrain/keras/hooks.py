@@ -1,8 +1,8 @@
 """Mixins behind DistributedOptimizer: they decide where in a step the gradients are reduced.
 
-`make_distributed` puts a mixin before the class of the wrapped optimizer. The mixin reduces as the
-step is entered, before anything that the optimizer's own class does. So a class that overrides the
-step, transforms gradients or passes them on to other optimizers works on the joint gradient too.
+`make_distributed` puts a mixin before the class of the wrapped optimizer. The mixin reduces on entry
+to the step, before any code of the optimizer's own class runs. So a class that overrides the step,
+transforms gradients or passes them on to other optimizers works on the joint gradient too.
 """
 
 import io
@@ -24,7 +24,7 @@ from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import RecordsVariables, take_tables
+from hvtrain.keras.table_steps import RecordsVariables, prepare_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
-    # What a LossScaleOptimizer does if no loss went through its scale_loss. True: it raises an
-    # error. False: it steps on the gradients as they are.
+    # If no loss went through its scale_loss, a LossScaleOptimizer raises an error (True) or steps
+    # on the gradients as they are (False).
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
-    # Steps from one exchange with the other ranks to the next.
+    # Number of steps from one exchange with the other ranks to the next.
     every: int = 1
     # True for LocalSGD and DiLoCo, which exchange weights.
     averages_weights: bool = False
@@ -49,8 +49,8 @@ class Hook:
         """Called after a broadcast of the weights."""
 
 
-# Its attribute `optimizers` lists the distributed optimizers whose step this thread has entered,
-# the outermost first.
+# Attribute `optimizers`: the stack of distributed optimizers whose step this thread has entered,
+# outermost first.
 _active = threading.local()
 
 
@@ -87,7 +87,7 @@ class VariableList(list[Any]):
 
 
 class Distributed:
-    """Reduces the gradients once, as the step is entered, whatever the step calls in turn."""
+    """Reduces the gradients once, on entry to the step, even if the step calls other optimizers' steps."""
 
     _hvtrain: Hook
 
@@ -97,20 +97,20 @@ class Distributed:
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """State by name that a plain optimizer lacks: see CompressedReduction.prepare."""
+        """State that a plain optimizer does not have, by name; see CompressedReduction.prepare."""
         compressed = self._hvtrain.reducer.compressed
         return compressed.memory if compressed else {}
 
     def build(self, variables: Any) -> None:
         super().build(variables)  # type: ignore[misc]
-        self._take_variables(variables)
+        self._prepare_variables(variables)
 
-    def _take_variables(self, variables: Any) -> None:
-        """Prepares for all variables that the optimizer is built with, whichever a step is given."""
+    def _prepare_variables(self, variables: Any) -> None:
+        """Prepares for all variables that the optimizer is built with; a step may use only some of them."""
         reducer = self._hvtrain.reducer
         if reducer.compressed and not reducer.is_alone:
             reducer.compressed.prepare(list(variables))
-        take_tables(self, variables)
+        prepare_tables(self, variables)
 
     def save_own_variables(self, store: Any) -> None:
         if not any(hasattr(variable, "rank_part") for variable in self.variables):
@@ -130,12 +130,13 @@ class Distributed:
                 "a DistributedOptimizer with local variables, or with lists of variables as groups, cannot be copied: "
                 "a copy has other variables; copy the plain optimizer, and wrap the copy"
             )
+        # Keras returns (function, (buffer,)).
         saved = super().__reduce__()[1][0]
         return _load_copy, (saved, self._hvtrain_wrap)  # type: ignore[attr-defined]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         known = getattr(self, "_trainable_variables", ())
-        # Keras would count the parts of a sharded optimizer's variables too.
+        # Keras would count a sharded optimizer's parts as variables too.
         if trainable_variables is None and len(known) == len(grads):
             trainable_variables = known
         variables = None if trainable_variables is None else list(trainable_variables)
@@ -156,7 +157,7 @@ class Distributed:
         return self._hvtrain.reducer.scale_loss(super().scale_loss(loss))  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of this variable on its rank.
+        """Makes each rank use its own gradient of this variable.
 
         Raises:
             ValueError: with check_finite, shard or global_clipnorm, which need gradients that all ranks share.
@@ -177,7 +178,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes an optimizer from its config; it reduces too."""
+        """Creates an optimizer from its config; like this one, it reduces gradients."""
         # make_distributed puts the class that it wraps second among the bases.
         wrapped_class: Any = cls.__bases__[1]
         return cls._hvtrain_wrap(wrapped_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
@@ -185,9 +186,9 @@ class Distributed:
     def _reduce(self, grads, variables):
         """Returns the gradients of the joint batch, reduced over all ranks."""
         reducer = self._hvtrain.reducer
-        come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
+        are_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
         # Averaging what is already averaged changes nothing.
-        if come_from_tape and (reducer.op != hvd.Average or reducer.scale != 1.0):
+        if are_from_tape and (reducer.op != hvd.Average or reducer.scale != 1.0):
             raise ValueError(
                 "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
                 "would reduce them twice; use a plain optimizer, or a plain tape"
@@ -253,7 +254,7 @@ class DistributedLossScale(Distributed):
     def _check(self, own, reduced, loss_scale=1.0):
         """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
-        With a scale below 1, values that are not finite are no overflow but in the gradient itself.
+        With a scale below 1, scaling cannot overflow, so non-finite values come from the gradient itself.
         """
         if not self._hvtrain.loss_was_scaled:
             return super()._check(own, reduced, loss_scale)  # No step is skipped.
@@ -324,10 +325,10 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank
     # would then decide alone whether to step, ranks that step would wait for those that skip, and
     # the loss would be scaled twice. Only the call stack reveals such an optimizer.
-    callers = (
+    caller_files = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )
-    if begins_step and any(name.endswith("loss_scale_optimizer.py") for name in callers):
+    if begins_step and any(name.endswith("loss_scale_optimizer.py") for name in caller_files):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"

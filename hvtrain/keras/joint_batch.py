@@ -2,8 +2,8 @@
 
 Keras's own BatchNormalization sees only one rank's batch. Here each rank sends its mean, its sum of squared
 deviations and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's
-layer for Keras 2 reduces means of squares instead, and loses the variance if the mean is large:
-with a mean of thousands of standard deviations, no digit of the variance is right.
+layer for Keras 2 reduces means of squares instead, and loses the variance if the mean is large: if it
+is thousands of standard deviations, no digit of the variance is right.
 """
 
 from typing import Any
@@ -78,7 +78,7 @@ def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
         "a mask or an ignored label needs none)"
     )
     name = positional_name("joint_denominator")
-    # It is constant if all weights are 1 and the batch's size is known while the step is traced.
+    # A constant if all weights are 1 and the batch's size is known while the step is traced.
     numbers = in_every_step(number[None])
     return hvd.allreduce(numbers, op=hvd.Average, name=name, ignore_name_scope=True)[0]
 
@@ -128,7 +128,7 @@ def joint_batch(rows: Any) -> Any:
 
         return hvd.allgather(own, name=name, ignore_name_scope=True), gradient
 
-    # The number of rows is constant if it is known while the step is traced.
+    # The lengths are constant if the number of rows is known while the step is traced.
     return gather(in_every_step(rows))
 
 
@@ -247,8 +247,8 @@ def _rows_of_all_ranks(row):
     """Returns a matrix [ranks, ...] of all ranks' rows.
 
     It is the sum of the ranks' matrices, each of which is zero except for the rank's own row. An
-    allgather would fail once a rank has joined (hvd.join). In the sum such a rank's row is zeros,
-    and so is its count.
+    allgather would fail once a rank has called hvd.join. Such a rank adds zeros to the sum, so its count
+    is 0.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])

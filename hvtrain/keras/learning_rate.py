@@ -67,8 +67,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.initial_lr is None:
             if is_elastic():
                 raise ValueError(
-                    "initial_lr=None in an elastic job: a rank that joins gets a rate that is already changed; pass "
-                    "the number that the optimizer began with"
+                    "initial_lr=None in an elastic job: a rank that joins would take over a rate that has already "
+                    "changed; pass the optimizer's initial rate"
                 )
             self.initial_lr = float(self.model.optimizer.learning_rate)
         if not self.staircase and not self.steps_per_epoch:
@@ -108,11 +108,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # In these, momentum contains the rate. In Adam and Muon, whose slots have the same names,
-        # it does not.
-        has_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop)
-        # There is no ratio to a rate of 0.
-        if self.momentum_correction and has_rate and old_rate not in (0, new_rate):
+        # The slots of these two contain the rate. Those of Adam and Muon do not, despite the same
+        # names.
+        slots_contain_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop)
+        # A rate of 0 has no ratio to another one.
+        if self.momentum_correction and slots_contain_rate and old_rate not in (0, new_rate):
             # Keras calls the slots `momentums` in SGD and `_momentums` in RMSprop. Before the
             # optimizer is built there are none.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])

@@ -20,8 +20,7 @@ from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.optimizer import check_is_plain
 from hvtrain.keras.reduction import Reducer
 
-# Settings of DiLoCo's outer optimizer in the paper's experiments
-# (Douillard et al. 2023, section 3).
+# Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3).
 OUTER_RATE = 0.7
 OUTER_MOMENTUM = 0.9
 
@@ -35,19 +34,19 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
 ) -> Optimizer:
     """Makes this optimizer step on its rank's own gradients, and average the weights every few steps.
 
-    Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
+    Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; each rank keeps its own slots.
     Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after every
-    `every`th step and after synchronize(optimizer), which has to be called before an evaluation or a
+    `every`th step and after synchronize(optimizer), which must be called before an evaluation or a
     checkpoint. Keras's ModelCheckpoint does not call it: with save_freq=N it saves rank 0's own weights,
     unless N is a multiple of `every`.
 
-    With check_finite a synchronization fails if a rank's weights are not finite. Each rank then keeps the
-    weights of its own last step: set them on all ranks and broadcast them before another step.
+    With check_finite a synchronization fails if a rank's weights are not finite. Each rank then still has
+    the weights of its own last step: set good weights and broadcast them before the next step.
 
     Args:
         optimizer: a Keras optimizer without gradient_accumulation_steps, use_ema or a loss scale.
-        every: steps from one synchronization to the next.
-        warmup_steps: number of first steps in which gradients are reduced instead, as in post-local SGD
+        every: number of steps from one synchronization to the next.
+        warmup_steps: number of initial steps that reduce gradients instead, as in post-local SGD
             (Lin et al. 2020, arXiv:1808.07217).
         within: a process set of ranks that average their gradients in every step, such as the ranks of
             one host; each rank passes the set that it belongs to.
@@ -72,7 +71,7 @@ def DiLoCo(  # noqa: N802
     within: Any = None,
     **options: Any,
 ) -> Optimizer:
-    """Makes this optimizer step on its rank's own gradients, and an outer one on the ranks' mean change.
+    """Makes this optimizer step on its rank's own gradients, and an outer optimizer on the mean change.
 
     DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the ranks' mean change of the weights since the last
     synchronization is the gradient of an outer SGD with Nesterov momentum. With outer_rate=1 and
@@ -83,11 +82,11 @@ def DiLoCo(  # noqa: N802
         outer_momentum: momentum of the outer optimizer.
         compression: the format in which changes are sent; it may be one with error feedback.
 
-    The other arguments, results and errors are those of LocalSGD.
+    The other arguments, the result and the errors are those of LocalSGD.
     """
     outer = partial(
         keras.optimizers.SGD,
-        # Keras takes no whole numbers.
+        # Keras rejects an integer learning rate.
         float(outer_rate),
         momentum=float(outer_momentum),
         nesterov=outer_momentum > 0,
@@ -104,10 +103,10 @@ def synchronize(optimizer: Any) -> bool:
     """
     local = local_hook(optimizer)
     step = int(optimizer.iterations)
-    if local.reducer.is_alone or not local.are_apart(step):
+    if local.reducer.is_alone or not local.have_diverged(step):
         return False
     local.synchronize(optimizer)
-    # The next step takes the anchors, since all ranks may load other weights before it.
+    # The next step sets the anchors, because other weights may be loaded before it.
     local.weights_were_set()
     local.synchronized_step = step
     return True
@@ -141,7 +140,7 @@ class LocalHook(Hook):
     # The step after which synchronize() last acted.
     synchronized_step: int = 0
 
-    def are_apart(self, step: int) -> bool:
+    def have_diverged(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
         if self.outer and not self.has_anchors:
             return False  # No step since the weights were set on all ranks.
@@ -161,7 +160,7 @@ class LocalHook(Hook):
         reduces_within = self.within is not None and not self.within.is_alone
         return warm + rounds, max(0, last - begin) if reduces_within else 0
 
-    def num_ran(self) -> tuple[int, int]:
+    def num_done(self) -> tuple[int, int]:
         """Returns how many reductions have run on this rank, as a pair like that of num_due()."""
         within = 0 if self.within is None else int(self.within.count)
         return int(self.reducer.count), within
@@ -171,7 +170,8 @@ class LocalHook(Hook):
             self.anchors = [keras.Variable(variable, name="anchor") for variable in variables]
             self.outer.build(self.anchors)
             for variable, anchor in zip(variables, self.anchors):
-                tf_variable(variable).anchor = anchor  # For broadcasts after the first step.
+                # Through this attribute, a broadcast after the first step sets the anchor too.
+                tf_variable(variable).anchor = anchor
                 anchor.constraint = variable.constraint
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
@@ -179,8 +179,7 @@ class LocalHook(Hook):
     def weights_were_set(self) -> None:
         # A rank that joins an elastic job does not know when the others synchronized.
         self.synchronized_step = 0
-        # A model without an Input is broadcast only after its first step,
-        # which has taken anchors already.
+        # A model without an Input is broadcast only after its first step, which has already set anchors.
         if self.has_anchors is not None:
             self.has_anchors.assign(False)
 
@@ -189,19 +188,19 @@ class LocalHook(Hook):
         if not self.outer:
             return
 
-        def take():
+        def set_anchors():
             for anchor, variable in zip(self.anchors, variables):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
             if self.warmup_steps and self.reducer.compressed:
                 for name, error in self.reducer.compressed.memory.items():
-                    # Errors of the warm-up's gradients are no changes of weights.
+                    # Dropped after the warm-up: errors of gradients have another unit than errors of changes.
                     if name.startswith("sum/"):
                         error.assign(error * tf.cast(step != self.warmup_steps, error.dtype))
 
-        # What the ranks learned together in the warm-up is no change for the outer optimizer.
+        # Also after the warm-up, whose changes all ranks share, so they must not count as changes of a round.
         begins = (step % self.every == 0) | (step == self.warmup_steps)
-        tf.cond(begins | ~self.has_anchors, take, lambda: None)
+        tf.cond(begins | ~self.has_anchors, set_anchors, lambda: None)
 
     def synchronize(self, optimizer: Any) -> None:
         """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""
@@ -240,7 +239,7 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
-        # Errors of gradients, which strategy=horovod saves, have another unit.
+        # Renamed, because these errors have another unit than the errors of gradients that strategy=horovod saves.
         memory = {
             name.replace("/error/", "/error_of_change/"): variable
             for name, variable in super().rank_variables.items()
@@ -323,7 +322,8 @@ def _make_local(
         or keras.config.dtype_policy().name == "mixed_float16"
     ):
         raise ValueError(
-            "ranks that step on their own would have loss scales of their own; use the policy mixed_bfloat16 or float32"
+            "LocalSGD and DiLoCo cannot scale the loss, since each rank would have its own scale; use the policy "
+            "mixed_bfloat16 or float32"
         )
     for name in ("gradient_accumulation_steps", "use_ema"):
         if getattr(optimizer, name):
@@ -335,16 +335,16 @@ def _make_local(
         )
     reducer = Reducer(**options)
     if reducer.op != hvd.Average:
-        raise ValueError("LocalSGD and DiLoCo average weights, and have no other op; leave op out")
+        raise ValueError("LocalSGD and DiLoCo always average weights; leave op out")
     outer = make_outer()
     if outer is None and reducer.compression is not hvd.Compression.none:
         raise ValueError(
-            "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1"
+            "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1 instead"
         )
 
     hook = LocalHook(
         reducer,
-        # Zeros in the place of weights that are not finite would become the weights.
+        # Without waiting, the zeros that replace non-finite values would become the weights.
         FiniteCheck(waits=True) if check_finite else None,
         every=every,
         warmup_steps=warmup_steps,
@@ -362,6 +362,6 @@ def _make_local(
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
     if optimizer.built:
-        optimizer._take_variables(optimizer._trainable_variables)
+        optimizer._prepare_variables(optimizer._trainable_variables)
         hook.build(optimizer._trainable_variables)
     return optimizer

@@ -1,9 +1,9 @@
 """DistributedOptimizer: a Keras 3 optimizer that steps on the gradients of all ranks.
 
 Horovod's own version hooks _aggregate_gradients, which Keras 3 never calls, so it silently reduces
-nothing (horovod#4290). The one here reduces as the step is entered or, with Keras's gradient
+nothing (horovod#4290). The one here reduces on entry to the step or, with Keras's gradient
 accumulation, just before clipping. So there is one reduction for each step that changes weights,
-and clipping, weight decay and whatever else the optimizer's class does act on the reduced gradient
+and clipping, weight decay and everything else in the optimizer's class act on the reduced gradient
 (tests/keras compares it with one process on the joint batch).
 """
 
@@ -67,9 +67,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
     Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
-    all ranks see an overflow on any of them and skip the step together. Nothing is scaled unless
-    the loss goes through its scale_loss. It does not with compile(auto_scale_loss=False), or in a
-    custom loop that does not call it.
+    all ranks see an overflow on any of them and skip the step together. The loss is scaled only if it
+    goes through scale_loss, which compile(auto_scale_loss=False) and some custom loops leave out.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
@@ -172,7 +171,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     if is_scaled and getattr(compression, "keeps_errors", False):
         raise ValueError(
-            f"compression {compression.name} keeps errors, whose unit a changing loss scale would change; use "
+            f"compression {compression.name} keeps errors from step to step, but a loss scale changes their unit; use "
             "compression bf16, or the precision mixed_bfloat16"
         )
 
@@ -184,13 +183,13 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if not accumulation_steps:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
-        # The inner optimizer accumulates, so it reduces. A loss scale around it sees each
-        # micro-step.
+        # The inner optimizer accumulates, so it is the one that reduces. A loss scale around it sees
+        # each micro-step.
         make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
     if inner.built:
-        optimizer._take_variables(inner._trainable_variables)
+        optimizer._prepare_variables(inner._trainable_variables)
     return optimizer
 
 
@@ -330,7 +329,7 @@ def load_model(
         custom_objects: as in Keras; as in Horovod's examples, a value may also be a function that makes
             an optimizer from its configuration.
         compression: as in DistributedOptimizer.
-        legacy_opts: accepted for Horovod's sake; must be False.
+        legacy_opts: for compatibility with Horovod; must be False.
 
     Raises:
         ValueError: for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for
@@ -342,8 +341,8 @@ def load_model(
             "legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have"
         )
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
-    for name, maker in (custom_objects or {}).items():
-        objects[name] = _as_class(name, maker)
+    for name, factory in (custom_objects or {}).items():
+        objects[name] = _as_class(name, factory)
     model = keras.models.load_model(filepath, custom_objects=objects)
 
     if model.optimizer is None:
@@ -358,22 +357,21 @@ def load_model(
     return model
 
 
-def _as_class(name: str, maker: Any) -> Any:
+def _as_class(name: str, factory: Any) -> Any:
     """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, is returned unchanged, since Keras takes it as it
-    is.
+    A function under its own name, such as a loss, is returned unchanged, since Keras accepts it as it is.
     """
-    if not isinstance(maker, FunctionType) or maker.__name__ == name:
-        return maker
+    if not isinstance(factory, FunctionType) or factory.__name__ == name:
+        return factory
 
-    class Maker:
-        from_config = staticmethod(lambda config: maker(**config))
+    class OptimizerClass:
+        from_config = staticmethod(lambda config: factory(**config))
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return maker(*args, **kwargs)
+            return factory(*args, **kwargs)
 
-    return Maker
+    return OptimizerClass
 
 
 def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
@@ -390,7 +388,7 @@ def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
             names = load_attributes_from_hdf5_group(group, "weight_names")
             if len(names) > len(optimizer.variables):
                 optimizer.build(model.trainable_variables)
-            # Not set_weights, which would leave out what is inside a LossScaleOptimizer.
+            # Not set_weights, which would leave out the variables inside a LossScaleOptimizer.
             for variable, name in zip(optimizer.variables, names, strict=True):
                 variable.assign(group[name][()])
     return optimizer

@@ -1,8 +1,8 @@
 """Sums the gradients of a step's parts in a fixed order, whichever rank computed which part.
 
-A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and
-so the last digits of its result depend on it too. Here each rank receives its slice of every part's
-gradients, adds the slices in the order of the parts, and sends the result to all ranks.
+A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and so
+do the last bits of its result. Here each rank receives its slice of every part's gradients, adds the
+slices in the order of the parts, and sends the result to all ranks.
 """
 
 from collections.abc import Sequence
@@ -37,25 +37,25 @@ class OrderedReducer(Reducer):
         """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: one for each variable, or None. They only show which variables have a
-                gradient; the values come from `parts`.
+            gradients: one for each variable, or None. If `parts` is set, the values come from there, and
+                these only show which variables have a gradient.
             variables: one for each gradient.
         """
         self.num_calls += 1
         reduced = list(gradients)
         present = [i for i, gradient in enumerate(reduced) if gradient is not None]
         parts = self.parts or [reduced]
-        sent = [*present, *range(len(reduced), len(parts[0]))]
+        positions = [*present, *range(len(reduced), len(parts[0]))]
         # Sparse gradients become dense.
-        own = [[tf.convert_to_tensor(part[i]) for i in sent] for part in parts]
+        own = [[tf.convert_to_tensor(part[i]) for i in positions] for part in parts]
         size = self.process_set.size()
         if not self.is_alone:
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
-            # The parts are sent, and then the means, except for this rank's own slices. An element
-            # has 4 bytes.
-            elements = sum(value.shape.num_elements() or 0 for value in own[0])
-            self.sent_bytes = 4.0 * elements * (len(own) + 1) * (size - 1) / size
+            # A rank sends the other ranks' slices of its parts, and then the mean of its own slice to each
+            # of them. An element has 4 bytes.
+            num_elements = sum(value.shape.num_elements() or 0 for value in own[0])
+            self.sent_bytes = 4.0 * num_elements * (len(own) + 1) * (size - 1) / size
 
         ready = self.marks.ready([value for part in own for value in part]) if self.marks else None
         means = ordered_means(own, self.name, self.process_set)
@@ -85,17 +85,17 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
         name: prefix of the messages' names.
         process_set: the ranks that take part.
     """
-    like = parts[0]
+    first_part = parts[0]
     size = process_set.size()
-    # One message holds all values, so float64 among them widens the others.
-    is_wide = any(value.dtype == tf.float64 for value in like)
+    # All values share one message, so a single float64 tensor widens the others.
+    is_wide = any(value.dtype == tf.float64 for value in first_part)
     dtype = tf.float64 if is_wide else tf.float32
     flat = [
         tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in part], axis=0)
         for part in parts
     ]
     length = tf.size(flat[0])
-    # [parts, ranks, slice], padded to slices of one length: each rank sums one slice.
+    # [parts, ranks, slice], padded to slices of equal length: each rank sums one slice.
     stacked = tf.reshape(
         tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1]
     )
@@ -109,8 +109,8 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     mean = reduce(tf.add, values) / len(values)
     if size > 1:
         mean = hvd.allgather(mean, name=f"{name}_means", **options)
-    pieces = tf.split(mean[:length], [tf.size(value) for value in like])
+    pieces = tf.split(mean[:length], [tf.size(value) for value in first_part])
     return [
         tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype)
-        for piece, value in zip(pieces, like)
+        for piece, value in zip(pieces, first_part)
     ]

@@ -2,7 +2,7 @@
 
 Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past the
 end of a buffer, and a gradient that one rank lacks makes the others wait forever. If the ranks keep
-training from different weights, because the script forgot the broadcast, they log one warning.
+training from different weights, because the script forgot the broadcast, one of them logs a warning.
 """
 
 import atexit
@@ -31,7 +31,7 @@ _ADVICE = {
 # If no broadcast has come after this many steps, it was forgotten. Horovod's own examples broadcast
 # after the first step, so different weights in that step are not a fault yet.
 STEPS_WITHOUT_BROADCAST = 3
-SECONDS_BETWEEN_LOOKS = 0.5
+POLL_SECONDS = 0.5
 
 # One event for each running watch for a broadcast; setting it ends the watch.
 _watches: list[threading.Event] = []
@@ -111,14 +111,14 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
             return None
         try:
             digest.update(value.numpy().tobytes())
-        # Not initialized yet, or in a graph, where a variable has no value.
+        # It is not initialized yet, or belongs to a graph, where it has no value.
         except (tf.errors.OpError, NotImplementedError, AttributeError):
             return None
     return digest.hexdigest()
 
 
 def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
-    """Starts a thread that warns if no broadcast follows; called on one of the ranks that train together.
+    """Starts a thread that warns if no broadcast follows; called on only one of the ranks.
 
     Args:
         num_steps: a function that returns the number of steps whose gradients were reduced.
@@ -133,18 +133,18 @@ def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
                 "hvd.broadcast_variables(model.variables, 0), or use hvd.BroadcastGlobalVariablesCallback(0)"
             )
 
-    def look():
-        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+    def poll():
+        while not ended.wait(POLL_SECONDS):
             warn_if_due()
 
     def at_exit():
-        # A short program may end between two looks.
+        # A short program may end between two polls.
         warn_if_due()
         ended.set()
         # A thread that returns from TensorFlow while Python exits would abort the process.
-        thread.join(2 * SECONDS_BETWEEN_LOOKS)
+        thread.join(2 * POLL_SECONDS)
 
-    thread = threading.Thread(target=look, name="hvtrain forgotten broadcast", daemon=True)
+    thread = threading.Thread(target=poll, name="hvtrain forgotten broadcast", daemon=True)
     _watches.append(ended)
     thread.start()
     atexit.register(at_exit)

@@ -2,10 +2,10 @@
 
 See Rajbhandari et al. 2020 (arXiv:1910.02054). Gradients are reduced and clipped as usual. Each
 rank then updates only its part of the weights, the only part for which it keeps slots, and the
-ranks gather the updated parts. So a step's result is the same to the bit as without sharding, with
-any compression and on any number of ranks.
+ranks gather the updated parts. The result is bit-identical to that without sharding, with any
+compression and on any number of ranks.
 
-Reduce-scatter in place of all-reduce would send a third less, but took longer (docs/networks.md).
+Reduce-scatter instead of all-reduce would send a third less, but was slower (docs/networks.md).
 """
 
 import math
@@ -68,7 +68,7 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
         )
     if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
         raise ValueError(
-            f"shard=True: slots of {kind.__name__} begin as the weights, before these are broadcast; choose another "
+            f"shard=True: slots of {kind.__name__} are copies of the weights from before the broadcast; choose another "
             "optimizer"
         )
     if optimizer.built:
@@ -143,7 +143,7 @@ class Part(NamedTuple):
 
     def _joined(self, own: tf.Tensor) -> tf.Tensor:
         """Joins the ranks' values [n], in the order of the ranks (every rank)."""
-        # As bytes, since Horovod gathers no bfloat16.
+        # As bytes, since Horovod cannot gather bfloat16.
         joined = hvd.allgather(
             tf.bitcast(own, tf.uint8), name="hvtrain.slots", process_set=self.process_set
         )
@@ -158,6 +158,7 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
     parts = []
     offset = 0
     for variable, size in zip(variables, sizes):
+        # The rank's borders, as positions in this variable; its part is empty if both are at the same end.
         begin, end = (min(max(border - offset, 0), size) for border in borders[rank : rank + 2])
         own = variable if end - begin == size else _copy(variable, end - begin)
         parts.append(Part(variable, own, begin, process_set))
@@ -166,7 +167,7 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
 
 
 def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> list[int]:
-    """Divides tensors laid end to end; returns the num_ranks + 1 ends of the ranks' parts.
+    """Divides tensors laid end to end; returns the num_ranks + 1 borders of the ranks' parts.
 
     Args:
         sizes: numbers of elements of the tensors.
@@ -186,8 +187,7 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
 def _copy(variable: Any, size: int) -> Any:
     """Creates a variable for `size` elements of another one, with the same type and number of axes."""
     num_axes = len(variable.shape)
-    # An empty one has size 0 along every axis, so that slots are empty too, whichever axes they are
-    # made from.
+    # An empty copy has size 0 along every axis, so that its slots are empty too, whichever axes they use.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
     # Slots are named after the copy. A TensorFlow variable has no path; its name looks like one and
     # ends in ":0".

@@ -1,4 +1,4 @@
-"""Prepares optimizers to step on rows of sharded tables, and to clip by whole tables' norms."""
+"""Makes optimizers step on the rows of sharded tables, and clip by the norms of whole tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from hvtrain.keras.table_rows import rows_of
 from hvtrain.step.joint_loss import subclass_under_its_name
 
 
-def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
+def prepare_tables(optimizer: Any, variables: Sequence[Any]) -> None:
     """Prepares a built optimizer for the sharded tables among its variables, if there are any.
 
     Raises:
@@ -34,11 +34,11 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
             "choose SGD, Adam, hvd.optimizers.LazyAdam or RowwiseAdagrad"
         )
     if hook.reducer.gathers_weights:
-        problem = "shard=True divides what is divided already; leave it out"
+        problem = "shard=True would shard it again; leave it out"
     if hook.averages_weights:
-        problem = "LocalSGD and DiLoCo average weights, which are not the same rows; use DistributedOptimizer"
+        problem = "LocalSGD and DiLoCo average weights, but each rank has other rows; use DistributedOptimizer"
     if hook.reducer.process_set.process_set_id:
-        problem = "the table is on all ranks, and the optimizer on some; leave process_set out"
+        problem = "the table spans all ranks, but the optimizer only some; leave process_set out"
     if problem:
         raise ValueError(f"table {rows_of(tables[0]).table} is sharded over the ranks: {problem}")  # type: ignore[union-attr]
 
@@ -52,7 +52,7 @@ class RecordsVariables:
 
     _hvtrain_stepped: Sequence[Any] = ()
 
-    # Not in _backend_apply_gradients, which would count as a step of the optimizer's own: see overridden_steps.
+    # Not in _backend_apply_gradients, which would count as overriding Keras's step: see overridden_steps.
     def _overwrite_variables_directly_with_gradients(self, grads, vars):
         stepped = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
         # Bypasses Keras's __setattr__, as make_distributed does.

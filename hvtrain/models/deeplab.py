@@ -14,9 +14,9 @@ from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import body, clone
 
-# Backbones by name, each with the layer that outputs its low-level features, at a quarter of the
-# image's size, and the one that outputs its high-level features.
-ENDS = {
+# By backbone: the layer that outputs its low-level features, at a quarter of the image's size, and the
+# layer that outputs its high-level features.
+FEATURE_LAYERS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
     # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280
@@ -24,8 +24,8 @@ ENDS = {
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 
-# Filters for the low-level features, few enough that these do not outweigh the pyramid's (the
-# paper's table 1).
+# Filters for the low-level features, so few that these do not outweigh the pyramid's (table 1 of the
+# paper).
 LOW_FILTERS = 48
 
 
@@ -44,20 +44,20 @@ def deeplabv3plus(
 
     Outputs logits of shape [batch, height, width, num_outputs]. The backbone's layers keep the names
     and the weight shapes of keras.applications. Where its features would become coarser than
-    output_stride, strides are removed and later convolutions dilated instead, so the same kernels see
-    the same pixels, at more positions.
+    output_stride, strides are removed and later convolutions dilated instead, so that each kernel sees
+    the pixels that it saw before, but at more positions.
 
     Args:
         image_shape: (height, width, channels).
         num_outputs: number of classes, each with a logit at each pixel.
-        backbone: a key of ENDS.
+        backbone: a key of FEATURE_LAYERS.
         output_stride: pixels of the image per feature of the backbone, along a side; 8 is finer than
             16 and costs more memory and time; 32 leaves the backbone as it is.
         filters: number of filters in the pyramid and the decoder.
         atrous_rates: rates of the pyramid's convolutions, one or more; None: 6, 12, 18 at a stride of
             16, twice that at 8, half at 32. Small images need smaller rates: at a rate as large as
-            the feature map, all of a kernel but its center sees only padding.
-        dropout: fraction dropped between the pyramid and the decoder.
+            the feature map, a kernel sees only padding around its center.
+        dropout: dropout rate between the pyramid and the decoder.
         norm_momentum: momentum of the moving statistics of all batch normalization layers; 0.9 also
             suits runs of a few hundred steps, for which Keras's 0.99 is too slow.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
@@ -66,9 +66,9 @@ def deeplabv3plus(
         ConfigError: an unknown backbone or stride, or a momentum that is not between 0 and 1. Keras's
             layers check the other arguments, and raise ValueError or TypeError.
     """
-    if backbone not in ENDS:
+    if backbone not in FEATURE_LAYERS:
         raise ConfigError(
-            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
+            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(FEATURE_LAYERS))}"
         )
     if output_stride not in (8, 16, 32):
         raise ConfigError(
@@ -83,7 +83,7 @@ def deeplabv3plus(
     trunk = body(image_shape, backbone, **options)
     # Rebuilds the backbone with its strides limited.
     trunk = clone(trunk, image, dilated(trunk, output_stride))
-    low, high = (trunk.get_layer(name).output for name in ENDS[backbone])
+    low, high = (trunk.get_layer(name).output for name in FEATURE_LAYERS[backbone])
 
     if atrous_rates is None:
         # 6, 12 and 18 at a stride of 16, doubled at 8, as in DeepLabv3 (Chen et al. 2017,
@@ -128,12 +128,12 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
         # A 1x1 kernel needs no dilation.
         if size == 1:
             continue
-        # At least 1, since no stride in ENDS is above 2.
+        # At least 1, since no stride in FEATURE_LAYERS is above 2.
         rate = input_stride // output_stride
         changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
-            # The padding layer before it was made for the old stride: uneven for a stride of 2 and
-            # an even side.
+            # The preceding padding layer suits the old stride: for a stride of 2 and an even size, it
+            # pads asymmetrically.
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes
@@ -157,7 +157,7 @@ def _pointwise(x, filters: int, name: str):
 
 
 def _separable(x, filters: int, rate: int, name: str):
-    """Separable 3x3 convolution, with normalization after both of its parts, as in the paper."""
+    """Depthwise separable 3x3 convolution, normalized after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
         3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise

@@ -1,10 +1,10 @@
-"""Computes the memory and operations that a model needs, and implements train.remat, which saves memory.
+"""Estimates the memory and operations that a model needs, and implements train.remat, which saves memory.
 
 Recomputing activations follows Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
 (arXiv:1604.06174).
 
 keras.RematScope is not used: on TensorFlow it fails in a graph if a layer takes `training`, and a
-layer with state, such as dropout or batch normalization, would change its state twice. It also keeps
+layer with state, such as dropout or batch normalization, would update its state twice. It also keeps
 the tensors that pass from each layer to the next.
 """
 
@@ -36,7 +36,7 @@ class Footprint:
 
     Attributes:
         weight_bytes: All weights, including those that are not trained.
-        gradient_bytes: Gradients that are reduced, so not those of sharded tables.
+        gradient_bytes: Gradients that are reduced, which excludes those of sharded tables.
         slot_bytes: The optimizer's variables.
         activation_bytes: An estimate for one batch; None if a layer's output shape is unknown.
         elsewhere_bytes: Rows of sharded tables, and of their slots, that other ranks hold.
@@ -59,13 +59,13 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
     """Returns the memory footprint of a compiled model whose optimizer is built.
 
     Activations are counted as the outputs of all layers, kept for the backward pass. This is an
-    estimate, since TensorFlow keeps fewer of some and needs more for others (workspace of
-    convolutions, gaps in the allocator). The other sizes are exact.
+    estimate: TensorFlow keeps fewer outputs of some layers, and needs more memory for others (workspace
+    of convolutions, fragmentation). The other sizes are exact.
 
     Args:
         model: A compiled model that was built on one rank, so that its tables are whole.
-        batch_size: Examples of the rank's batch.
-        num_ranks: Ranks over which the rows of sharded tables will be spread.
+        batch_size: Number of examples in the rank's batch.
+        num_ranks: Number of ranks over which the rows of sharded tables will be spread.
     """
     weights_elsewhere = 0
     slots_elsewhere = 0
@@ -73,9 +73,9 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
     for layer in sharded_layers(model):
         table, *slots = layer.row_variables(model.optimizer)
         # Rank 0, which has the most rows, stands for all.
-        share = 1 - math.ceil(layer.input_dim / num_ranks) / layer.input_dim
-        weights_elsewhere += round(share * num_bytes([table]))
-        slots_elsewhere += round(share * num_bytes(slots))
+        fraction_elsewhere = 1 - math.ceil(layer.input_dim / num_ranks) / layer.input_dim
+        weights_elsewhere += round(fraction_elsewhere * num_bytes([table]))
+        slots_elsewhere += round(fraction_elsewhere * num_bytes(slots))
         gradient_bytes -= num_bytes([table])
     return Footprint(
         # Including moving statistics, which are not trained.
@@ -105,7 +105,7 @@ def num_bytes(variables: Iterable[Any]) -> int:
 
 def innermost_layers(model: Any) -> list[Any]:
     """Returns a model's layers, each once, with nested models replaced by their own layers."""
-    # A language model of keras-hub uses its backbone's embedding a second time, as its head.
+    # A dict, because layers repeat: keras-hub's language models use the backbone's embedding again as the head.
     inner: dict[Any, None] = {}
     for layer in model.layers:
         inner |= dict.fromkeys(innermost_layers(layer) if isinstance(layer, Model) else [layer])
@@ -115,8 +115,7 @@ def innermost_layers(model: Any) -> list[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Layers that were called never or several times, or that have several outputs, raise these
-        # errors.
+        # Raised for layers that were never called or called several times, or that have several outputs.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -176,17 +175,17 @@ def flops_per_example(model: Model) -> float | None:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive calls of layers, with the symbolic tensors that pass in and out.
+    """Consecutive layer calls, with the symbolic tensors that pass in and out.
 
     Attributes:
         nodes: Keras nodes, each a call of a layer.
-        takes: Tensors from earlier segments that these calls use.
-        gives: Tensors from these calls that later segments use.
+        inputs: Tensors that these calls use and earlier segments made.
+        outputs: Tensors that these calls make and later segments use.
     """
 
     nodes: Sequence[Any]
-    takes: Sequence[Any]
-    gives: Sequence[Any]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
 
 
 def recompute(model: Model) -> None:
@@ -194,8 +193,8 @@ def recompute(model: Model) -> None:
 
     The backward pass recomputes each segment with the same random numbers and without changing state
     again, so the values are the same. With n layers of similar size there are about sqrt(n) segments,
-    and the activations of about 2 sqrt(n) layers in memory. If models are nested, the one with the
-    most layers is divided.
+    and the activations of about 2 sqrt(n) layers in memory. Of nested models, only the one with the most
+    layers is divided.
 
     Raises:
         ConfigError: the model is neither Functional nor Sequential, so Keras has no graph of its layers.
@@ -212,23 +211,24 @@ def recompute(model: Model) -> None:
     graph = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
     states = seeds_of(model)
-    run_plainly = graph._run_through_graph
+    run_graph = graph._run_through_graph
 
     def run(inputs, operation_fn, call_fn=None):
         tensors = keras.tree.flatten(inputs)
         # Keras also runs the graph on symbolic inputs, for example to clone a model (with call_fn);
         # nothing is computed then.
         if not all(map(tf.is_tensor, tensors)):
-            return run_plainly(inputs, operation_fn, call_fn)
+            return run_graph(inputs, operation_fn, call_fn)
 
+        # The values computed so far, by the id of their symbolic tensor.
         known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
             # Recomputing the last segment would save nothing, since its backward pass comes first.
             # Integer inputs have no gradient.
-            if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
+            if segment is segments[-1] or not any(map(_is_floating, segment.inputs)):
                 _run(segment, known, operation_fn)
             else:
-                _run_twice(segment, known, operation_fn, states)
+                _run_with_recompute(segment, known, operation_fn, states)
 
         outputs = [known[id(symbol)] for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
@@ -268,23 +268,23 @@ def divide(graph: Any) -> list[Segment]:
         totals.append(totals[-1] + sum(map(_elements, node.outputs)))
 
     # Each cut is where the fewest elements are in use, within half a segment of an even division.
-    number = math.isqrt(len(nodes))
+    num_segments = math.isqrt(len(nodes))
     cuts = {0, len(nodes)}
-    for part in range(1, number):
-        distance = [abs(total - totals[-1] * part / number) for total in totals]
-        limit = totals[-1] / number / 2
-        near = [index for index in range(1, len(nodes)) if distance[index] <= limit]
+    for number in range(1, num_segments):
+        distances = [abs(total - totals[-1] * number / num_segments) for total in totals]
+        half_segment = totals[-1] / num_segments / 2
+        near = [index for index in range(1, len(nodes)) if distances[index] <= half_segment]
         if near:
-            cuts.add(min(near, key=lambda index: (in_use[index], distance[index])))
+            cuts.add(min(near, key=lambda index: (in_use[index], distances[index])))
 
     segments = []
     for begin, end in pairwise(sorted(cuts)):
         calls = nodes[begin:end]
         made = {id(tensor): tensor for node in calls for tensor in node.outputs}
-        inputs = {id(tensor): tensor for node in calls for tensor in node.input_tensors}
-        takes = [tensor for key, tensor in inputs.items() if key not in made]
-        gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
-        segments.append(Segment(calls, takes, gives))
+        used = {id(tensor): tensor for node in calls for tensor in node.input_tensors}
+        inputs = [tensor for key, tensor in used.items() if key not in made]
+        outputs = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
+        segments.append(Segment(calls, inputs, outputs))
     return segments
 
 
@@ -304,7 +304,7 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
         known.update(zip(map(id, node.outputs), outputs))
 
 
-def _run_twice(
+def _run_with_recompute(
     segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any], states: list[Any]
 ) -> None:
     """Runs the segment like _run; its gradient runs it again, starting from the same states.
@@ -319,40 +319,40 @@ def _run_twice(
     before = [(state, tf.identity(state.value)) for state in states]
 
     # Other tensors, such as masks and indices, have no gradient; they are kept, not recomputed.
-    takes = list(filter(_is_floating, segment.takes))
-    gives = list(filter(_is_floating, segment.gives))
-    # Keras attaches a mask to a tensor object, and TensorFlow makes new ones of the tensors that enter
-    # and leave the segment.
-    masks = [get_keras_mask(known[id(symbol)]) for symbol in takes]
-    is_again = False
+    inputs = list(filter(_is_floating, segment.inputs))
+    outputs = list(filter(_is_floating, segment.outputs))
+    # Keras attaches a mask to a tensor object, and TensorFlow makes new objects for the tensors that
+    # enter and leave the segment.
+    masks = [get_keras_mask(known[id(symbol)]) for symbol in inputs]
+    is_recomputing = False
 
     def forward(*tensors):
-        nonlocal is_again
+        nonlocal is_recomputing
         for tensor, mask in zip(tensors, masks):
             set_keras_mask(tensor, mask)
-        local = known | dict(zip(map(id, takes), tensors))
+        local = known | dict(zip(map(id, inputs), tensors))
 
         # TensorFlow calls this function once for the forward pass and again for the gradient.
-        if is_again:
-            # The scope intercepts the layers' assignments: moving statistics are updated only once.
+        if is_recomputing:
+            # The scope intercepts assignments, so that moving statistics are updated only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:
             _run(segment, local, operation_fn)
             _refuse_losses(segment)
-            known.update({id(symbol): local[id(symbol)] for symbol in segment.gives})
+            known.update({id(symbol): local[id(symbol)] for symbol in segment.outputs})
 
-        is_again = True
-        return tuple(local[id(symbol)] for symbol in gives)
+        is_recomputing = True
+        return tuple(local[id(symbol)] for symbol in outputs)
 
-    results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
-    for symbol, result in zip(gives, results):
+    results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in inputs))
+    for symbol, result in zip(outputs, results):
         set_keras_mask(result, get_keras_mask(known[id(symbol)]))
         known[id(symbol)] = result
 
 
 def _refuse_losses(segment: Segment) -> None:
-    """Raises ConfigError if a layer adds a loss on its activations, since its gradient would be lost."""
+    """Raises ConfigError if a layer adds a loss on its activations, whose gradient would be lost."""
     for node in segment.nodes:
         operation = node.operation
         # Operations such as a sum of two tensors are not layers, and have no losses.

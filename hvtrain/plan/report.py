@@ -1,6 +1,7 @@
 """Formats a forecast as lines of text and as JSON."""
 
 import argparse
+import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import counted, duration
 
 
-def amount(num_bytes: float) -> str:
-    """Formats bytes, with units in powers of 1000, as is usual for model sizes.
+def format_bytes(num_bytes: float) -> str:
+    """Formats a number of bytes in decimal units, as is usual for the sizes of models.
 
-    >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
+    >>> format_bytes(102_334_368), format_bytes(6.24e9), format_bytes(1_234_000), format_bytes(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
     for unit, length in (("GB", 1e9), ("MB", 1e6)):
@@ -34,7 +35,7 @@ def launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
     """Returns the command that starts the run, without secrets; for several hosts, with a hostfile."""
     num_ranks = forecast.plan.size
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
-    # With strategy=mirrored, one process trains all replicas.
+    # A strategy with replicas is a single process, which trains all of them.
     if "num_replicas" in forecast.config.strategy:
         line = f"python -m hvtrain launch -np {num_ranks} --"
     elif num_ranks > options.ranks_per_host:
@@ -44,7 +45,7 @@ def launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
 
 
 def memory(forecast: Forecast, method: Method) -> dict[str, int]:
-    """Returns the bytes on a rank by purpose; without activations if they are unknown."""
+    """Returns the bytes on a rank by purpose, without activations if these are unknown."""
     footprint = forecast.footprint
     num_ranks = forecast.plan.size
 
@@ -66,7 +67,7 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 
 def checkpoint_bytes(forecast: Forecast) -> int:
-    """Returns the size of a checkpoint, including the state that each rank has of its own."""
+    """Returns the bytes of a checkpoint, including each rank's own state."""
     own = method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
     ranks = forecast.plan.size
     return forecast.footprint.checkpoint_bytes + (ranks * own if ranks > 1 else 0)
@@ -76,11 +77,11 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     """Returns the lines about the run that do not depend on the predicted step time."""
     config = forecast.config
     plan = forecast.plan
-    num_hosts = -(-plan.size // options.ranks_per_host)
+    num_hosts = math.ceil(plan.size / options.ranks_per_host)
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
-    # Taken from the schedule itself, so that the lines show what the run will do.
+    # From the schedule itself, so that they are what the run will use.
     rates = (
         f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast)
     )
@@ -105,7 +106,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
         ("memory", _memory(forecast)),
         (
             "checkpoint",
-            f"{amount(size)}; {num_checkpoints} of them are kept: {amount(num_checkpoints * size)}",
+            f"{format_bytes(size)}; {num_checkpoints} of them are kept: {format_bytes(num_checkpoints * size)}",
         ),
         ("launch", launch_line(forecast, options)),
     ]
@@ -116,7 +117,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
 
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
-    # If the ranks' batches differ, the global batch is not a simple product.
+    # If the ranks' batches differ, the global batch is not a product.
     if len(set(plan.batch_sizes)) > 1:
         return f"{plan.global_batch:,}"
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
@@ -128,27 +129,27 @@ def _steps(forecast: Forecast) -> str:
     left_out = ""
     num_dropped = plan.num_examples - plan.examples_per_epoch
     if num_dropped:
-        left_out = f"; {num_dropped:,} examples of an epoch are left out"
+        left_out = f"; {num_dropped:,} examples per epoch are left out"
     epochs = counted(plan.num_epochs, "epoch")
-    return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"
+    return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} per epoch, {epochs}{left_out})"
 
 
 def _memory(forecast: Forecast) -> str:
     parts = memory(forecast, method_of(forecast.config.strategy))
-    total = amount(sum(parts.values()))
+    total = format_bytes(sum(parts.values()))
 
-    shown = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if "activations" in parts:
-        return f"about {total} a rank: {shown} (an estimate)"
+        return f"about {total} per rank: {shown} (an estimate)"
     return (
-        f"at least {total} a rank: {shown} (without activations: the shape of a layer is unknown)"
+        f"at least {total} per rank: {shown} (without activations: the shape of a layer is unknown)"
     )
 
 
 def step_lines(
     forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules
 ) -> list[str]:
-    """Returns the lines about the predicted step and its assumptions.
+    """Returns the lines about the predicted step and the assumptions behind it.
 
     Args:
         forecast: The run.
@@ -160,19 +161,19 @@ def step_lines(
     batch_sizes = forecast.plan.batch_sizes
     num_ranks = forecast.plan.size
     # With buckets, the reduction overlaps with the backward pass.
-    moment = "while others are computed" if rules.overlap else "at the end"
+    when = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
     lines += [
         f"{'step':<15}{1000 * costs[0].step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
-        f"{amount(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
-        f"{moment}",
+        f"{format_bytes(forecast.footprint.gradient_bytes)} are reduced in {counted(num_messages, 'message')}, "
+        f"{when}",
     ]
     if forecast.row_bytes:
-        received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
+        received = format_bytes(forecast.row_bytes * (num_ranks - 1) / num_ranks)
         lines.append(
-            f"{'tables':<15}a rank receives up to {received} of sharded rows in a step, and sends gradients of "
-            "the same size; this time is left out"
+            f"{'tables':<15}a rank receives up to {received} of sharded rows per step, and sends gradients of "
+            "the same size; the time for this is not included"
         )
     lines += [
         "",
@@ -212,8 +213,8 @@ def advice_lines(
         f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result",
     ]
     for method, cost in costs.items():
-        sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
-        size = amount(sum(memory(forecast, method).values()))
+        sent = format_bytes(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
+        size = format_bytes(sum(memory(forecast, method).values()))
         lines.append(
             f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"
             f"{costs[METHODS[0]].step_seconds / cost.step_seconds:>7.2f}  {method.effect}"
@@ -222,13 +223,14 @@ def advice_lines(
 
 
 def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
-    """Returns the line about progress: speed times share_of_progress (progress per example), relative to one rank."""
+    """Returns the line about progress relative to one rank: speed times progress per example."""
     num_ranks = forecast.plan.size
     joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
     share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)
+    speedup = num_ranks * cost.efficiency * share
     return (
-        f"{'progress':<15}{num_ranks} ranks: {cost.efficiency:.0%} of the machines' efficiency, {share:.0%} of the "
-        f"examples' (noise scale {noise_scale:,.0f}): {num_ranks * cost.efficiency * share:.1f} times that of one rank"
+        f"{'progress':<15}{speedup:.1f} times that of one rank: {num_ranks} ranks x {cost.efficiency:.0%} parallel "
+        f"efficiency x {share:.0%} statistical efficiency (noise scale {noise_scale:,.0f})"
     )
 
 

@@ -37,9 +37,9 @@ from hvtrain.training.run import Run, RunState, describe, summary
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# Lines of a run's description that depend on the batch size, and so are not logged.
-_DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
-# Texts with which CUDA's libraries report that a device has run out of memory.
+# Lines of a run's description that depend on the batch size, so they are not logged.
+_SIZE_DEPENDENT = ("global batch", "learning rate", "steps", "left out")
+# Parts of the messages with which CUDA's libraries report that a device is out of memory.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
@@ -55,7 +55,7 @@ class Stopwatch(keras.callbacks.Callback):
         self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # A GPU may still be computing; reading a value waits for it to finish.
+        # A GPU may still be computing; reading a value waits until it has finished.
         float(next(iter(logs.values())))
         seconds = time.perf_counter() - self._began
         self.step_seconds.append(seconds / (batch + 1 - self._first))
@@ -69,14 +69,14 @@ def try_sizes(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
-    """Tries batch sizes from train.batch_size on, doubling, and returns the trials (every rank).
+    """Tries train.batch_size, twice as much, and so on; returns the trials (every rank).
 
     Args:
         config: the settings of the run, made by commands.as_search.
         strategy: the strategy of the ranks.
         state: the state of the run.
         largest: the largest size to try; None: until one does not fit.
-        limit_bytes: memory that all ranks of a host may use together; None: what is free.
+        limit_bytes: as in batch_sizes.lacking_host.
         overrides: settings on the command line, for the suggested commands.
 
     Raises:
@@ -94,20 +94,19 @@ def try_sizes(
     model = runner.make_model(run)
     start = runner.restore(run, model, None)
     lines = describe(run, model, start).items()
-    log.info(summary({name: text for name, text in lines if name not in _DIFFER_BY_SIZE}))
+    log.info(summary({name: text for name, text in lines if name not in _SIZE_DEPENDENT}))
 
     on_chief = strategy.comm.on_chief
-    sizes = Sizes(run, model, limit_bytes)
-    trials = sizes.trials
+    search = BatchSearch(run, model, limit_bytes)
+    trials = search.trials
     size = run.plan.batch_sizes[0]
 
-    # Reasons come from gathered values, so every rank has the same one
-    # and all leave the loop together.
+    # The reason comes from gathered values, so it is the same on every rank, and all leave the loop together.
     while True:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
         else:
-            reason = sizes.try_size(size)
+            reason = search.try_size(size)
         if reason:
             break
         log.info("%s", trials[-1])
@@ -134,13 +133,13 @@ def try_sizes(
 
 
 @dataclass
-class Sizes:
+class BatchSearch:
     """Tries batch sizes one after another on the same model (every rank).
 
     Attributes:
         run: the run; each size replaces its plan.
         model: the run's model, with its weights set.
-        limit_bytes: memory that all ranks of a host may use together; None: what is free.
+        limit_bytes: as in batch_sizes.lacking_host.
     """
 
     run: Run
@@ -154,11 +153,11 @@ class Sizes:
         self._gpu = tf.config.list_logical_devices("GPU")
 
     def try_size(self, size: int) -> str:
-        """Trains some steps with this size and adds a trial; if it cannot, returns why, else ""."""
+        """Trains some steps with this size and adds a trial. Returns "", or the reason why it could not."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
-        # Making a plan fails if the data set does not fill a batch of this size.
+        # A data set that does not fill a batch of this size has no plan.
         try:
             plan = make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
         except ConfigError as error:
@@ -167,9 +166,9 @@ class Sizes:
         return self._lacking_memory(size) or self._measure(replace(run, plan=plan), size)
 
     def _lacking_memory(self, size: int) -> str:
-        """Predicts the memory for this size; returns which host lacks it, or ""."""
-        # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted:
-        # running out of it raises an error, which the process survives.
+        """Predicts the memory for this size. Returns "", or which host lacks it."""
+        # With a GPU, activations do not use the host's memory. The GPU's memory is not predicted: running
+        # out of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
@@ -181,21 +180,20 @@ class Sizes:
 
         return (
             f"train.batch_size={size} would take about {needed / GIB:.2f} GiB more on {host}, "
-            f"where {free / GIB:.2f} GiB are left"
+            f"which has {free / GIB:.2f} GiB left"
         )
 
     def _measure(self, run: Run, size: int) -> str:
-        """Trains by the run's plan and adds a trial; returns which ranks lack memory, or ""."""
-        # Resets the peaks, so that they will be those of this size.
+        """Trains by the run's plan and adds a trial. Returns "", or which ranks lack memory."""
+        # From here on, the peaks are those of this size.
         forget_peak()
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
 
-        full_ranks = [
-            rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits
-        ]
-        if full_ranks:
-            return f"train.batch_size={size} exceeds the memory of {named(full_ranks)}"
+        fits_by_rank = self.comm.gather(self._fits(run))
+        exhausted = [rank for rank, fits in enumerate(fits_by_rank) if not fits]
+        if exhausted:
+            return f"train.batch_size={size} exceeds the memory of {named(exhausted)}"
 
         stopwatch = Stopwatch()
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
@@ -209,9 +207,9 @@ class Sizes:
         self._peaks.append((size, peak))
         if self._gpu:
             peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-        # The chief's clock suffices, since ranks wait for each other in each step. The
-        # first call traces the graph. Other work on the machine can only slow a call down,
-        # so the fastest of the rest counts.
+        # The chief's clock suffices, since ranks wait for each other in each step. The first call is left
+        # out, because it traces the graph. Of the others the fastest counts, because other work on the
+        # machine can only slow a call down.
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
         gc.collect()  # Memory left in reference cycles would count in the peak of the next size.
@@ -221,17 +219,17 @@ class Sizes:
     def _fits(self, run: Run) -> bool:
         """True if a step without reduction and update fits into this rank's memory.
 
-        This is tried alone because a rank that failed in a joint step would leave the others waiting for
+        Each rank tries it alone, because a rank that fails in a joint step leaves the others waiting for
         its gradients. The memory for the reduction itself does not depend on the batch.
         """
         model = self.model
 
-        def gradients_alone(batch):
+        def gradients_only(batch):
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
         # Compiled like the real step, since XLA plans memory differently.
-        step = tf.function(gradients_alone, jit_compile=model.jit_compile)
+        step = tf.function(gradients_only, jit_compile=model.jit_compile)
 
         try:
             step(next(iter(run.batches_from(0))))
@@ -239,7 +237,7 @@ class Sizes:
             is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
             if not is_exhausted and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
-            # The error is in this rank's log only; all ranks learn which ranks had one.
+            # Only this rank's log has the error itself; the other ranks learn that there was one.
             log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
             return False
 
@@ -248,10 +246,10 @@ class Sizes:
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
     """Logs the largest and the fastest size, and commands that use the fastest."""
-    # The fastest is suggested, since beyond some size a larger batch only takes longer.
+    # Not the largest, since beyond some size a larger batch only takes longer.
     best = fastest(trials)
-    kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
-    settings = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
+    others = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
+    settings = shlex.join([*without_secrets(others), f"train.batch_size={best.batch_size}"])
     ranks = run.plan.size
     python = "python"
     if ranks > 1:
@@ -266,4 +264,4 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
         "another batch size changes what optimizer.learning_rate means; to find a rate for it:"
     )
     log.info(f"  {python} -m hvtrain find_lr {settings}")
-    log.info(f"picture and figures in {run.folder}")
+    log.info(f"picture and measurements in {run.folder}")

@@ -1,4 +1,4 @@
-"""Judges the batch sizes that find_batch tries: the fastest, and whether a larger one would fit. Writes the results."""
+"""Judges and records the batch sizes that find_batch tries: which is fastest, and whether a larger one would fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ from hvtrain.report.charts import BLUE, ORANGE, write_panels
 from hvtrain.system.files import write_json
 
 MIB = 2**20
-# Batches with at least this share of the highest examples/s count as equally
-# fast; the smallest of them is best.
-ALMOST = 0.97
+# Batches with at least this share of the highest examples/s count as equally fast; the smallest is best.
+FAST_ENOUGH = 0.97
 # Free memory must exceed this multiple of the predicted growth: memory grows in jumps, and the
 # kernel kills processes when it runs out.
-MARGIN = 1.25
+MEMORY_MARGIN = 1.25
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class Trial:
         """Describes the trial in one line.
 
         >>> str(Trial(8, 16, 0.004, [3 * MIB, 2 * MIB]))
-        'train.batch_size=8 (16 on all ranks): 4,000 examples/s, 4.00 ms a step, at most 3 MiB a rank'
+        'train.batch_size=8 (16 on all ranks): 4,000 examples/s, 4.00 ms per step, at most 3 MiB per rank'
         """
         return (
             f"train.batch_size={self.batch_size} ({self.global_batch:,} on all ranks): "
-            f"{self.examples_per_second:,.0f} examples/s, {1000 * self.step_seconds:.2f} ms a step, "
-            f"at most {max(self.memory_bytes) / MIB:,.0f} MiB a rank"
+            f"{self.examples_per_second:,.0f} examples/s, {1000 * self.step_seconds:.2f} ms per step, "
+            f"at most {max(self.memory_bytes) / MIB:,.0f} MiB per rank"
         )
 
 
@@ -57,9 +56,9 @@ class RankMemory:
     """Memory of a rank and of its host.
 
     Attributes:
-        host: the host's name.
-        growth_bytes: memory that the rank would add with the next size.
-        free_bytes: memory that the host has left.
+        host: name of the host.
+        growth_bytes: predicted growth of the rank's memory with the next size.
+        free_bytes: free memory of the host.
         resident_bytes: memory that the rank occupies now.
     """
 
@@ -76,8 +75,8 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     >>> fastest(trials).batch_size
     2
     """
-    most = max(trial.examples_per_second for trial in trials)
-    return next(trial for trial in trials if trial.examples_per_second >= ALMOST * most)
+    highest = max(trial.examples_per_second for trial in trials)
+    return next(trial for trial in trials if trial.examples_per_second >= FAST_ENOUGH * highest)
 
 
 def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: float) -> float:
@@ -97,8 +96,8 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
-    # The growth from 0 to the first size includes memory that does not depend on the size, so its
-    # slope is used only while there is no other.
+    # The first pair's slope includes memory that does not depend on the size, so it is used only
+    # while there is no other.
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
@@ -110,13 +109,13 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
 def lacking_host(
     ranks: Sequence[RankMemory], limit_bytes: int | None = None
 ) -> tuple[str, float, float] | None:
-    """Returns the first host with too little memory, the bytes that its ranks would add, and those left.
+    """Returns the first host that lacks memory, the bytes that its ranks would add, and its free bytes.
 
-    Returns None if every host has enough.
+    None if every host has enough.
 
     Args:
         ranks: the memory of all ranks.
-        limit_bytes: memory that the ranks of a host may occupy together; None: what is free.
+        limit_bytes: memory that the ranks of a host may occupy together; None: no limit but the free memory.
 
     >>> ranks = [RankMemory("s1", 100.0, 260, 50), RankMemory("s1", 100.0, 250, 60)]
     >>> lacking_host(ranks), lacking_host(ranks[:1])
@@ -124,16 +123,16 @@ def lacking_host(
     >>> lacking_host(ranks[:1], limit_bytes=170)
     ('s1', 100.0, 120)
     """
-    # Ranks on a host compete for its memory, so their growth is added up.
+    # Ranks of one host compete for its memory, so their growth is added up.
     for host in dict.fromkeys(rank.host for rank in ranks):
         of_host = [rank for rank in ranks if rank.host == host]
         growth = sum(rank.growth_bytes for rank in of_host)
-        # Ranks have asked at slightly different times; the smallest answer is the safe one.
+        # Ranks measure at slightly different times; the smallest value is the safe one.
         free = min(rank.free_bytes for rank in of_host)
         if limit_bytes is not None:
             free = min(free, max(0, limit_bytes - sum(rank.resident_bytes for rank in of_host)))
 
-        if MARGIN * growth >= free:
+        if MEMORY_MARGIN * growth >= free:
             return host, growth, free
 
     return None

@@ -23,12 +23,12 @@ from hvtrain.training.run import RunState, describe, summary
 
 log = logging.getLogger(__name__)
 
-# Decay per step of the losses' moving average.
+# Decay of the losses' moving average per step.
 SMOOTHING = 0.9
-# The test ends when the smoothed loss exceeds its lowest value by this factor.
-DIVERGED = 4.0
-# Number of steps ignored at the beginning, where the moving average covers too few losses.
-LEFT_OUT = 5
+# The test ends when the smoothed loss is this many times its lowest value.
+DIVERGENCE_FACTOR = 4.0
+# Number of initial steps that are ignored, because their moving average covers too few losses.
+IGNORED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Suggestion:
     """The suggested learning rate, for all ranks together.
 
     Attributes:
-        rate: where the smoothed loss falls fastest over the logarithm of the rate.
-        lowest_at: the rate where the smoothed loss is lowest.
+        rate: the rate at which the smoothed loss falls fastest over the logarithm of the rate.
+        lowest_at: the rate at which the smoothed loss is lowest.
     """
 
     rate: float
@@ -61,16 +61,16 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """True if the last loss is not finite, or the moving average has risen to DIVERGED times its lowest value."""
-    # Checked first, since NaN never compares as greater than anything.
+    """True if the last loss is not finite, or the moving average is DIVERGENCE_FACTOR times its lowest value."""
+    # Checked first, since no comparison with NaN is true.
     if losses and not math.isfinite(losses[-1]):
         return True
-    averages = smoothed(losses)[LEFT_OUT:]
+    averages = smoothed(losses)[IGNORED_STEPS:]
     if not averages:
         return False
     lowest = min(averages)
     # abs, because a loss may be negative.
-    return averages[-1] - lowest > (DIVERGED - 1) * abs(lowest)
+    return averages[-1] - lowest > (DIVERGENCE_FACTOR - 1) * abs(lowest)
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
@@ -86,26 +86,26 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
     True
     """
     averages = np.array(smoothed(list(takewhile(math.isfinite, losses))))
-    steps_rates = np.array(rates[: len(averages)])
-    # A slope needs a step on each side.
-    if len(averages) <= LEFT_OUT + 2:
+    finite_rates = np.array(rates[: len(averages)])
+    # A slope needs a neighbor on each side.
+    if len(averages) <= IGNORED_STEPS + 2:
         return None
 
     # Central differences over the logarithm of the rate. slopes[0] is the slope at step 1.
-    slopes = (averages[2:] - averages[:-2]) / np.log(steps_rates[2:] / steps_rates[:-2])
+    slopes = (averages[2:] - averages[:-2]) / np.log(finite_rates[2:] / finite_rates[:-2])
     # Beyond the lowest loss the rate is too high, whatever the slope there.
-    lowest = LEFT_OUT + int(averages[LEFT_OUT:].argmin())
-    falling = slopes[LEFT_OUT - 1 : lowest]
+    lowest = IGNORED_STEPS + int(averages[IGNORED_STEPS:].argmin())
+    falling = slopes[IGNORED_STEPS - 1 : lowest]
     if falling.min() >= 0:
         return None
 
-    return Suggestion(rates[LEFT_OUT + int(falling.argmin())], rates[lowest])
+    return Suggestion(rates[IGNORED_STEPS + int(falling.argmin())], rates[lowest])
 
 
 class Recorder(RunCallback):
     """Records the rate and the loss over all ranks at each step; stops when the loss diverges (every rank).
 
-    Of steps with the same rate it keeps the last: between them the loss has no slope.
+    Of consecutive steps with the same rate it keeps the last, since there is no slope between them.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -118,7 +118,7 @@ class Recorder(RunCallback):
         self.model.reset_metrics()  # Otherwise the loss would be the mean of all steps so far.
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # The step before had the same rate if it overflowed under a loss scale: it changed nothing.
+        # The previous step had the same rate if it overflowed under a loss scale, and so was skipped.
         if self.rates[-1:] == [self._rate]:
             del self.rates[-1], self.losses[-1]
         self.rates.append(self._rate)
@@ -135,8 +135,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info(summary(describe(run, model, start)))
-    # By as_trial, a call of the graph is one update of the weights, after
-    # which the recorder reads the loss.
+    # as_trial makes each call of the graph one update of the weights, after which the recorder reads the loss.
     steps = call_steps(run, [recorder])
 
     try:
@@ -148,14 +147,15 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
     strategy.comm.on_chief(state.store.send)
-    strategy.stop()  # Nothing below needs the others: all ranks return or raise the same.
+    # From here on no rank needs the others: all return or raise the same.
+    strategy.stop()
     if suggestion is None:
         raise TrainingError(
             f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
-            "take more --steps, or another range"
+            "use more --steps, or another range"
         )
 
-    # Shown as the value to set, which the run multiplies by the factor for its ranks.
+    # Shown as the setting, which a run multiplies by its learning-rate factor.
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     log.info(
@@ -184,12 +184,12 @@ def write(
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
 
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
-        # Only the last loss can be infinite or NaN, which no axis can reach.
+        # Without the last loss, the only one that can be infinite or NaN.
         if len(averages) > 1:
-            # Scaled to the first half: a loss that diverges later is cut off,
-            # since it would flatten the rest of the curve.
-            before = averages[: len(averages) // 2]
-            axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(before)))
+            # Scaled to the first half, so that a loss that diverges later does not flatten the curve; it
+            # is cut off.
+            first_half = averages[: len(averages) // 2]
+            axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(first_half)))
         axes.legend()
 
     write_panels([("", draw)], folder / "range.png", 1, (7, 4))

@@ -23,9 +23,9 @@ ERROR = "error"
 LEAST_TO_COMPARE = 8
 
 # Takes an epoch and the metric's value, and returns True if the trial should be pruned.
-IsHopeless = Callable[[int, float], bool]
+ShouldPrune = Callable[[int, float], bool]
 # Takes a trial's number and settings; returns its value, or None if it was pruned.
-RunTrial = Callable[[int, dict[str, Any], IsHopeless], float | None]
+RunTrial = Callable[[int, dict[str, Any], ShouldPrune], float | None]
 
 FINISHED = "finished"
 PRUNED = "pruned"
@@ -132,12 +132,12 @@ class Study:
         """
         trial = self._study.ask(self._distributions)
 
-        def is_hopeless(epoch: int, value: float) -> bool:
+        def should_prune(epoch: int, value: float) -> bool:
             trial.report(value, epoch)
             return trial.should_prune()
 
         try:
-            value = run(trial.number, self.settings(trial), is_hopeless)
+            value = run(trial.number, self.settings(trial), should_prune)
         except LostRankError as error:
             # The settings may be the cause, such as a batch that does not fit, so this is a result.
             trial.set_user_attr(ERROR, str(error))

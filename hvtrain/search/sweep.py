@@ -27,7 +27,7 @@ from hvtrain.launch.child import (
 from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, read_space
 from hvtrain.search.study import (
     FINISHED,
-    IsHopeless,
+    ShouldPrune,
     Study,
     as_overrides,
     in_short,
@@ -45,17 +45,16 @@ from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import duration
 
-SECONDS_BETWEEN_LOOKS = 0.5
+POLL_SECONDS = 0.5
 
 
 def main() -> int:
-    """Checks everything, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
-    # Copied first, since composing may change sys.argv, and the sweep's
-    # record shows the command as it was given.
+    """Checks the request, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
+    # Copied first, since composing may change sys.argv, and the record shows the command as it was given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
-    # optuna is not part of the environment, since no run needs it.
+    # optuna is not a dependency of hvtrain, since no run needs it.
     if not find_spec("optuna"):
         raise ConfigError(
             "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
@@ -64,7 +63,7 @@ def main() -> int:
     space = read_space(path, overrides)
     config = _compose_examples(space, overrides)[0]
     goal = goal_of(config, options.metric, options.direction)
-    # Trials are comparable only if these are the same, so the study stores them.
+    # Trials are comparable only if these agree, so the study stores them.
     facts = {
         "metric": goal.metric,
         "direction": goal.direction,
@@ -84,10 +83,10 @@ def main() -> int:
     )
     prune_after = None if options.no_pruning else options.prune_after
 
-    # Held until the last trial has ended: two sweeps in one folder would treat each other's trials
-    # as interrupted.
+    # Held until the last trial has ended, because two sweeps in one folder would treat each other's
+    # trials as interrupted.
     with RunLock() as lock:
-        _take(lock, folder)
+        _lock_folder(lock, folder)
         study = Study(folder, facts, options.seed, prune_after)
         return Trials(study, goal, shared_arguments, folder, num_trials, results).run()
 
@@ -114,7 +113,7 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
 
 
 def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfig]:
-    """Composes runs that cover both ends or all choices of each setting, so that no trial is refused hours later."""
+    """Composes runs with both ends, or all choices, of each setting, so that no trial is refused hours later."""
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(
@@ -124,7 +123,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
     return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]
 
 
-def _take(lock: RunLock, folder: Path) -> None:
+def _lock_folder(lock: RunLock, folder: Path) -> None:
     """Creates and locks the folder, so that only one sweep uses it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,8 +211,8 @@ class Trials:
         exit_at_signals()
         self._collect()
         # Results from an earlier start count, so the same command continues a sweep.
-        already = len(self.results["trials"])
-        note = f", {already} done already" if already else ""
+        num_done = len(self.results["trials"])
+        note = f", {num_done} done already" if num_done else ""
         print(
             f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
             flush=True,
@@ -226,8 +225,7 @@ class Trials:
         except KeyboardInterrupt:
             exit_code = INTERRUPTED
 
-        # The data files are written after each trial; the picture, which takes
-        # longer, only at the end.
+        # The other files are written after each trial; the picture, which takes longer, only at the end.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_picture(self.results, self.folder / "sweep.png")
@@ -258,19 +256,19 @@ class Trials:
         )
 
     def _run_trial(
-        self, number: int, settings: dict[str, Any], is_hopeless: IsHopeless
+        self, number: int, settings: dict[str, Any], should_prune: ShouldPrune
     ) -> float | None:
         """Runs a trial and shows its progress; returns its value, or None if it was pruned."""
         values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-        order = len(self.results["trials"]) + 1
-        title = f"{order} of {self.num_trials}: trial {number} ({values})"
+        position = len(self.results["trials"]) + 1
+        title = f"{position} of {self.num_trials}: trial {number} ({values})"
         progress(f"{title}; {self._so_far()} ...")
 
         def judge(epoch: int, value: float) -> bool:
             progress(
                 f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ..."
             )
-            return is_hopeless(epoch, value)
+            return should_prune(epoch, value)
 
         folder = self._run_folder(number)
         command = [
@@ -281,7 +279,7 @@ class Trials:
             "launch",
             *self._launch_arguments(settings),
             override("run.dir", str(folder)),
-            # The user waits for the whole sweep, so single trials send no notices.
+            # The user waits for the whole sweep, so its trials send no notices.
             "notify=[]",
         ]
         return train_trial(command, folder, self.goal, judge)
@@ -297,14 +295,14 @@ class Trials:
         """Describes the best value so far, and the estimated time left."""
         best = self.results["best"]
         trials = self.results["trials"]
-        left = "left: not known yet"
+        time_left = "left: not known yet"
         if trials:
             seconds = [trial["seconds"] for trial in trials]
-            left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+            time_left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
 
         if best is None:
-            return left
-        return f"best {best['value']:.5g} of trial {best['number']}; {left}"
+            return time_left
+        return f"best {best['value']:.5g} of trial {best['number']}; {time_left}"
 
     def _collect(self) -> None:
         """Updates the results from the study, and writes their files."""
@@ -324,7 +322,7 @@ class Trials:
 
 
 def train_trial(
-    command: Sequence[str], folder: Path, goal: Goal, is_hopeless: IsHopeless
+    command: Sequence[str], folder: Path, goal: Goal, should_prune: ShouldPrune
 ) -> float | None:
     """Runs one trial in its own processes, and judges it after each epoch.
 
@@ -332,7 +330,7 @@ def train_trial(
         command: the command that starts the run.
         folder: the run folder. The output of the command goes to a file beside it.
         goal: the metric.
-        is_hopeless: called after each epoch; returns True if the run should be pruned.
+        should_prune: called after each epoch; returns True if the run should be pruned.
 
     Returns:
         The best value of its epochs, or None if it was pruned.
@@ -344,26 +342,26 @@ def train_trial(
     # Beside the run folder, since the run creates that itself.
     log = folder.with_suffix(".txt")
 
-    # The newest epoch that was reported. Each is reported once, however often the file is read.
-    newest = 0
+    # Each epoch is judged once, however often the file is read.
+    last_judged = 0
     with started(command, log) as process:
         has_ended = False
         while not has_ended:
-            # Checked before the history is read, so that the last epoch is seen too.
-            has_ended = ends_within(process, SECONDS_BETWEEN_LOOKS)
+            # Polled before the history is read, so that the last epoch is seen too.
+            has_ended = ends_within(process, POLL_SECONDS)
             history = read_history(folder)
             starts = read_starts(folder)
             values = goal.values(history)
-            # An error here ends the run and the sweep: each trial would fail in the same way.
+            # An error here ends the run and the sweep, because each trial would fail in the same way.
             goal.check(starts)
 
-            # All new epochs are reported, even after a hopeless one, since
-            # later trials are judged by them.
+            # All new epochs are judged, even after one that should be pruned, because later trials are
+            # compared with them.
             verdicts = [
-                is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest
+                should_prune(epoch, value) for epoch, value in values.items() if epoch > last_judged
             ]
-            newest = max(values, default=newest)
-            # A run that has ended already keeps its result.
+            last_judged = max(values, default=last_judged)
+            # A run that has already ended keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
                 # On SIGTERM, all ranks save and stop together.
                 process.terminate()
@@ -374,12 +372,12 @@ def train_trial(
     # Raises if the launcher failed, or succeeded without a result.
     read_result(folder, process.returncode, log)
     if not values:
-        raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
+        raise LostRankError(f"the run succeeded, but {goal.metric} was never a finite number")
 
     better = max if goal.direction == MAX else min
     return better(values.values())
 
 
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
-    """True if the run has done its last step, so that ending it would save no time."""
+    """True if the run has done its last step, so that pruning it would save no time."""
     return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)

@@ -36,7 +36,7 @@ _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives. They tell the watchdog while this rank waits in one."""
+    """Horovod's collectives. While this rank waits in one, the watchdog knows."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:
@@ -88,10 +88,10 @@ class HorovodStrategy(Strategy):
     Args:
         compression: how gradients are sent: "none", "fp16", "bf16", "int8" or "powersgd".
         rank: PowerSGD's rank: the number of columns of its matrices.
-        whole_steps: number of first steps in which PowerSGD sends gradients uncompressed.
+        whole_steps: number of initial steps in which PowerSGD sends gradients uncompressed.
         share_gpus: let several ranks of a host use one GPU (for experiments).
-        bucket_mib: size in MiB of the buckets, messages in which gradients are reduced while others are
-            computed; 0: a single message.
+        bucket_mib: size in MiB of the buckets, which are reduced while other gradients are still being
+            computed; 0: all gradients in a single message at the end.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
         shard_optimizer: keep optimizer slots on each rank only for its part of the weights.
     """
@@ -138,7 +138,7 @@ class HorovodStrategy(Strategy):
         """Called by start once the ranks know each other, before TensorFlow initializes a device."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        # In an elastic job, the earlier watchdog watches ranks that may have left.
+        # In an elastic job, the previous watchdog watches ranks that may have left.
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
@@ -226,7 +226,7 @@ class HorovodStrategy(Strategy):
         if self.compression is not hvd.Compression.none:
             text += f", gradients as {self.compression_name}"
         if self._keeps_errors:
-            text += ", errors kept"
+            text += ", with error feedback"
         if self.shard_optimizer:
             text += ", sharded optimizer (each step also all-gathers the weights: half the traffic of an all-reduce)"
         return text

@@ -140,7 +140,7 @@ class LocalSGDStrategy(HorovodStrategy):
         self._optimizer = model.optimizer
         # The step at the last settle(), and the reductions that had run by then.
         self._settled_step = int(model.optimizer.iterations)
-        self._num_counted = self._hook.num_ran()
+        self._num_counted = self._hook.num_done()
         self.num_synchronizations = 0  # Of this attempt, like the steps in its proof.
         return super().make_steps(model, *arguments)
 
@@ -153,8 +153,8 @@ class LocalSGDStrategy(HorovodStrategy):
         rounds_due, within_due = self._hook.num_due(self._settled_step, step)
         with self.watchdog.phase(EXCHANGE):
             rounds_due += hvd.synchronize(optimizer)
-        num_ran = self._hook.num_ran()
-        rounds, within = np.subtract(num_ran, self._num_counted)
+        num_done = self._hook.num_done()
+        rounds, within = np.subtract(num_done, self._num_counted)
         if (rounds, within) != (rounds_due, within_due):
             raise RankError(
                 f"{rounds} synchronizations and {within} reductions within the host ran in steps "
@@ -163,7 +163,7 @@ class LocalSGDStrategy(HorovodStrategy):
             )
         self.num_synchronizations += rounds_due
         self._settled_step = step
-        self._num_counted = num_ran
+        self._num_counted = num_done
 
     def description(self) -> str:
         warmup = f", after {self.warmup_steps} synchronous steps" if self.warmup_steps else ""

@@ -110,8 +110,8 @@ class MirroredStrategy(ReplicaStrategy):
         if not plan.is_full or plan.global_batch % self.num_replicas:
             raise ConfigError(
                 f"strategy={self.name} splits the batch of each step into {self.num_replicas} equal "
-                f"parts, but steps of this run have {plan.global_batch} examples or fewer; choose "
-                f"data.uneven=trim and a batch size that {self.num_replicas} divides"
+                f"parts, but this run has steps of {plan.global_batch} examples or fewer; choose "
+                f"data.uneven=trim and a batch size that is a multiple of {self.num_replicas}"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
@@ -207,8 +207,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
-        # In ms. Gradients do not pass through Horovod, so its threads need not
-        # look for messages every 0.1 ms.
+        # In ms. Gradients do not pass through Horovod, so its threads need not poll for messages every 0.1 ms.
         os.environ.setdefault(CYCLE_TIME, "20")
         return super().start()
 
@@ -250,7 +249,7 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
         with initializing_devices(NAME):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
-        # Otherwise a child process would mistake TF_CONFIG for a cluster that the user has set up.
+        # Otherwise a child process would mistake it for a cluster that the user has set up.
         os.environ.pop("TF_CONFIG", None)
 
 

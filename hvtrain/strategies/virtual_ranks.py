@@ -1,6 +1,6 @@
-"""A strategy whose results are the same, to the bit, on any number of ranks.
+"""A strategy whose results are bit-identical on any number of ranks.
 
-Each step is divided into a fixed number of parts, whichever ranks compute them.
+Each step is divided into a fixed number of parts, and it does not matter which rank computes which part.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,15 @@ from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import replaced, split_batch
 
-# Distance between the seeds of two parts: 2**32 over the golden ratio, as in
-# Knuth's multiplicative hashing.
+# Distance between the seeds of two parts: 2**32 divided by the golden ratio, as in Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
-# The most random draws of a layer in one step; with more, those of two steps would overlap. Seeds
+# Limit on a layer's random draws in one step; beyond it, the draws of two steps would overlap. Seeds
 # repeat after 2**32 / MAX_DRAWS steps, about a million.
 MAX_DRAWS = 1 << 12
 
 
 class VirtualRanksStrategy(HorovodStrategy):
-    """Horovod with results that do not depend on the number of ranks, to the last bit.
+    """Horovod with results that do not depend on the number of ranks, down to the last bit.
 
     A step has one part for each virtual rank: a batch of train.batch_size examples, with its own seeds.
     Each rank computes its parts one after the other. Gradients, and changes of moving statistics, are
@@ -122,8 +121,8 @@ class VirtualRanksStrategy(HorovodStrategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch):
-            kept = [*statistics, *seeds]
-            values_before = [tf.identity(variable) for variable in kept]
+            restored = [*statistics, *seeds]
+            values_before = [tf.identity(variable) for variable in restored]
             reducer.parts = []
             parts = split_batch(batch, self.num_replicas)
             for number, part in enumerate(parts, first_part + 1):
@@ -131,10 +130,10 @@ class VirtualRanksStrategy(HorovodStrategy):
                 # All parts begin with the same statistics, to which the mean change is added below.
                 changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])
-                for variable, before in zip(kept, values_before):
+                for variable, before in zip(restored, values_before):
                     variable.assign(before)
 
-            optimizer.apply(_totals(reducer.parts, len(gradients)), model.trainable_variables)
+            optimizer.apply(_sums(reducer.parts, len(gradients)), model.trainable_variables)
             for variable, before, change in zip(statistics, values_before, reducer.others):
                 variable.assign(before + change)
             return result
@@ -145,12 +144,12 @@ class VirtualRanksStrategy(HorovodStrategy):
         return f"{super().description()}, {self.virtual_ranks} virtual ranks"
 
 
-def _totals(parts: list[list[Any]], number: int) -> list[Any]:
-    """Sums the first `number` tensors of each part, its gradients, to pass to the optimizer.
+def _sums(parts: list[list[Any]], num_gradients: int) -> list[Any]:
+    """Returns the sums of this rank's gradients over its parts, to pass to the optimizer.
 
-    OrderedReducer replaces the sums by the means of all parts; the sums only show whether all are finite.
+    OrderedReducer replaces them by the means over all parts; they only show whether all are finite.
     """
     return [
         None if values[0] is None else tf.add_n([tf.convert_to_tensor(value) for value in values])
-        for values in zip(*(part[:number] for part in parts))
+        for values in zip(*(part[:num_gradients] for part in parts))
     ]

@@ -300,7 +300,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
             f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g} "
             f"(base x {config.train.learning_rate_scale} scale), {schedule}"
         ),
-        "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
+        "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} per epoch)",
         "left out": left_out_text,
         "run folder": str(run.folder),
     }

@@ -188,8 +188,8 @@ REFUSED = {
     "passes": "needs an optimizer that is not built yet and has no gradient_accumulation_steps of its own",
     "local variables": "check_finite needs gradients that all ranks share",
     "local and clipped": "global_clipnorm needs gradients that all ranks share; leave it out with local variables",
-    "elastic errors": "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo",
-    "elastic anchors": "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo",
+    "elastic errors": "KerasState cannot keep the errors of a compression or the anchors of DiLoCo",
+    "elastic anchors": "KerasState cannot keep the errors of a compression or the anchors of DiLoCo",
 }
 
 

@@ -134,7 +134,7 @@ def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
     optimizer._hvtrain.synchronized_step = 10
     state.restore()
     state.sync()
-    assert optimizer._hvtrain.are_apart(10)
+    assert optimizer._hvtrain.have_diverged(10)
 
 
 def test_a_metric_with_a_value_for_each_class_is_averaged():

@@ -168,7 +168,7 @@ def test_an_error_about_ids_becomes_one_line():
         ("too large", "GiB are free here; use more hosts, or fewer rows"),
         ("tape", "table t is sharded over the ranks, which a plain optimizer cannot handle; wrap"),
         ("lamb", "Lamb needs whole weights; choose SGD, Adam"),
-        ("shard", "shard=True divides what is divided already"),
+        ("shard", "shard=True would shard it again"),
         ("local in every step", "LocalSGD and DiLoCo average weights"),
         ("local", "LocalSGD and DiLoCo average weights"),
     ],

@@ -89,9 +89,12 @@ def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_build
             "built",
             "shard=True needs an optimizer that is not built yet, but this Adam has whole slots",
         ),
-        ("schedule free", "slots of ScheduleFreeAdamW begin as the weights"),
+        ("schedule free", "slots of ScheduleFreeAdamW are copies of the weights"),
         ("local variable", "shard needs gradients that all ranks share"),
-        ("elastic", "a lost rank would take its part of the slots with it"),
+        (
+            "elastic",
+            "KerasState cannot keep sharded slots, since a lost rank takes its part with it",
+        ),
         ("join", "or its part of the weights, which the others will gather"),
     ],
 )

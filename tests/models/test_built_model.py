@@ -123,7 +123,7 @@ def test_masks_pass_the_ends_of_segments():
 def test_segments_end_where_little_is_in_use(model, number):
     segments = divide(model())
     assert abs(len(segments) - number) <= 1, "the root of the number of layers"
-    ends = [len(segment.gives) for segment in segments]
+    ends = [len(segment.outputs) for segment in segments]
     assert ends.count(1) >= 0.7 * len(ends) and max(ends) <= 2, (
         "between the blocks of a residual network"
     )

@@ -6,7 +6,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import deeplabv3plus
-from hvtrain.models.deeplab import ENDS, dilated
+from hvtrain.models.deeplab import FEATURE_LAYERS, dilated
 from hvtrain.models.memory import recompute
 from hvtrain.models.networks import body, clone
 from launching import without_hvtrain
@@ -45,7 +45,7 @@ def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated
     backbone, options, output_stride
 ):
     model = deeplabv3plus((64, 96, 3), 5, backbone, output_stride, filters=8, **options)
-    low, high = (model.get_layer(name).output.shape for name in ENDS[backbone])
+    low, high = (model.get_layer(name).output.shape for name in FEATURE_LAYERS[backbone])
     assert low[1:3] == (16, 24) and high[1:3] == (64 // output_stride, 96 // output_stride)
     assert model.output.shape == (None, 64, 96, 5)
     middle, last = RESNET if backbone == "ResNet50" else MOBILE
@@ -86,7 +86,7 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
         )
         drawn = np.random.default_rng(len(variable.path)).normal(size=variable.shape)
         variable.assign(1 + np.abs(drawn) / 10 if positive else drawn * (2 / fan_in) ** 0.5)
-    inner = ENDS[backbone][1]
+    inner = FEATURE_LAYERS[backbone][1]
     expected = np.asarray(keras.Model(plain.input, plain.get_layer(inner).output)(images))
     assert np.abs(expected).std() > 0.01
 

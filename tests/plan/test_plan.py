@@ -84,7 +84,7 @@ def test_arithmetic_of_the_run(planned):
     steps_per_epoch = 1_000_000 // 256 // 64
     assert content["global_batch"] == 16384 and content["num_steps"] == 9 * steps_per_epoch
     assert "256 x 64 = 16,384 (ranks x batch)" in output
-    assert f"{9 * steps_per_epoch:,} ({steps_per_epoch} an epoch, 9 epochs; " in output
+    assert f"{9 * steps_per_epoch:,} ({steps_per_epoch} per epoch, 9 epochs; " in output
     assert "0.01 x 256 = 2.56 (base x linear scale)" in output
     rates = dict(content["learning_rate"])
     assert rates[0] == 0.01 and rates[steps_per_epoch] == pytest.approx(2.56)
@@ -238,7 +238,8 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     assert int(row[4]) == round(64 / content["costs"][-1]["step_seconds"]), "the global batch"
     # 136 + 16 examples for each of a rank's mean batch, 136 + 64 for the joint one.
     assert re.search(
-        r"progress       4 ranks: \d+% of the machines' efficiency, 76% of the examples' ", output
+        r"progress       \S+ times that of one rank: 4 ranks x \d+% parallel efficiency x 76% statistical ",
+        output,
     )
 
     # The bytes that int8 sends, at the measured speed of bytes that are moved; compression takes time here too.

@@ -100,7 +100,7 @@ def test_a_size_that_exceeds_the_memory_is_not_begun(tmp_path):
     )
     assert code == 0, output
     assert re.search(
-        r"ended: train.batch_size=\d+ would take about \S+ GiB more on \S+, where \S+ GiB are left",
+        r"ended: train.batch_size=\d+ would take about \S+ GiB more on \S+, which has \S+ GiB left",
         output,
     )
     (folder,) = (tmp_path / "find_batch").iterdir()

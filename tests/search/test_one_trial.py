@@ -26,12 +26,12 @@ sys.exit("hvtrain: no memory" if num_steps == 1 else 0)
 def trained(folder, num_steps, seconds, answer, metric="val_accuracy"):
     reported = []
 
-    def is_hopeless(epoch, value):
+    def should_prune(epoch, value):
         reported.append((epoch, value))
         return answer
 
     command = [sys.executable, "-c", RUN, str(folder / "run"), str(num_steps), str(seconds)]
-    return train_trial(command, folder / "run", Goal(metric, "max"), is_hopeless), reported
+    return train_trial(command, folder / "run", Goal(metric, "max"), should_prune), reported
 
 
 def test_the_value_is_the_best_of_all_epochs(tmp_path):

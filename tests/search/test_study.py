@@ -20,12 +20,12 @@ def study(folder, seed=0, prune_after=None, **facts):
     return Study(folder, {**FACTS, **facts}, seed, prune_after)
 
 
-def worth(number, settings, is_hopeless):
+def worth(number, settings, should_prune):
     assert settings["n"] in (1, 3, 5, 7, 9) and settings["c"] in ([1], [2, 3])
     return -((settings["x"] - 1) ** 2)
 
 
-def interrupted(number, settings, is_hopeless):
+def interrupted(number, settings, should_prune):
     raise KeyboardInterrupt
 
 
@@ -49,7 +49,7 @@ def test_it_finds_the_best_and_goes_on_after_an_end(tmp_path):
 
 
 def test_a_failed_trial_counts_and_an_interrupted_one_is_tried_again(tmp_path):
-    def fails(number, settings, is_hopeless):
+    def fails(number, settings, should_prune):
         raise LostRankError("no memory")
 
     sweep = study(tmp_path)
@@ -72,8 +72,8 @@ def test_a_trial_that_ran_when_the_sweep_was_killed_is_tried_again(tmp_path):
 
 def test_a_trial_below_the_median_is_pruned_from_the_second_epoch_on(tmp_path):
     def trains(values):
-        def run(number, settings, is_hopeless):
-            verdicts = [is_hopeless(epoch, value) for epoch, value in enumerate(values, 1)]
+        def run(number, settings, should_prune):
+            verdicts = [should_prune(epoch, value) for epoch, value in enumerate(values, 1)]
             seen.append(verdicts)
             return None if any(verdicts) else max(values)
 

@@ -148,7 +148,7 @@ def test_verify_does_not_accuse_ranks_that_step_on_their_own(monkeypatch):
 def test_a_second_attempt_counts_its_own_synchronizations(monkeypatch):
     monkeypatch.setattr(HorovodStrategy, "make_steps", lambda self, model: None)
     strategy = LocalSGDStrategy()
-    strategy._hook = SimpleNamespace(num_ran=lambda: (0, 0))
+    strategy._hook = SimpleNamespace(num_done=lambda: (0, 0))
     strategy.num_synchronizations = 5
     strategy.make_steps(SimpleNamespace(optimizer=SimpleNamespace(iterations=20)))
     assert strategy.num_synchronizations == 0
@@ -204,7 +204,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
     [
         (
             "half precision",
-            "strategy=horovod: compression int8 keeps errors, whose unit a changing loss scale would change",
+            "strategy=horovod: compression int8 keeps errors from step to step, but a loss scale changes their unit",
         ),
         ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
         ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),

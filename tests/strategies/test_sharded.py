@@ -86,7 +86,7 @@ def test_the_summary_and_the_proof_say_what_is_sent(runs):
 def test_an_optimizer_that_cannot_be_divided_is_refused_in_one_line(runs):
     _, ranks, _ = runs
     for results in ranks:
-        line = "strategy=horovod: shard=True: slots of ScheduleFreeAdamW begin as the weights"
+        line = "strategy=horovod: shard=True: slots of ScheduleFreeAdamW are copies of the weights"
         assert line in results["schedule free"]["error"]
 
 

@@ -68,7 +68,7 @@ FIGURES: list[Figure] = [
     Pictures("Masks", "Image and masks.", [(PIXEL, "example 3: mean IoU 0.41")] * 3, [("circle", "#e07b39")]),
     Table("Labels", "On all.", ["label", "precision"], [[0, "97.1%"], [1, "88.0%"]]),
     Table("Worst rows", "Wrong.", ["row", *(f"a_long_name_{n}" for n in range(12))], [[0, *("a value",) * 12]]),
-    Texts("Samples", "Beginnings.", [("Once upon a time " * 20, "there was " + "a" * 300)], goes_on=True),
+    Texts("Samples", "Beginnings.", [("Once upon a time " * 20, "there was " + "a" * 300)], is_continuation=True),
     Scatter("Residuals", "Half within 1.", "prediction", "prediction - target", [(0.0, 0.1), (1.0, -0.2)], "zero"),
     Scatter("Predictions", "All.", "target", "prediction", [(0.0, 0.1), (1.0, 0.8)], "diagonal"),
 ]  # fmt: skip

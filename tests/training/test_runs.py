@@ -98,7 +98,7 @@ def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
         r"classes +10, 10% each\n",
         r"2 x 32 = 64",
         r"0.001 x 2 = 0.002 \(base x linear scale\)",
-        r"264 \(22 an epoch\)",
+        r"264 \(22 per epoch\)",
         r"left out +29 of 1,437 examples \(2%\), different ones in each epoch",
         r"Epoch 3/12: 22/22 steps, .*; 25% of the run, \d+ s left\n",
         r"Epoch 12/12: 22/22 steps, [\d.]+ ms/step, accuracy 0\.9\S+ loss 0\.\S+ noise_scale \S+ [\d,]+ examples/s; ",

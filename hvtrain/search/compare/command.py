@@ -43,9 +43,9 @@ def main() -> int:
         options.num_ps,
         options.single_cores,
     )
-    # Only now: a mistake on the command line leaves no folder behind.
+    # Only now, so that a mistake on the command line leaves no folder behind.
     make_output(folder)
-    # Before the first run, which makes the machine busy.
+    # Measured before the first run, which makes the machine busy.
     facts = _facts(options)
     exit_at_signals()
     print(
@@ -58,7 +58,7 @@ def main() -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         ended_by = error
 
-    # If the runs were interrupted, the finished ones still have results.
+    # After an interruption, the finished runs still have results.
     comparison = {**facts, "interrupted": ended_by is not None, **summary(contest, target)}
     # Warnings qualify the conclusions, so they are shown with them.
     comparison["conclusion"] += facts["warnings"]
@@ -76,7 +76,8 @@ def main() -> int:
         sys.stderr.write("hvtrain: interrupted; what was measured so far is written\n")
         return INTERRUPTED
 
-    if ended_by:  # A signal: the exit code is 128 plus its number.
+    # exit_at_signals raises SystemExit with 128 plus the signal's number.
+    if ended_by:
         raise ended_by
 
     # Some results are better than none, but a script should see the failure.
@@ -85,7 +86,7 @@ def main() -> int:
 
 def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
-    # The JSON contains the settings, which the page does not, and people share both files.
+    # Only the JSON contains the settings, and people share it as they share the page.
     public = [
         {**entry, "words": without_secrets(entry["words"])} for entry in comparison["strategies"]
     ]
@@ -100,12 +101,12 @@ def parse_target(text: str) -> tuple[str, float]:
     try:
         number = float(value)
     except ValueError:
-        # Refused below, with values that are not finite.
+        # Rejected below, like every other value that is not finite.
         number = math.nan
 
     if not metric or not math.isfinite(number):
         raise ConfigError(
-            f"--target {text} is not a metric and its value; write it as val_accuracy=0.97"
+            f"--target {text} is not a metric with a finite value; write it as val_accuracy=0.97"
         )
 
     return metric, number
@@ -133,7 +134,7 @@ def busy_warning(load: float, cores: int) -> list[str]:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """Returns facts about this comparison and its machine, for the results."""
     load = os.getloadavg()[0]  # Over the last minute.
-    # Of this process: a container or a job may use fewer cores than the host has.
+    # The cores of this process: a container or a job may use fewer than the host has.
     cores = len(os.sched_getaffinity(0))
 
     return {
@@ -148,7 +149,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version for name, version in versions().items() if version},
         "num_rounds": options.rounds,
         "speed_steps": options.speed_steps,
-        # Also shown with the conclusions: it says how far they can be trusted.
+        # Also shown with the conclusions, because they say how far these can be trusted.
         "warnings": busy_warning(load, cores),
     }
 
@@ -162,7 +163,7 @@ Runs the same training under each strategy: short runs that take turns, for the 
 Prints a table and the conclusions, and writes compare.html, compare.json and compare.png.""",
         epilog=f"""\
 {RUN_SETTINGS}
-A strategy with settings of its own is written NAME@SETTING=VALUE@...
+To give a strategy its own settings, write it as NAME@SETTING=VALUE@...
 
 examples:
   python -m hvtrain compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
@@ -178,7 +179,7 @@ docs/compare.md has the method, and measured comparisons.
         parser,
         "--num-ps",
         at_least(1),
-        "parameter servers, for strategies that have some",
+        "parameter servers, for strategies that use them",
         metavar="P",
     )
     about = "rounds of short runs; 6 rounds give intervals of 97%% confidence"
@@ -199,7 +200,7 @@ docs/compare.md has the method, and measured comparisons.
     add_number(
         parser, "--single-cores", at_least(1), "cores that strategy=single may use; default: all"
     )
-    about = "ranks up to which hvtrain plan extends the result; 0: not at all"
+    about = "ranks up to which hvtrain plan extrapolates the result; 0: not at all"
     add_number(parser, "--plan", at_least(0), about, 16)
     option("--output", metavar="DIR", help="default: compare/DATE_TIME")
 

@@ -27,18 +27,18 @@ from hvtrain.system.text import format_known
 
 # One point per epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
-# The content of compare.json, or a strategy's entry in it.
+# The content of compare.json, or one strategy's entry in it.
 Record = Mapping[str, Any]
 # A metric and its value.
 Target = tuple[str, float]
-# The epoch that reached the target, and the seconds of training up to its end.
-Reached = tuple[int, float]
+# The first epoch that reached the target, and the seconds of training up to its end.
+TimeToTarget = tuple[int, float]
 
 # The default target metric is the first of these that all runs have;
 # validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
-# In inches. Charts on the page leave room for the names of the strategies.
+# (width, height) in inches. Charts on the page leave room for the names of the strategies.
 _CHART_SIZE = (5.2, 3.3)
 _PANEL_SIZE = (5.5, 4.0)
 
@@ -51,18 +51,19 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         target: the metric and value to reach; None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
-    # The default target is a value that all runs reach, so that all have a time.
-    target = target or best_of_all(list(curves.values()))
-    reached = {}
+    # All runs reach the default target, so that all have a time.
+    target = target or default_target(list(curves.values()))
+    times = {}
     if target:
-        reached = {name: reached_at(points, *target) for name, points in curves.items()}
+        times = {name: time_to_target(points, *target) for name, points in curves.items()}
 
     entries = [
-        _entry(each, contest, curves.get(each.name, []), reached.get(each.name))
-        for each in contest.contestants
+        _entry(contestant, contest, curves.get(contestant.name, []), times.get(contestant.name))
+        for contestant in contest.contestants
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
-    for name, entry in zip(speeds, entries):
+    for entry in entries:
+        name = entry["name"]
         entry["examples_per_second"] = median(speeds[name].values()) if speeds[name] else None
         # A ratio of `single` to itself would say nothing.
         speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
@@ -75,26 +76,28 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         "conclusion": [
             *on_speed(speeds),
             *on_scaling(speeds, contest.num_ranks),
-            *_on_whole_runs(contest.whole, target, reached),
+            *_on_whole_runs(contest.whole, target, times),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
     }
 
 
 def _on_whole_runs(
-    whole: Mapping[str, Training], target: Target | None, reached: Mapping[str, Reached | None]
+    whole: Mapping[str, Training],
+    target: Target | None,
+    times: Mapping[str, TimeToTarget | None],
 ) -> Iterator[str]:
-    """States when the target was reached, the test accuracies, and whether the numbers of examples differ."""
+    """States the times to the target, the test accuracies, and whether the runs saw different numbers of examples."""
     # In the order of history.csv, which the user sees.
-    known = dict.fromkeys(
+    metric_names = dict.fromkeys(
         name for training in whole.values() for row in training.epochs for name in row.metrics
     )
     if target and whole:
         metric, value = target
-        if metric in known:
-            yield on_target(metric, value, reached)
+        if metric in metric_names:
+            yield on_target(metric, value, times)
         else:
-            yield f"{metric} is not a metric of these runs; they have {', '.join(known)}."
+            yield f"{metric} is not a metric of these runs; they have {', '.join(metric_names)}."
 
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     for metric in dict.fromkeys(name for metrics in tests.values() for name in metrics):
@@ -111,26 +114,26 @@ def _on_whole_runs(
 
 
 def _entry(
-    contestant: Contestant, contest: Contest, points: Curve, reached: Reached | None
+    contestant: Contestant, contest: Contest, points: Curve, time: TimeToTarget | None
 ) -> dict[str, Any]:
-    """Returns a strategy's entry in compare.json, but for its speed.
+    """Returns a strategy's entry in compare.json, except for its speed.
 
-    Fields that only a whole run fills are None or empty without one.
+    Without a whole run, the fields that only such a run fills are None or empty.
     """
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
     runs = [*rounds.values(), *filter(None, [whole])]
-    # Facts that are the same in all runs of a strategy are taken from the last one.
+    # Facts that are the same in all runs of a strategy come from the last one.
     record = runs[-1].result if runs else {}
-    target_epoch, target_seconds = reached or (None, None)
+    target_epoch, target_seconds = time or (None, None)
 
     return {
         "name": name,
         "words": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
         "rounds": [_round_entry(number, run) for number, run in rounds.items()],
-        # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
+        # None if every run ended before its memory was sampled; gpu_bytes also without GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
@@ -156,7 +159,7 @@ def _round_entry(number: int, run: Training) -> dict[str, Any]:
 
 
 def speeds_by_round(entry: Record) -> dict[int, float]:
-    """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
+    """Returns a strategy's examples/s by round, without rounds that were too short to time."""
     return {
         run["round"]: run["examples_per_second"]
         for run in entry["rounds"]
@@ -167,7 +170,7 @@ def speeds_by_round(entry: Record) -> dict[int, float]:
 def curve(training: Training) -> Curve:
     """Returns one point for each epoch, without metrics that are not finite.
 
-    Seconds are those of training alone, without start, validation and checkpoints.
+    Seconds count training alone, without start, validation and checkpoints.
     """
     seconds = 0.0
     points = []
@@ -185,7 +188,7 @@ def curve(training: Training) -> Curve:
     return points
 
 
-def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
+def time_to_target(points: Curve, metric: str, value: float) -> TimeToTarget | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end.
 
     None if no epoch reaches it.
@@ -198,7 +201,7 @@ def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
     return None
 
 
-def best_of_all(curves: Sequence[Curve]) -> Target | None:
+def default_target(curves: Sequence[Curve]) -> Target | None:
     """Returns the metric to compare by, a validation metric if possible, and the best value that every run reached.
 
     None if the runs have no target metric in common.
@@ -210,7 +213,7 @@ def best_of_all(curves: Sequence[Curve]) -> Target | None:
         ]
         # A target that a run does not measure would say nothing about that run.
         if values and all(values):
-            # The worst of the best values: the value that every run reached.
+            # The worst of the runs' best values.
             return metric, sign * min(map(max, values))
 
     return None
@@ -226,7 +229,7 @@ def _test_metrics(training: Training) -> dict[str, float]:
 
 
 def table(comparison: Record) -> list[list[str]]:
-    """Returns the rows of the table, header first; the row of a failed strategy has what was measured."""
+    """Returns the rows of the table, header first; a failed strategy keeps what was measured."""
     strategies = comparison["strategies"]
     target = comparison["target"]
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
@@ -257,7 +260,7 @@ def _table_row(entry: Record, goal: str, tests: Sequence[str], has_gpus: bool) -
         **({"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}),
         "CPU s": format_known(entry["cpu_seconds"], ",.0f"),
         # A failure shows in the last column, so that what was measured keeps its place.
-        "s in all": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
+        "total s": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
     }
 
 
@@ -276,7 +279,7 @@ def html(comparison: Record) -> str:
 
 
 def write_png(comparison: Record, path: Path) -> None:
-    """Draws all panels into one picture; none if nothing was measured."""
+    """Draws all panels into one picture. Writes nothing if nothing was measured."""
     drawn = list(panels(comparison))
     if drawn:
         write_panels(drawn, path, 2, _PANEL_SIZE)
@@ -287,7 +290,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
-    # The validation loss shows best what was learned.
+    # Preferred, since the validation loss shows what was learned better than the training loss.
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     # A comparison that failed early has nothing to draw.
@@ -300,8 +303,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     if not points:
         return
 
-    # Over seconds the faster strategy leads; over examples, the one that
-    # learns more from each example.
+    # Over seconds the faster strategy leads; over examples, the one that learns more from each.
     curves = dict.fromkeys([(loss, "seconds"), (loss, "examples"), (target["metric"], "seconds")])
     for metric, unit in curves:
         goal = target["value"] if metric == target["metric"] else None
@@ -312,7 +314,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
 def _draw_curves(
     axes, strategies: list[Record], metric: str, unit: str, goal: float | None
 ) -> None:
-    # A strategy has one color in all panels.
+    # A strategy has the same color in all panels.
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
         if points:

@@ -40,15 +40,14 @@ class EpochMetrics(RunCallback):
         ]
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
-        # Only now, since Keras has just reset the metrics.
+        # Not earlier, since Keras resets the metrics just before this call.
         for variable, value in zip(self.model.metrics_variables, self._resumed):
             variable.assign(value)
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         metrics = self.strategy.metrics_over_ranks(self.model)
-        # A user's own train_step may leave out some of Keras's metrics, such as
-        # a loss that it never computes.
+        # A user's own train_step may leave out some of Keras's metrics, such as a loss that it never computes.
         left_out = metrics.keys() - logs.keys()
         for name, value in self.run.task.results(metrics).items():
             if name not in left_out:
@@ -73,13 +72,13 @@ class Validation(RunCallback):
 
     Args:
         context: The run's context.
-        start: Where the run begins or resumes; has the results that were unlogged then.
+        start: Where the run begins or resumes; holds the results that were unlogged then.
 
     Attributes:
         dataset: This rank's shard; None: nothing is validated.
         latest: The newest results, for callbacks that act within an epoch; empty before the first.
         latest_step: The step of these results; -1 before the first.
-        unlogged: Results that are in no epoch's logs yet.
+        unlogged: Results that no epoch's logs contain yet.
     """
 
     def __init__(self, context: RunContext, start: Start) -> None:
@@ -102,7 +101,7 @@ class Validation(RunCallback):
             return  # Stopped within the epoch.
         every = self.config.validate_every_epochs
         is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
-        # validate_every_steps may have validated after this very step.
+        # validate_every_steps may already have validated after this step.
         if is_due and self.latest_step != self.step:
             self._validate()
 
@@ -121,8 +120,8 @@ class Validation(RunCallback):
 class Throughput(RunCallback):
     """Times the steps, puts examples/s into the logs, and splits the time of a step (every rank).
 
-    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and
-    reduction, but not validation, checkpoints and other callbacks. The split covers the steps since
+    Steps are timed from Keras's batch begin to its batch end. This includes waiting for data, compute
+    and reduction, but not validation, checkpoints and other callbacks. The split covers the steps after
     the warm-up.
 
     Attributes:
@@ -141,7 +140,7 @@ class Throughput(RunCallback):
         self.newest_times: list[StepTimes] = []
 
         self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
-        # A short run is half warm-up, so that it still has a speed.
+        # At most half of a short run is warm-up, so that there are steps to time.
         self._last_warmup_step = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
 
         self._last_step = start_step
@@ -151,8 +150,8 @@ class Throughput(RunCallback):
         self._times_after_warmup: StepTimes | None = None
         # The times up to which goodput has counted: the end of the first step, then of each epoch.
         self._times_counted: StepTimes | None = None
-        # The ranks' times in the fastest epoch, and in the slow one that was logged
-        # last; empty if steps are fast.
+        # The ranks' times in the fastest epoch, and in the slow epoch that was logged last; empty if steps
+        # are fast.
         self._fastest: list[StepTimes] = []
         self._reported_slow: list[StepTimes] = []
 
@@ -237,7 +236,7 @@ class Throughput(RunCallback):
     def _log_slowdown(self, epoch: int) -> None:
         """Logs what has made steps slower than in the fastest epoch, and again only if they become slower still."""
         times = self.newest_times
-        # If there are few steps, the wait after the pause before the first is a large part.
+        # With few steps, the wait in the first one, after the pause between epochs, weighs too much.
         has_few_steps = self.plan.steps_per_epoch < FEW_STEPS or self.position.in_epoch
         if len(times) < 2 or has_few_steps:
             return
@@ -254,7 +253,7 @@ class Throughput(RunCallback):
 class GradientNoise(RunCallback):
     """Puts the gradient noise scale, in examples, into an epoch's logs (every rank).
 
-    An epoch that is too short or too noisy for an estimate gets none.
+    An epoch that is too short or too noisy for an estimate has no value.
 
     Raises:
         ConfigError: The noise scale cannot be measured with this optimizer.
@@ -264,7 +263,7 @@ class GradientNoise(RunCallback):
 
     def on_train_begin(self, logs: Any) -> None:
         try:
-            # Before a step is traced, since the graph itself measures the gradients.
+            # Before a step is traced, because the graph itself measures the gradients.
             self._noise = NoiseScale(
                 self.model.optimizer, self.run.config.profile.noise_scale_every
             )
@@ -294,7 +293,7 @@ class Recording(RunCallback):
     """Adds a row to history.csv and ranks.csv after each epoch.
 
     Every rank takes part, the chief writes, and all ranks raise its error. The first row after a start
-    rewrites the files, since a resumed run keeps only the rows before its start. With
+    rewrites the files, since a resumed run keeps only the rows before its start. If writing fails and
     checkpoint.on_error=warn, training continues without the row, and the next epoch tries again.
     """
 
@@ -308,10 +307,10 @@ class Recording(RunCallback):
         if self.position.in_epoch:
             return  # Stopped within the epoch; the start that finishes it writes the row.
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
-        # ReduceLROnPlateau logs the rate of this epoch, and may have changed it since.
+        # ReduceLROnPlateau logs this epoch's rate, and may have changed the optimizer's since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
 
-        # Not in the logs: the console shows only what is learned.
+        # Not in the logs, since the console shows only what was learned.
         norm = gradient_norm(self.model.optimizer)
         if norm is not None:
             metrics["gradient_norm"] = float(f"{norm:.6g}")
@@ -359,7 +358,7 @@ def report_skipped(run: Run, report: RunReport) -> None:
 
     if new:
         files = sum(part.num_examples is None for part in report.unreadable.values())
-        rest = f", and what is left of {files} damaged file(s)" if files else ""
+        rest = f", and the rest of {files} damaged file(s)" if files else ""
         log.info(
             f"skipped {report.num_skipped:,} examples that could not be read{rest}; names in logs/ of the run folder"
         )

@@ -140,7 +140,7 @@ def test_an_output_folder_that_is_in_use_is_refused(tmp_path):
         ),
         (
             [*arguments[:-2], "--target", "0.97"],
-            "--target 0.97 is not a metric and its value; write it as val_acc",
+            "--target 0.97 is not a metric with a finite value; write it as val_acc",
         ),
     ):
         code, output, errors = run_command(*COMPARE[2:], *command_line, cwd=tmp_path)

@@ -13,7 +13,7 @@ from hvtrain.report.ratios import Ratio
 from hvtrain.search.compare.command import write
 from hvtrain.search.compare.conclusion import against, on_scaling, on_speed, ratio_text
 from hvtrain.search.compare.contest import ORDER, WHOLE, Contest, Contestant, contestants
-from hvtrain.search.compare.results import best_of_all, curve, reached_at, summary, table
+from hvtrain.search.compare.results import curve, default_target, summary, table, time_to_target
 from hvtrain.system.run_files import EpochRecord
 from hvtrain.system.text import aligned
 
@@ -129,16 +129,16 @@ def test_only_rounds_that_both_ran_are_compared() -> None:
 
 def test_time_to_the_target_is_that_of_the_first_epoch_which_reaches_it() -> None:
     epochs = curve(training(100, (0.5, 0.9, 0.7)))
-    assert reached_at(epochs, "val_accuracy", 0.9) == (2, 4.0)
-    assert reached_at(epochs, "loss", 0.5) == (2, 4.0), "a loss falls"
+    assert time_to_target(epochs, "val_accuracy", 0.9) == (2, 4.0)
+    assert time_to_target(epochs, "loss", 0.5) == (2, 4.0), "a loss falls"
     assert (
-        reached_at(epochs, "val_accuracy", 0.91) is None
-        and reached_at(epochs, "unknown", 0.1) is None
+        time_to_target(epochs, "val_accuracy", 0.91) is None
+        and time_to_target(epochs, "unknown", 0.1) is None
     )
-    assert best_of_all([epochs, curve(training(100, (0.85,)))]) == ("val_accuracy", 0.85), (
+    assert default_target([epochs, curve(training(100, (0.85,)))]) == ("val_accuracy", 0.85), (
         "all of them reach it"
     )
-    assert best_of_all([]) is None
+    assert default_target([]) is None
 
 
 def test_the_summary_joins_rounds_and_whole_runs() -> None:

@@ -83,7 +83,7 @@ def broadcast_inside_a_function():
 
 def loop_without_broadcast():
     """What is logged within the steps of a loop of the user's own."""
-    same_gradients.SECONDS_BETWEEN_LOOKS = 0.01
+    same_gradients.POLL_SECONDS = 0.01
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
