@@ -15,7 +15,7 @@ Variables = Mapping[str, str]
 # Variables with which a rank finds its code and object storage, sets its locale, or tunes its
 # libraries.
 _ALLOWED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
+    r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|SPT_NOENV|"
     r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|AZURE_STORAGE_(ACCOUNT|SERVICE_ENDPOINT)|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
-from hvtrain.launch.on_host import MARK
+from hvtrain.launch.on_host import KEEPS_MARKS, MARK
 from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
 HOST_NAME = r"\w[\w.-]*"  # No leading dash: ssh would take such a name as an option.
@@ -197,7 +197,7 @@ def launcher_command(
     if job.mpirun:
         line = _mpirun_command(job, network)
         if folder:
-            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
+            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", KEEPS_MARKS]
         return [*line, *rank_command]
 
     # Without a supervisor, the command is horovodrun, which supervises its launch itself.
