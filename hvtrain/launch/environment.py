@@ -25,7 +25,8 @@ _LEFT = re.compile(
 )
 # Needed by programs on this host, such as ssh; other hosts have their own values.
 _OF_THIS_HOST = re.compile(
-    r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
+    r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|KRB5\w+|XDG_\w+|HOSTNAME|"
+    r"\w*CUDA_VISIBLE_DEVICES"
 )
 # Names of further variables that horovodrun sends to the ranks, separated by commas.
 MORE = "HVTRAIN_ENV"

@@ -100,8 +100,8 @@ def test_which_variables_travel():
     variables = {
         "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
-        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
-        "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
+        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "KRB5CCNAME": "FILE:/tmp/b", "CUDA_VISIBLE_DEVICES": "0",
+        "HOROVOD_RANK": "3", "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
         "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
         "AWS_REGION": "x", "AWS_SECRET_ACCESS_KEY": "x", "EDITOR": "x", "MINE": "yes",
     }  # fmt: skip
@@ -118,6 +118,7 @@ def test_which_variables_travel():
     assert launcher.keys() - rank_variables.keys() == {
         "HOME",
         "SSH_AUTH_SOCK",
+        "KRB5CCNAME",
         "CUDA_VISIBLE_DEVICES",
         "PYTHONUNBUFFERED",
     }
