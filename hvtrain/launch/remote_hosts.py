@@ -29,7 +29,7 @@ CONNECT_SECONDS = 10
 SSH_FAILED = 255
 _ANSWER = "hvtrain-answer:"
 # Creates the sent modules under their own names, whether or not hvtrain is installed on that host.
-LOADER = f"""
+_LOADER = f"""
 import json, sys, types
 modules, (name, function, arguments) = json.load(sys.stdin)
 for full_name, text in modules:
@@ -40,6 +40,8 @@ for full_name, text in modules:
     exec(compile(text, full_name, "exec"), module.__dict__)
 print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 """
+# In one line, since the login shell may be csh, where a line break ends a quoted word.
+LOADER = f"exec({_LOADER!r})"
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0  # Limit of HostCalls.call, including the time for ssh to connect.

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from hvtrain.launch.job import (
     used_hosts,
 )
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.remote_hosts import HostNetwork, Ssh
+from hvtrain.launch.remote_hosts import LOADER, HostNetwork, Ssh, answer, captured, request
+from hvtrain.system import host_facts
 
 
 @pytest.mark.parametrize(
@@ -301,3 +303,11 @@ SAID = {
 def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     explanation = Ssh().explain_failure("s9", text)
     assert re.search(SAID[text], explanation) and "\n" not in explanation
+
+
+def test_a_call_on_a_host_is_one_line():
+    """A login shell such as csh ends a quoted word at a line break, with "Unmatched '"."""
+    command = [sys.executable, "-c", LOADER]
+    assert "\n" not in shlex.join(command)
+    done = captured(command, request((host_facts,), "processor"), 60)
+    assert answer(done.stdout) == host_facts.processor()
