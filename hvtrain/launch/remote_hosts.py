@@ -266,11 +266,8 @@ def is_local(host: str) -> bool:
     except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
         raise RankError(Ssh().explain_failure(host, "Could not resolve")) from None
 
-    # A socket can be bound only to an address of this host.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
+    # Binding a socket proves nothing where net.ipv4.ip_nonlocal_bind is set, as for keepalived.
+    return address.startswith("127.") or host_facts.interface_of(address) is not None
 
 
 def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:

@@ -1,10 +1,12 @@
 """A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
 import argparse
+import ctypes
 import os
 import re
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,15 @@ from hvtrain.launch.job import (
     used_hosts,
 )
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.remote_hosts import LOADER, HostNetwork, Ssh, answer, captured, request
+from hvtrain.launch.remote_hosts import (
+    LOADER,
+    HostNetwork,
+    Ssh,
+    answer,
+    captured,
+    is_local,
+    request,
+)
 from hvtrain.system import host_facts
 
 
@@ -311,3 +321,17 @@ def test_a_call_on_a_host_is_one_line():
     assert "\n" not in shlex.join(command)
     done = captured(command, request((host_facts,), "processor"), 60)
     assert answer(done.stdout) == host_facts.processor()
+
+
+def test_other_hosts_are_not_this_one_where_any_address_may_be_bound():
+    """As with keepalived, which sets net.ipv4.ip_nonlocal_bind: no host was checked, and none was cleaned up."""
+
+    def answers():
+        # The namespace is this thread's alone.
+        if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
+            pytest.skip("a network namespace needs root")
+        Path("/proc/sys/net/ipv4/ip_nonlocal_bind").write_text("1")
+        return is_local("192.0.2.1"), is_local("127.0.1.1")
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(answers).result() == (False, True)
