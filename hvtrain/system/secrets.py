@@ -157,10 +157,9 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     shown = []
     for argument in take_addresses(arguments)[0]:
         name, equals, value = argument.partition("=")
-        if equals:
-            shown.append(f"{name}={_without_secrets_in_groups(redacted(value, name))}")
-        else:
-            shown.append(redacted(name))
+        value = _without_secrets_in_groups(redacted(value, name))
+        # An address may have an equals sign of its own.
+        shown.append(without_passwords(f"{name}{equals}{value}"))
     return shown
 
 
