@@ -111,11 +111,10 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
             f"{mark.name}, line {mark.line + 1}, is not valid YAML; check its indentation (spaces, no tabs), brackets "
             "and quotes, and that no name is there twice"
         )
-    text = str(error)
+    text = " ".join(str(error).split())
     # Hydra's messages repeat the arguments, which may hold secrets.
     for argument, shown in zip(line, without_secrets(line)):
         text = text.replace(argument, shown)
-    text = " ".join(text.split())
     for pattern, answer in _ANSWERS.items():
         quoted = re.search(pattern, text)
         if quoted:

@@ -43,9 +43,8 @@ def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]
         options = [NOTIFY, *options]
     asked = asked_for(environ, options)
     variables.update(asked)
-    if asked:
-        # horovodrun cannot otherwise tell them from the launcher's own variables.
-        variables[MORE] = ",".join(asked)
+    # horovodrun cannot otherwise tell them from the launcher's own variables.
+    variables[MORE] = ",".join(asked)
     return variables
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
-from hvtrain.launch.on_host import KEEPS_MARKS, MARK
+from hvtrain.launch.on_host import MARK
 from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
 HOST_NAME = r"\w[\w.-]*"  # No leading dash: ssh would take such a name as an option.
@@ -197,7 +197,7 @@ def launcher_command(
     if job.mpirun:
         line = _mpirun_command(job, network)
         if folder:
-            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", KEEPS_MARKS]
+            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", "SPT_NOENV"]
         return [*line, *rank_command]
 
     # Without a supervisor, the command is horovodrun, which supervises its launch itself.
@@ -205,16 +205,13 @@ def launcher_command(
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
-    hosts = ""
-    # The hosts of an elastic job are unknown until its script has run.
-    if not job.discovery_script:
-        hosts = hosts_option(_hosts_of_processes(job))
     values = {
         "-np": job.num_processes,
         "--min-np": job.min_ranks,
         "--max-np": job.max_ranks,
         "--host-discovery-script": job.discovery_script,
-        "-H": hosts,
+        # Empty for an elastic job, whose hosts are unknown until its script has run.
+        "-H": hosts_option(_hosts_of_processes(job)),
         "--ssh-port": job.ssh.port,
         "--ssh-identity-file": job.ssh.identity_file,
         "--network-interfaces": job.interfaces,

@@ -22,8 +22,6 @@ from typing import Any
 from hvtrain.system import host_facts
 
 MARK = "HVTRAIN_LAUNCH"
-# With this variable, the package setproctitle does not overwrite the marks in /proc/PID/environ.
-KEEPS_MARKS = "SPT_NOENV"
 SECONDS_TO_GO = 3.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 

@@ -104,9 +104,8 @@ class Ssh:
 
     def explain_failure(self, host: str, output: str) -> str:
         """Says in one line why ssh failed, judging by its stderr, and what to do."""
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
         # ssh gives its reason last, after any banner or warning.
-        last = ["no error message", *lines][-1]
+        last = output.strip().rpartition("\n")[2].strip() or "no error message"
         reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
 

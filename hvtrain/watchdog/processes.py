@@ -117,7 +117,7 @@ class Stacks:
         # If the user's code handles the signal, it keeps it.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
-            faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
+            faulthandler.register(signal.SIGUSR2, self._file)
 
         self.process = Process(
             machine_id(),
@@ -130,7 +130,7 @@ class Stacks:
         """Returns the current stacks of all threads."""
         # In another file: that of the signal shows where this process was when it was woken.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
-            faulthandler.dump_traceback(file.fileno(), all_threads=True)
+            faulthandler.dump_traceback(file.fileno())
             file.seek(0)
             return file.read().decode("utf-8", "replace")
 
