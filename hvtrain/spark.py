@@ -255,7 +255,7 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
     from hvtrain.finished.outputs import rows_of
 
     batch_size = run.config.train.evaluation_batch_size
-    for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
+    while part := list(itertools.islice(rows, batch_size)):
         # Goes through a file, so that columns are read and checked as by the command predict.
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
             pa.parquet.write_table(

@@ -269,7 +269,7 @@ def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a file, reading it in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
+        while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 

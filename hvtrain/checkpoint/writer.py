@@ -111,11 +111,13 @@ def publish(temporary: Path, target: Path) -> None:
     # If the replacement of an older checkpoint of this step is interrupted, sweep restores it.
     old = target.with_name(f"{_REPLACED}{target.name}")
     remove(old)
-    if os.path.lexists(target):
+    with suppress(FileNotFoundError):
         target.rename(old)
     temporary.rename(target)
     flush(target.parent)
-    remove(old)
+    # NFS keeps a file that somebody reads, and with it the folder; sweep removes it later.
+    with suppress(OSError):
+        remove(old)
 
 
 def _write_arrays(path: Path, arrays: Arrays) -> None:

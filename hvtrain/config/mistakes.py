@@ -8,6 +8,7 @@ from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, Settings
 from hvtrain.config.validate import SYNONYMS, closest, nearest, same_meaning
 from hvtrain.errors import ConfigError
+from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import flatten
 
 # The function compose.compose, passed in to find the settings that a
@@ -111,6 +112,9 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
             "and quotes, and that no name is there twice"
         )
     text = " ".join(str(error).split())
+    # Hydra's messages repeat the arguments, which may hold secrets.
+    for argument, shown in zip(line, without_secrets(line)):
+        text = text.replace(argument, shown)
     for pattern, answer in _ANSWERS.items():
         quoted = re.search(pattern, text)
         if quoted:
@@ -133,7 +137,8 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
             if group in ALL_GROUPS and name not in _names(group, line):
                 return _unknown_choice(group, name, line)
 
-    name, _, value = getattr(error, "override", "").partition("=")
+    (refused,) = without_secrets([getattr(error, "override", "")])
+    name, _, value = refused.partition("=")
     if name:
         # It may be a misspelt notify= with a secret in its address.
         if "://" in value or len(value) > _MOST_QUOTED:

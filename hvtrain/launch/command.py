@@ -105,7 +105,7 @@ class _Run:
 def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run:
     """Returns the run that the arguments after -- describe."""
     first = next(iter(arguments), "")
-    if Path(first).name.startswith("python"):
+    if "=" not in first and Path(first).name.startswith("python"):
         # Only a run has settings through which a cluster's file can pass on the number of servers.
         if options.num_ps and cluster:
             raise ConfigError(

@@ -15,7 +15,7 @@ Variables = Mapping[str, str]
 # Variables with which a rank finds its code and object storage, sets its locale, or tunes its
 # libraries.
 _ALLOWED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
+    r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|SPT_NOENV|"
     r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|AZURE_STORAGE_(ACCOUNT|SERVICE_ENDPOINT)|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
@@ -25,7 +25,8 @@ _LEFT = re.compile(
 )
 # Needed by programs on this host, such as ssh; other hosts have their own values.
 _OF_THIS_HOST = re.compile(
-    r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
+    r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|KRB5\w+|XDG_\w+|HOSTNAME|"
+    r"\w*CUDA_VISIBLE_DEVICES"
 )
 # Names of further variables that horovodrun sends to the ranks, separated by commas.
 MORE = "HVTRAIN_ENV"
@@ -42,9 +43,8 @@ def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]
         options = [NOTIFY, *options]
     asked = asked_for(environ, options)
     variables.update(asked)
-    if asked:
-        # horovodrun cannot otherwise tell them from the launcher's own variables.
-        variables[MORE] = ",".join(asked)
+    # horovodrun cannot otherwise tell them from the launcher's own variables.
+    variables[MORE] = ",".join(asked)
     return variables
 
 

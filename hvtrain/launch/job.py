@@ -197,7 +197,7 @@ def launcher_command(
     if job.mpirun:
         line = _mpirun_command(job, network)
         if folder:
-            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
+            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", "SPT_NOENV"]
         return [*line, *rank_command]
 
     # Without a supervisor, the command is horovodrun, which supervises its launch itself.
@@ -205,16 +205,13 @@ def launcher_command(
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
-    hosts = ""
-    # The hosts of an elastic job are unknown until its script has run.
-    if not job.discovery_script:
-        hosts = hosts_option(_hosts_of_processes(job))
     values = {
         "-np": job.num_processes,
         "--min-np": job.min_ranks,
         "--max-np": job.max_ranks,
         "--host-discovery-script": job.discovery_script,
-        "-H": hosts,
+        # Empty for an elastic job, whose hosts are unknown until its script has run.
+        "-H": hosts_option(_hosts_of_processes(job)),
         "--ssh-port": job.ssh.port,
         "--ssh-identity-file": job.ssh.identity_file,
         "--network-interfaces": job.interfaces,

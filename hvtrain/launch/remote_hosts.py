@@ -29,7 +29,7 @@ CONNECT_SECONDS = 10
 SSH_FAILED = 255
 _ANSWER = "hvtrain-answer:"
 # Creates the sent modules under their own names, whether or not hvtrain is installed on that host.
-LOADER = f"""
+_LOADER = f"""
 import json, sys, types
 modules, (name, function, arguments) = json.load(sys.stdin)
 for full_name, text in modules:
@@ -40,6 +40,8 @@ for full_name, text in modules:
     exec(compile(text, full_name, "exec"), module.__dict__)
 print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 """
+# In one line, since the login shell may be csh, where a line break ends a quoted word.
+LOADER = f"exec({_LOADER!r})"
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0  # Limit of HostCalls.call, including the time for ssh to connect.
@@ -102,9 +104,8 @@ class Ssh:
 
     def explain_failure(self, host: str, output: str) -> str:
         """Says in one line why ssh failed, judging by its stderr, and what to do."""
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
         # ssh gives its reason last, after any banner or warning.
-        last = ["no error message", *lines][-1]
+        last = output.strip().rpartition("\n")[2].strip() or "no error message"
         reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
 
@@ -264,11 +265,8 @@ def is_local(host: str) -> bool:
     except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
         raise RankError(Ssh().explain_failure(host, "Could not resolve")) from None
 
-    # A socket can be bound only to an address of this host.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
+    # Binding a socket proves nothing where net.ipv4.ip_nonlocal_bind is set, as for keepalived.
+    return address.startswith("127.") or host_facts.interface_of(address) is not None
 
 
 def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:

@@ -106,7 +106,8 @@ class Launch:
         self._streams = [os.fdopen(read, encoding="utf-8", errors="replace") for read in reads]
         self._child = subprocess.Popen(
             line,
-            env={**environment, on_host.MARK: str(folder)},
+            # SPT_NOENV keeps the package setproctitle from overwriting the mark in /proc/PID/environ.
+            env={**environment, on_host.MARK: str(folder), "SPT_NOENV": "1"},
             stdin=subprocess.DEVNULL if isinstance(output, RankOutput) else None,
             stdout=writes[-1],
             stderr=writes[0],

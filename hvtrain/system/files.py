@@ -198,10 +198,14 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk (fsync)."""
+    """Flushes a file, or a folder's entries, to disk (fsync), where the file system can."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some file systems cannot flush folders: AFS, OrangeFS, and folders shared with a virtual machine.
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(handle)
 

@@ -114,7 +114,7 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _started(process: int) -> str | None:
+def start_of(process: int) -> str | None:
     """Returns when a process of this host started, in seconds after the host booted; None if it has ended."""
     try:
         # Both change when the host's clock is set; their difference does not.
@@ -130,13 +130,13 @@ def _create(claim: Path) -> bool:
     """
     try:
         with claim.open("x", encoding="utf-8") as file:
-            file.write(f"{os.getpid()} {socket.gethostname()} {_started(os.getpid())}")
+            file.write(f"{os.getpid()} {socket.gethostname()} {start_of(os.getpid())}")
         return True
     except FileExistsError:
         with suppress(OSError, ValueError):
             process, host, started = claim.read_text("utf-8")[:300].split()
             # A later process may have the same number, especially in a restarted container.
-            if host == socket.gethostname() and _started(int(process)) != started:
+            if host == socket.gethostname() and start_of(int(process)) != started:
                 # Only one process gets past this. Otherwise another one that has read the
                 # same claim would remove the new one.
                 claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)

@@ -31,7 +31,7 @@ _SURE = re.compile(
 _PLAIN = re.compile(
     r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
 )
-WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
+WITH_PASSWORD = re.compile(r"://[^/\s:]*:[^/\s]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
 _IN_A_TEXT = re.compile(
     r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
     r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"
@@ -157,10 +157,9 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     shown = []
     for argument in take_addresses(arguments)[0]:
         name, equals, value = argument.partition("=")
-        if equals:
-            shown.append(f"{name}={_without_secrets_in_groups(redacted(value, name))}")
-        else:
-            shown.append(redacted(name))
+        value = _without_secrets_in_groups(redacted(value, name))
+        # An address may have an equals sign of its own.
+        shown.append(without_passwords(f"{name}{equals}{value}"))
     return shown
 
 

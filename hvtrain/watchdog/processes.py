@@ -19,6 +19,7 @@ import psutil
 from hvtrain.system import checkpoint_notes as notes
 from hvtrain.system import console
 from hvtrain.system.console import within
+from hvtrain.system.run_lock import start_of
 from hvtrain.system.storage.runs import address_of
 
 ENDED = "no longer running"
@@ -27,8 +28,6 @@ _STATES = {
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
     psutil.STATUS_ZOMBIE: ENDED,
 }
-# Tolerance between two computations of the same process's start time.
-_START_TOLERANCE_SECONDS = 2.0
 
 STACKS_FOLDER = "stacks"
 # A hanging disk may be why the run ends, so access to files is abandoned after this time.
@@ -60,13 +59,13 @@ class Process:
     Args:
         machine: its machine_id().
         number: its process ID.
-        started: when it started, in seconds since the Unix epoch.
+        started: when it started, as start_of() reports it.
         stacks: the file descriptor to which it writes its Python stacks on SIGUSR2; -1: none.
     """
 
     machine: str
     number: int
-    started: float
+    started: str | None
     stacks: int
 
     def is_here(self) -> bool:
@@ -75,14 +74,11 @@ class Process:
 
     def state(self) -> str:
         """Returns why the process may not answer, as text after "it is"; empty if it is running."""
-        try:
-            process = psutil.Process(self.number)
-            # Process IDs are reused, so the start time has to match too.
-            if abs(process.create_time() - self.started) >= _START_TOLERANCE_SECONDS:
-                return ENDED
-            return _STATES.get(process.status(), "")
-        except psutil.Error:
-            return ENDED
+        with suppress(psutil.Error):
+            # Process IDs are reused, so the start has to match too.
+            if start_of(self.number) == self.started:
+                return _STATES.get(psutil.Process(self.number).status(), "")
+        return ENDED
 
     def wake_for_stacks(self) -> str:
         """Makes the process write its stacks, and continue if it is stopped; returns the stacks.
@@ -121,12 +117,12 @@ class Stacks:
         # If the user's code handles the signal, it keeps it.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
-            faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
+            faulthandler.register(signal.SIGUSR2, self._file)
 
         self.process = Process(
             machine_id(),
             os.getpid(),
-            psutil.Process().create_time(),
+            start_of(os.getpid()),
             self._file if self._takes_signal else -1,
         )
 
@@ -134,7 +130,7 @@ class Stacks:
         """Returns the current stacks of all threads."""
         # In another file: that of the signal shows where this process was when it was woken.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
-            faulthandler.dump_traceback(file.fileno(), all_threads=True)
+            faulthandler.dump_traceback(file.fileno())
             file.seek(0)
             return file.read().decode("utf-8", "replace")
 

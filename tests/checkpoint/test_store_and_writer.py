@@ -14,6 +14,7 @@ import tensorflow as tf
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from disks import small_disk
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.checkpoint.store import ShardedTable
 from hvtrain.config.schema import CheckpointConfig
@@ -100,8 +101,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
         fsync(handle)
 
     def note_rename(before, after):
-        calls.append(f"{Path(before).name} -> {Path(after).name}")
         rename(before, after)
+        calls.append(f"{Path(before).name} -> {Path(after).name}")
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
@@ -109,6 +110,19 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     files = ["state.safetensors", "meta.json", "SHA256SUMS"]
     temporary = ".tmp-step-00000003"
     assert calls == [*files, temporary, f"{temporary} -> step-00000003", "checkpoints"]
+
+
+def test_a_replaced_checkpoint_that_cannot_be_deleted_is_no_failure(tmp_path):
+    """As on NFS while somebody reads it: the new one was complete, and a preempted run ended in an error."""
+    arrays = {"model/0000/kernel": np.zeros(3, np.float32)}
+    path = writer.write(tmp_path, 3, arrays, META)
+    with small_disk(path / "busy", "size=4k"):
+        try:
+            assert writer.write(tmp_path, 3, arrays, META) == path
+        finally:
+            # Back to where the disk was mounted.
+            path.rename(tmp_path / "new")
+            (tmp_path / ".tmp-old-step-00000003").rename(path)
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

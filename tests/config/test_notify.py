@@ -51,6 +51,9 @@ def test_records_have_no_secret(monkeypatch):
         ([f"notify.mail={SLACK}"], "unknown setting 'notify.mail'"),
         ([f"notify={SLACK}", "train.epochs=many"], "train.epochs=many is not a whole number"),
         ([f"notify={SLACK}", "train.epochs=[1"], "has a character that is special to Hydra"),
+        (["+dataset.api_key=hunter2=="], "+dataset.api_key=*** has a character that is special"),
+        (["+dataset.login={key: hunter2=}"], "+dataset.login={key: ***} has a character that is"),
+        (["+dataset.api_key=hunter2,x"], "+dataset.api_key=*** has several values; give one, "),
     ],
 )
 def test_errors_have_no_secret(arguments, message, monkeypatch):

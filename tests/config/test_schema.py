@@ -82,6 +82,7 @@ def test_records_hold_no_secret():
         ("padding_token", 0, 0),
         ("backward_passes", 2, 2),
         ("url", "ssh://git@host/data", "ssh://git@host/data"),
+        ("url", "smtp://me@here.org:p@ss@host/", "smtp://***@host/"),
         ("dir", "/data/keys/images", "/data/keys/images"),
     ],
 )

@@ -67,6 +67,12 @@ def test_all_processes_get_the_run_folder_that_the_settings_give(tmp_path):
         assert run.command[-1] == f"run.dir='{run.folder}'"
 
 
+def test_a_setting_whose_path_ends_in_python_is_no_command():
+    """Every rank tried to execute it, and failed: No such file or directory."""
+    run = command._run(["run.dir=runs/python-3.12", "model=mlp"], OPTIONS, None)
+    assert run.command == (*RUN, "run.dir=runs/python-3.12", "model=mlp")
+
+
 def test_a_batch_job_may_not_refuse_its_own_checkpoints():
     with pytest.raises(ConfigError, match=r"resume=never would refuse .* cluster=slurm resumes"):
         command._run(["resume=never"], OPTIONS, Slurm())

@@ -1,9 +1,12 @@
 """A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
 import argparse
+import ctypes
 import os
 import re
 import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,16 @@ from hvtrain.launch.job import (
     used_hosts,
 )
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.remote_hosts import HostNetwork, Ssh
+from hvtrain.launch.remote_hosts import (
+    LOADER,
+    HostNetwork,
+    Ssh,
+    answer,
+    captured,
+    is_local,
+    request,
+)
+from hvtrain.system import host_facts
 
 
 @pytest.mark.parametrize(
@@ -100,8 +112,8 @@ def test_which_variables_travel():
     variables = {
         "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
-        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
-        "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
+        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "KRB5CCNAME": "FILE:/tmp/b", "CUDA_VISIBLE_DEVICES": "0",
+        "HOROVOD_RANK": "3", "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
         "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
         "AWS_REGION": "x", "AWS_SECRET_ACCESS_KEY": "x", "EDITOR": "x", "MINE": "yes",
     }  # fmt: skip
@@ -118,6 +130,7 @@ def test_which_variables_travel():
     assert launcher.keys() - rank_variables.keys() == {
         "HOME",
         "SSH_AUTH_SOCK",
+        "KRB5CCNAME",
         "CUDA_VISIBLE_DEVICES",
         "PYTHONUNBUFFERED",
     }
@@ -300,3 +313,25 @@ SAID = {
 def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     explanation = Ssh().explain_failure("s9", text)
     assert re.search(SAID[text], explanation) and "\n" not in explanation
+
+
+def test_a_call_on_a_host_is_one_line():
+    """A login shell such as csh ends a quoted word at a line break, with "Unmatched '"."""
+    command = [sys.executable, "-c", LOADER]
+    assert "\n" not in shlex.join(command)
+    done = captured(command, request((host_facts,), "processor"), 60)
+    assert answer(done.stdout) == host_facts.processor()
+
+
+def test_other_hosts_are_not_this_one_where_any_address_may_be_bound():
+    """As with keepalived, which sets net.ipv4.ip_nonlocal_bind: no host was checked, and none was cleaned up."""
+
+    def answers():
+        # The namespace is this thread's alone.
+        if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
+            pytest.skip("a network namespace needs root")
+        Path("/proc/sys/net/ipv4/ip_nonlocal_bind").write_text("1")
+        return is_local("192.0.2.1"), is_local("127.0.1.1")
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(answers).result() == (False, True)

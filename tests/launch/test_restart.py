@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hvtrain.launch import remote_hosts
+from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.job import Host
+from hvtrain.launch.output import PlainOutput
 from hvtrain.launch.remote_hosts import Ssh, captured
 from hvtrain.launch.restart import choose_hosts
+from hvtrain.launch.supervisor import Launch
 from lab import Lab, needs_lab
 from launcher_lab import fate, last_line, left, line, started, wait_for
 from launching import ROOT, finish, run, start
@@ -86,6 +88,26 @@ def test_a_login_that_may_open_too_few_files_is_refused(files, monkeypatch):
     assert len(refused) == (files < 128), refused
     for why in refused.values():
         assert why.startswith("host localhost lets a login open 127 files, too few for MPI"), why
+
+
+# As setproctitle does.
+RETITLED = """
+import ctypes, os, pathlib, time
+begin, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
+if not os.environ.get("SPT_NOENV"):
+    ctypes.memset(begin, 0, end - begin)
+pathlib.Path(os.environ["HVTRAIN_LAUNCH"], "titled").touch()
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_sets_its_title_keeps_its_marks(tmp_path):
+    """Otherwise no signal reaches it, and the launch is ended after five minutes, since none seems to have begun."""
+    variables = {**os.environ, "HOROVOD_RANK": "0"}
+    Launch([sys.executable, "-c", RETITLED], variables, PlainOutput(), tmp_path)
+    wait_for(tmp_path / "titled")
+    assert on_host.begun(str(tmp_path)) == 1
+    on_host.clear(str(tmp_path))
 
 
 @pytest.mark.parametrize(

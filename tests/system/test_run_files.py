@@ -4,11 +4,12 @@ import contextlib
 import json
 import resource
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from hvtrain.errors import StorageError
-from hvtrain.system.files import write_atomic, write_json
+from hvtrain.system.files import flush, write_atomic, write_json
 from hvtrain.system.run_files import (
     RESULT_FILE,
     EpochRecord,
@@ -128,6 +129,11 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "old"
     assert [result.name for result in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_folders_that_their_file_system_cannot_flush():
+    """As on AFS and in /proc: every checkpoint failed there, with "Invalid argument ...; make room there"."""
+    flush(Path("/proc/self"))
 
 
 def test_result_comes_back(tmp_path):

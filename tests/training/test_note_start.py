@@ -40,6 +40,13 @@ def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
     assert newest["described"] == {"model": "mlp"}
 
 
+def test_an_address_among_a_scripts_arguments_has_no_secret():
+    """One with an equals sign was taken for a setting, whose name was shown."""
+    argv = ["train.py", "https://me:hunter2@host/data?v=2", "https://host/data?sig=hunter2"]
+    shown = "python train.py 'https://***@host/data?v=2' 'https://host/data?sig=***'"
+    assert run_folder.command(argv, ["s1"]) == shown
+
+
 def test_a_run_does_not_fail_for_a_start_that_cannot_be_noted(run, caplog):
     run.folder = run.folder / "gone"
     run_folder.note_start(run, ["s1"], {}, 0)

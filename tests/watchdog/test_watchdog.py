@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvtrain.watchdog import connections
 from hvtrain.watchdog.hub import Hub
 from hvtrain.watchdog.member import Member
+from hvtrain.watchdog.processes import Stacks
 from hvtrain.watchdog.progress import Progress, Rules
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "watched.py"
@@ -121,6 +123,19 @@ def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank
     assert f"{tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}" in line
     assert "in act" in ranks.stacks(rank), "where it was stopped"
     assert codes == [75, 75, 75], ranks.said()
+
+
+def test_a_process_does_not_end_when_the_clock_is_set(tmp_path, monkeypatch):
+    """psutil gives its start by the clock, so every silent rank was "no longer running" and kept its stacks."""
+    stacks = Stacks()
+    stacks.close()
+    later = re.sub(
+        r"btime (\d+)", lambda boot: f"btime {int(boot[1]) + 3600}", Path("/proc/stat").read_text()
+    )
+    (tmp_path / "stat").write_text(later)
+    (tmp_path / str(os.getpid())).symlink_to("/proc/self")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert stacks.process.state() == ""
 
 
 def test_a_rank_that_holds_pythons_lock(tmp_path):
