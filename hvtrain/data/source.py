@@ -22,7 +22,6 @@ ImageShape = tuple[int, int, int]
 Parts = tuple[Any, ...]
 # Phrases by label, such as "features" or "warnings".
 Phrases = dict[str, list[str]]
-
 LEAVE_OUT = "or set data.on_error=skip to leave out what cannot be read"
 
 
@@ -358,7 +357,6 @@ class Source(ABC):
         counts, such as digests.
         """
         splits = {split: {"examples": size} for split, size in self.split_sizes().items()}
-
         # For images with classes, two facts are easier to read than a spec.
         facts = self.facts()
         if {"image_shape", "num_classes"} <= facts.keys():
