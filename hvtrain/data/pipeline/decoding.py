@@ -288,23 +288,10 @@ def decode_batch(encoded: Tensor, sizing: Sizing, draws: Tensor | None = None) -
     elements: tuple[Any, ...] = (encoded, are_for_pillow)
     decode_one: Callable[..., Tensor] = partial(_decode_central, sizing)
     if draws is not None:
-        are_cropped = tf.io.is_jpeg(encoded) & ~are_for_pillow
-        windows = RandomResizedCrop.windows(_jpeg_sizes(encoded, are_cropped), draws)
-        elements += (are_cropped, windows, draws)
+        elements += (tf.io.is_jpeg(encoded) & ~are_for_pillow, draws)
         decode_one = partial(_decode_random, sizing)
     image = TensorSpec(sizing.image_shape, tf.uint8)
     return tf.map_fn(lambda element: decode_one(*element), elements, fn_output_signature=image)
-
-
-def _jpeg_sizes(encoded: Tensor, are_jpegs: Tensor) -> Tensor:
-    """Reads the height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
-
-    def size(element):
-        image, is_jpeg = element
-        unknown = tf.ones([2], tf.int32)
-        return tf.cond(is_jpeg, lambda: tf.io.extract_jpeg_shape(image)[:2], lambda: unknown)
-
-    return tf.map_fn(size, (encoded, are_jpegs), fn_output_signature=TensorSpec([2], tf.int32))
 
 
 def _decode_central(sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor) -> Tensor:
@@ -321,20 +308,21 @@ def _decode_central(sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor) -> T
 
 
 def _decode_random(
-    sizing: Sizing,
-    encoded: Tensor,
-    is_for_pillow: Tensor,
-    is_cropped: Tensor,
-    window: Tensor,
-    draws: Tensor,
+    sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor, is_cropped: Tensor, draws: Tensor
 ) -> Tensor:
-    """Decodes an image, or only its window if is_cropped, and resizes the random crop."""
+    """Decodes an image, or only its random crop if is_cropped, and resizes the crop."""
     height, width, channels = sizing.image_shape
 
-    def decode_at(fraction):
-        return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
+    def window_in(size):
+        return RandomResizedCrop.windows(size[None], draws[None])[0]
 
     def of_jpeg():
+        window = window_in(tf.io.extract_jpeg_shape(encoded)[:2])
+
+        def decode_at(fraction):
+            part = window // fraction
+            return tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
+
         if sizing.resize == "bilinear":
             return decode_at(1)
         # Decodes at the smallest size that is still large enough, with the crop rounded to
@@ -346,9 +334,8 @@ def _decode_random(
 
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
-        size = tf.shape(image)[:2]
-        part = RandomResizedCrop.windows(size[None], draws[None])[0]
-        return tf.image.crop_to_bounding_box(image, *tf.unstack(part))
+        window = window_in(tf.shape(image)[:2])
+        return tf.image.crop_to_bounding_box(image, *tf.unstack(window))
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
     return _resize(image, sizing, (height, width), (0, 0))
