@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
+# Keras's losses that take any numbers, the larger the more certain.
+HINGES = (keras.losses.CategoricalHinge, keras.losses.Hinge, keras.losses.SquaredHinge)
 # Number of examples on which each metric is tried before a run.
 NUM_CHECKED = 32
 # The longest side of an image in the report.
@@ -74,6 +76,34 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
         return f"has the target {targets[row][is_wrong[row]][0]}, outside 0 ... {number - 1}"
 
     return first_fault(is_wrong, problem)
+
+
+def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
+    """Checks that a loss takes a task's outputs for what they are.
+
+    Args:
+        loss: The Keras loss.
+        targets: NUM_CHECKED targets.
+        outputs: Outputs for these targets.
+        are_logits: True if outputs are logits.
+
+    Raises:
+        ConfigError: The loss cannot take these examples, or it takes logits for something else.
+    """
+    # Losses without from_logits take numbers or probabilities, except for hinges.
+    takes_logits = getattr(loss, "from_logits", isinstance(loss, HINGES))
+    if are_logits and type(loss).__module__.startswith("keras.") and not takes_logits:
+        raise ConfigError(
+            f"task.loss is a {type(loss).__name__} that takes no logits, which this task's outputs are; "
+            "set task.loss.from_logits=true if it has that setting, or choose a cross-entropy"
+        )
+    try:
+        loss(targets, outputs)
+    except Exception as error:  # A user's own loss may raise anything.
+        raise ConfigError(
+            f"task.loss cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, as this task "
+            f"has them: {in_one_line(error)}"
+        ) from error
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:

@@ -25,6 +25,7 @@ from hvtrain.tasks.examples import (
     Fault,
     ReviewedExamples,
     check_adds_up,
+    check_loss,
     draw,
     draw_classes,
     first_fault,
@@ -248,7 +249,7 @@ class Task(ABC):
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
         # Partial metrics must be completed before they can be tried.
         self.complete(source)
-        self.check_metrics(*self.examples(source))
+        self.check_parts(*self.examples(source))
 
     def complete(self, source: Source) -> None:
         """Builds partial metrics with the source's facts, and adapts all to logits if needed."""
@@ -336,8 +337,10 @@ class Task(ABC):
                 f"{source.name}; end it with {self.head.format(needed[-1])}"
             )
 
-    def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a metric that cannot take these examples or does not add up."""
+    def check_parts(self, targets: Any, outputs: Any) -> None:
+        """Raises ConfigError for a loss or metric that cannot take these examples, or a metric that does not add up."""
+        if not self.output_is_free and isinstance(targets, np.ndarray):
+            check_loss(self.loss, targets, outputs, self.gives_logits)
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
                 if not all(

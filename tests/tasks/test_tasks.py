@@ -213,6 +213,33 @@ def test_what_is_no_loss_or_metric_is_refused(loss, metrics, message):
 
 
 @pytest.mark.parametrize(
+    ("task", "loss", "message"),
+    [
+        ("binary", "Dice", "task.loss is a Dice that takes no logits, which this task's outputs"),
+        ("multilabel", "MeanSquaredError", "MeanSquaredError that takes no logits"),
+        (
+            "classification",
+            "CategoricalCrossentropy",
+            r"task.loss cannot take targets of shape \(32,\) and outputs of \(32, 3\), as this task has them: ",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused_before_the_run(task, loss, message):
+    settings = [f"task={task}", f"task.loss._target_=keras.losses.{loss}"]
+    with pytest.raises(ConfigError, match=message) as refused:
+        build(compose(settings), "task", Task).prepare(FITTING[task][1])
+    assert "\n" not in str(refused.value)
+
+
+def test_losses_that_take_logits_are_taken_as_such():
+    for loss in ("BinaryFocalCrossentropy", "Hinge"):
+        settings = ["task=binary", f"task.loss._target_=keras.losses.{loss}"]
+        build(compose(settings), "task", Task).prepare(FITTING["binary"][1])
+    with pytest.raises(ConfigError, match="BinaryCrossentropy that takes no logits"):
+        Binary(keras.losses.BinaryCrossentropy()).prepare(FITTING["binary"][1])
+
+
+@pytest.mark.parametrize(
     "loss", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), Own(2.0)]
 )
 def test_a_batch_weight_changes_the_gradient_alone(loss):
