@@ -106,6 +106,20 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
         ) from error
 
 
+def last_activation(outputs: Any) -> str:
+    """Returns the name, in lower case, of the activation or layer that gives a model's only output, if it is known.
+
+    Args:
+        outputs: A symbolic tensor that the model returned, or a nested structure of them.
+    """
+    operation: Any = getattr(outputs, "_keras_history", (None,))[0]
+    # The output of a model of layers comes from the last of them, which may be a model too.
+    while isinstance(operation, keras.Model):
+        operation = getattr(operation, "outputs", None) and operation.outputs[0]._keras_history[0]
+    function = getattr(operation, "activation", operation)
+    return getattr(function, "__name__", type(function).__name__).lower()
+
+
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 

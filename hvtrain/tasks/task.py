@@ -30,6 +30,7 @@ from hvtrain.tasks.examples import (
     draw_classes,
     first_fault,
     fresh_all,
+    last_activation,
     of_logits,
     out_of_range,
 )
@@ -335,6 +336,12 @@ class Task(ABC):
                 f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and "
                 f"needs one of {(None, *needed)}, {self.output.partition(';')[0]} for "
                 f"{source.name}; end it with {self.head.format(needed[-1])}"
+            )
+        activation = last_activation(outputs)
+        if self.gives_logits and activation in ("sigmoid", "softmax"):
+            raise ConfigError(
+                f"{name} ends with a {activation}, and task={self.name} needs "
+                f"{self.output.partition(';')[0]}; leave the {activation} out"
             )
 
     def check_parts(self, targets: Any, outputs: Any) -> None:

@@ -22,6 +22,7 @@ from hvtrain.tasks import (
     Task,
 )
 from hvtrain.tasks.examples import draw_classes
+from hvtrain.training.setup import check_model
 from keras_metrics import OF_PROBABILITIES, REFUSED, TAKEN, metric_settings
 
 
@@ -237,6 +238,28 @@ def test_losses_that_take_logits_are_taken_as_such():
         build(compose(settings), "task", Task).prepare(FITTING["binary"][1])
     with pytest.raises(ConfigError, match="BinaryCrossentropy that takes no logits"):
         Binary(keras.losses.BinaryCrossentropy()).prepare(FITTING["binary"][1])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        keras.layers.Dense(1, "sigmoid"),
+        keras.layers.Activation("softmax"),
+        keras.layers.Softmax(),
+        keras.ops.sigmoid,
+        keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1, "sigmoid")]),
+    ],
+)
+def test_a_model_that_ends_with_probabilities_is_refused(end):
+    """Every example would be of class 1, since no probability is below 0."""
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, end(keras.layers.Dense(1)(inputs)))
+    source = Given(spec("float32", 5), spec("int32"))
+    message = r"m ends with a (sigmoid|softmax), and task=binary needs a logit; leave the \1 out"
+    with pytest.raises(ConfigError, match=message):
+        check_model(model, "m", source, Binary())
+    check_model(model, "m", source, Custom(keras.losses.BinaryCrossentropy()))
+    check_model(keras.Model(inputs, keras.layers.Dense(1)(inputs)), "m", source, Binary())
 
 
 @pytest.mark.parametrize(
