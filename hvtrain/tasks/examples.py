@@ -11,13 +11,25 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.metrics import FBetaScore, Metric
+from keras.metrics import (
+    Accuracy,
+    FBetaScore,
+    KLDivergence,
+    Metric,
+    Poisson,
+    SparseTopKCategoricalAccuracy,
+    TopKCategoricalAccuracy,
+)
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
 # Keras's losses that take any numbers, the larger the more certain.
 HINGES = (keras.losses.CategoricalHinge, keras.losses.Hinge, keras.losses.SquaredHinge)
+# Keras's metrics of other modules that compare outputs with targets as they are.
+COMPARING = (Accuracy, KLDivergence, Poisson)
+# Keras's metrics that take the largest output, or the k largest, unless they have a threshold.
+TAKING_LARGEST = (FBetaScore, SparseTopKCategoricalAccuracy, TopKCategoricalAccuracy)
 # Number of examples on which each metric is tried before a run.
 NUM_CHECKED = 32
 # The longest side of an image in the report.
@@ -162,6 +174,13 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
+    if isinstance(metric, TAKING_LARGEST):
+        number = getattr(metric, "k", 1) if getattr(metric, "threshold", None) is None else 0
+        if number >= outputs.shape[-1]:
+            raise ConfigError(
+                f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
+                "set its k or threshold, or leave it out"
+            )
     for initial, first, rest, whole in zip(*states):
         # Both parts' states include the initial state, so it is subtracted once. The tolerance is
         # for float32 sums in a different order.
@@ -193,8 +212,10 @@ def of_logits(metric: Metric, setting: str) -> Metric:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
         return type(metric).from_config({**config, "from_logits": True})
-    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1.
-    if "num_thresholds" in config:
+    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1, and
+    # those of the modules with the targets.
+    is_of_numbers = type(metric).__module__.endswith(("regression_metrics", "correlation_metrics"))
+    if is_of_numbers or "num_thresholds" in config or isinstance(metric, COMPARING):
         raise ConfigError(
             f"{setting} is a {type(metric).__name__}, which needs probabilities, and this task's outputs are logits; "
             "choose another metric, such as AUC, or compute it from the predictions"

@@ -67,7 +67,8 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
     refusals = [(name, [], message) for name, message in REFUSED.items()]
     for name, argument in OF_PROBABILITIES.items():
         message = f"task.metrics.own is a {name}, which needs probabilities"
-        refusals.append((name, [f"+task.metrics.own.{argument}=0.5"], message))
+        needed = [f"+task.metrics.own.{argument}=0.5"] if argument else []
+        refusals.append((name, needed, message))
     for name, arguments, message in refusals:
         own = ["task=multilabel", f"+task.metrics.own._target_=keras.metrics.{name}", *arguments]
         with pytest.raises(ConfigError, match=message) as refused:
@@ -76,6 +77,14 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
 
     classes = {name for name, item in vars(keras.metrics).items() if isinstance(item, type)}
     assert classes == set().union(REFUSED, OF_PROBABILITIES, *TAKEN.values())
+
+
+def test_a_score_of_one_output_needs_a_threshold():
+    """Without one, Keras takes the largest of the outputs for yes, which is each example's only one."""
+    source = Given(spec("float32", 5), spec("float32"))
+    with pytest.raises(ConfigError, match=r"task.metrics.f1 takes the 1 largest of 1 outputs"):
+        Binary(metrics={"f1": keras.metrics.F1Score("macro")}).prepare(source)
+    Binary(metrics={"f1": keras.metrics.F1Score("macro", 0.5)}).prepare(source)
 
 
 def test_metrics_of_probabilities_take_a_tasks_logits():
@@ -180,6 +189,10 @@ def small(image_shape):
             "task.metrics.found cannot be exact over ranks: the state of Largest is not a finite sum over examples",
         ),
         (
+            keras.metrics.SparseTopKCategoricalAccuracy(k=10),
+            "task.metrics.found takes the 10 largest of 10 outputs, whatever they are",
+        ),
+        (
             keras.metrics.AUC(),
             r"task.metrics.found cannot take targets of shape \(32,\) and outputs of \(32, 10\), as this task",
         ),
@@ -188,7 +201,7 @@ def small(image_shape):
             "task.metrics.found cannot take targets .*: Could not locate function 'small'",
         ),
     ],
-    ids=["a maximum", "another shape", "not to be copied"],
+    ids=["a maximum", "always right", "another shape", "not to be copied"],
 )
 def test_a_metric_that_would_be_wrong_is_refused(metric, message):
     with pytest.raises(ConfigError, match=message):
