@@ -135,7 +135,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     """
     comm = strategy.comm
     config = finished.config
-    path = comm.on_chief(lambda: checkpoint_path(finished))
+    path, is_last = comm.on_chief(lambda: checkpoint_path(finished))
     fitted_files, training_kinds = comm.on_chief(
         lambda: (fitted.read(finished.folder), kinds.read(finished.folder))
     )
@@ -162,7 +162,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     def set_weights():
         """Loads the checkpoint into the model; returns the manifest of its data (chief only)."""
         try:
-            return load_weights(config, model, path)
+            return load_weights(config, model, path, is_last)
         except CheckpointError as error:
             # A likely cause is the image size, on which the shapes of some layers' weights depend.
             raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
@@ -188,8 +188,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     return FinishedRun(config, strategy, source, task, model, path.name, training_kinds)
 
 
-def checkpoint_path(finished: FinishedConfig) -> Path:
-    """Returns the folder of the checkpoint to load (chief only).
+def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
+    """Returns the folder of the checkpoint to load, and whether it is loaded as the last one (chief only).
 
     By default this is the best checkpoint, or the last one if none is marked as the best.
 
@@ -205,7 +205,7 @@ def checkpoint_path(finished: FinishedConfig) -> Path:
             raise CheckpointError(
                 f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
             )
-        return folder / store.folder_name(best["step"])
+        return folder / store.folder_name(best["step"]), False
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
@@ -215,7 +215,7 @@ def checkpoint_path(finished: FinishedConfig) -> Path:
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
 
-    return checkpoints[-1]
+    return checkpoints[-1], True
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:

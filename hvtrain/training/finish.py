@@ -222,9 +222,12 @@ def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
+def load_weights(
+    config: RunConfig, model: keras.Model, path: Path, is_last: bool = False
+) -> dict[str, Any] | None:
     """Sets the weights to those of a checkpoint or, with train.ema, to their averages (chief only).
 
+    With is_last, a finished run's weights are those that it was tested with, which callbacks may have restored.
     Returns the manifest of the training data, if the checkpoint has it.
 
     Raises:
@@ -236,7 +239,24 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
     else:  # The averages are optimizer variables. Overwriting those is harmless, since no step follows.
         model_state.restore(checkpoint, model)
         model.optimizer.finalize_variable_values(model.trainable_variables)
+    if is_last and steps_of_result(path.parents[1]) == checkpoint.step:
+        restore_best(config, model, checkpoint.callbacks())
     return checkpoint.meta.get("data")
+
+
+def restore_best(
+    config: RunConfig, model: keras.Model, callbacks: dict[str, dict[str, Any]]
+) -> None:
+    """Sets the best weights that a callback kept, as EarlyStopping does at the end of training.
+
+    Args:
+        config: The run's settings, which name its callbacks.
+        model: The model.
+        callbacks: The state of the callbacks, from Checkpoint.callbacks().
+    """
+    for name, values in callbacks.items():
+        if name in config.callbacks and "best_weights" in values:
+            model.set_weights(values["best_weights"])
 
 
 def in_words(metrics: dict[str, float]) -> str:
