@@ -258,10 +258,11 @@ def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.
 
 
 class ReviewedExamples(NamedTuple):
-    """The first examples of a split, in its order, with the model's outputs for them.
+    """Some examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
-    examples. `number` is how many these are, and `total` how many the whole split has.
+    examples. `number` is how many these are, and `total` how many the whole split has, of which every
+    `step`-th one is taken.
     """
 
     inputs: Any
@@ -270,6 +271,7 @@ class ReviewedExamples(NamedTuple):
     number: int
     split: str
     total: int
+    step: int = 1
 
     @property
     def description(self) -> str:
@@ -277,12 +279,11 @@ class ReviewedExamples(NamedTuple):
 
         >>> ReviewedExamples(None, None, None, 360, "test", 360).description
         'all 360 test examples'
-        >>> ReviewedExamples(None, None, None, 2000, "test", 10_000).description
-        'the first 2,000 of 10,000 test examples'
+        >>> ReviewedExamples(None, None, None, 2000, "test", 10_000, step=5).description
+        '2,000 of 10,000 test examples'
         """
-        if self.number == self.total:
-            return f"all {self.total:,} {self.split} examples"
-        return f"the first {self.number:,} of {self.total:,} {self.split} examples"
+        part = "all" if self.number == self.total else f"{self.number:,} of"
+        return f"{part} {self.total:,} {self.split} examples"
 
     @property
     def has_images(self) -> bool:

@@ -1,6 +1,7 @@
 """Writes the results of a run: its record, the trained and the best model, and predictions for the report."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ import numpy as np
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
@@ -281,9 +283,10 @@ def write_review(run: Run, model: keras.Model) -> None:
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """Returns the first test examples, or else validation examples, with the model's outputs.
+    """Returns test examples, or else validation examples, with the model's outputs.
 
-    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
+    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty. They are
+    the first ones, or evenly spread if single examples can be opened.
     """
     source = run.source
     limit = run.task.num_reviewed
@@ -291,13 +294,18 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     if split is None:
         return None
 
+    total = source.num_examples(split)
+    # Files are often listed class by class, so the first examples may all be of one class.
+    step = math.ceil(total / limit) if isinstance(source, IndexedSource) else 1
+    # The chief reads every step-th example of all ranks: the share of rank 0 of as many ranks.
+    topology = Topology(0, step)
+
     batches = []
     num_examples = 0
     num_bytes = 0
     began = time.monotonic()
     batch_size = min(run.plan.batch_sizes[0], limit)
-    # Topology() is a single process: the chief reads the examples of all ranks.
-    for inputs, targets, *_ in source.evaluation(split, Topology(), batch_size).as_numpy_iterator():
+    for inputs, targets, *_ in source.evaluation(split, topology, batch_size).as_numpy_iterator():
         run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
@@ -313,7 +321,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         lambda *parts: np.concatenate(parts)[:limit], *batches
     )
     number = min(num_examples, limit)
-    return ReviewedExamples(inputs, targets, outputs, number, split, source.num_examples(split))
+    return ReviewedExamples(inputs, targets, outputs, number, split, total, step)
 
 
 def _as_numpy(output: Any) -> np.ndarray:
