@@ -11,25 +11,11 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.metrics import (
-    Accuracy,
-    FBetaScore,
-    KLDivergence,
-    Metric,
-    Poisson,
-    SparseTopKCategoricalAccuracy,
-    TopKCategoricalAccuracy,
-)
+from keras.metrics import FBetaScore, Metric
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
-# Keras's losses that take any numbers, the larger the more certain.
-HINGES = (keras.losses.CategoricalHinge, keras.losses.Hinge, keras.losses.SquaredHinge)
-# Keras's metrics of other modules that compare outputs with targets as they are.
-COMPARING = (Accuracy, KLDivergence, Poisson)
-# Keras's metrics that take the largest output, or the k largest, unless they have a threshold.
-TAKING_LARGEST = (FBetaScore, SparseTopKCategoricalAccuracy, TopKCategoricalAccuracy)
 # Number of examples on which each metric is tried before a run.
 NUM_CHECKED = 32
 # The longest side of an image in the report.
@@ -102,11 +88,12 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
     Raises:
         ConfigError: The loss cannot take these examples, or it takes logits for something else.
     """
+    name = type(loss).__name__
     # Losses without from_logits take numbers or probabilities, except for hinges.
-    takes_logits = getattr(loss, "from_logits", isinstance(loss, HINGES))
+    takes_logits = getattr(loss, "from_logits", "Hinge" in name)
     if are_logits and type(loss).__module__.startswith("keras.") and not takes_logits:
         raise ConfigError(
-            f"task.loss is a {type(loss).__name__} that takes no logits, which this task's outputs are; "
+            f"task.loss is a {name} that takes no logits, which this task's outputs are; "
             "set task.loss.from_logits=true if it has that setting, or choose a cross-entropy"
         )
     try:
@@ -118,18 +105,24 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
         ) from error
 
 
-def last_activation(outputs: Any) -> str:
-    """Returns the name, in lower case, of the activation or layer that gives a model's only output, if it is known.
+def check_logits(outputs: Any, name: str, needed_by: str) -> None:
+    """Raises ConfigError for a model that ends with a sigmoid or softmax, so that its output is no logit.
 
     Args:
         outputs: A symbolic tensor that the model returned, or a nested structure of them.
+        name: The model's name, for the message.
+        needed_by: The setting that needs logits.
     """
     operation: Any = getattr(outputs, "_keras_history", (None,))[0]
     # The output of a model of layers comes from the last of them, which may be a model too.
     while isinstance(operation, keras.Model):
         operation = getattr(operation, "outputs", None) and operation.outputs[0]._keras_history[0]
     function = getattr(operation, "activation", operation)
-    return getattr(function, "__name__", type(function).__name__).lower()
+    activation = getattr(function, "__name__", type(function).__name__).lower()
+    if activation in ("sigmoid", "softmax"):
+        raise ConfigError(
+            f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
+        )
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
@@ -154,11 +147,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
         )
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
-    examples = (
-        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as this task has them"
-    )
     try:
-        checked = fresh(metric, "checked")
+        checked = fresh(metric, name="checked")
         # Some metrics, such as F1Score, create their variables here.
         # Keras passes sample_weight to all.
         checked.update_state(targets, outputs, sample_weight=None)
@@ -166,7 +156,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
         result = checked.result()
     except Exception as error:  # A user's own metric may raise anything.
         raise ConfigError(
-            f"task.metrics.{name} cannot take {examples}: {in_one_line(error)}"
+            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, as "
+            f"this task has them: {in_one_line(error)}"
         ) from error
 
     if isinstance(result, Mapping) or np.ndim(result):
@@ -174,21 +165,21 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
-    if isinstance(metric, TAKING_LARGEST):
-        number = getattr(metric, "k", 1) if getattr(metric, "threshold", None) is None else 0
-        if number >= outputs.shape[-1]:
-            raise ConfigError(
-                f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
-                "set its k or threshold, or leave it out"
-            )
+    # Without a threshold, F1Score takes the largest output for yes.
+    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
+    number = getattr(metric, "k", int(is_score))
+    if number >= outputs.shape[-1]:
+        raise ConfigError(
+            f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
+            "set its k or threshold, or leave it out"
+        )
     for initial, first, rest, whole in zip(*states):
         # Both parts' states include the initial state, so it is subtracted once. The tolerance is
         # for float32 sums in a different order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
-                f"finite sum over examples, from {examples}; choose a metric that counts or averages, or "
-                "compute it from the saved model"
+                "finite sum over examples; choose a metric that counts or averages, or compute it from the saved model"
             )
 
 
@@ -211,13 +202,15 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     if "from_logits" in config:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
-        return type(metric).from_config({**config, "from_logits": True})
+        return fresh(metric, from_logits=True)
     # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1, and
     # those of the modules with the targets.
-    is_of_numbers = type(metric).__module__.endswith(("regression_metrics", "correlation_metrics"))
-    if is_of_numbers or "num_thresholds" in config or isinstance(metric, COMPARING):
+    kind = type(metric)
+    is_of_numbers = kind.__name__ in ("Accuracy", "KLDivergence", "Poisson")
+    is_of_numbers |= kind.__module__.endswith(("regression_metrics", "correlation_metrics"))
+    if is_of_numbers or "num_thresholds" in config:
         raise ConfigError(
-            f"{setting} is a {type(metric).__name__}, which needs probabilities, and this task's outputs are logits; "
+            f"{setting} is a {kind.__name__}, which needs probabilities, and this task's outputs are logits; "
             "choose another metric, such as AUC, or compute it from the predictions"
         )
 
@@ -233,12 +226,12 @@ def of_logits(metric: Metric, setting: str) -> Metric:
             )
         # F1Score and FBetaScore refuse a threshold of 0.
         changes[name] = 1e-30 if isinstance(metric, FBetaScore) else 0.0
-    return type(metric).from_config({**config, **changes}) if changes else metric
+    return fresh(metric, **changes) if changes else metric
 
 
-def fresh(metric: Metric, name: str) -> Metric:
-    """Copies a metric under another name, without its state."""
-    return type(metric).from_config({**metric.get_config(), "name": name})
+def fresh(metric: Metric, **changes: Any) -> Metric:
+    """Copies a metric with changes of its arguments, such as another name, and without its state."""
+    return type(metric).from_config({**metric.get_config(), **changes})
 
 
 def fresh_all(metrics: Mapping[str, Any]) -> Any:
@@ -246,7 +239,7 @@ def fresh_all(metrics: Mapping[str, Any]) -> Any:
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
         # Keras takes a list of metrics for each output.
         return {output: fresh_all(inner) for output, inner in metrics.items()}
-    return [fresh(metric, name) for name, metric in metrics.items()]
+    return [fresh(metric, name=name) for name, metric in metrics.items()]
 
 
 def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:

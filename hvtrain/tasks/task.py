@@ -25,12 +25,12 @@ from hvtrain.tasks.examples import (
     Fault,
     ReviewedExamples,
     check_adds_up,
+    check_logits,
     check_loss,
     draw,
     draw_classes,
     first_fault,
     fresh_all,
-    last_activation,
     of_logits,
     out_of_range,
 )
@@ -162,10 +162,7 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Returns a function that turns targets into floats, which layers such as MixUp can mix.
-
-        Returns None, the default, if targets cannot be mixed.
-        """
+        """Returns a function that turns targets into floats, which layers such as MixUp can mix; None: they cannot."""
         return None
 
     def harden(self, targets: Any) -> Any:
@@ -177,10 +174,7 @@ class Task(ABC):
         return self.loss
 
     def unit(self, source: Source) -> tuple[str, int] | None:
-        """Returns the unit of speeds and its mean number per example, such as ("tokens", 128).
-
-        Returns None, the default, if speeds are given only in examples.
-        """
+        """Returns the unit of speeds besides examples, and its mean number per example: ("tokens", 128); or None."""
         return None
 
     def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
@@ -337,12 +331,8 @@ class Task(ABC):
                 f"needs one of {(None, *needed)}, {self.output.partition(';')[0]} for "
                 f"{source.name}; end it with {self.head.format(needed[-1])}"
             )
-        activation = last_activation(outputs)
-        if self.gives_logits and activation in ("sigmoid", "softmax"):
-            raise ConfigError(
-                f"{name} ends with a {activation}, and task={self.name} needs "
-                f"{self.output.partition(';')[0]}; leave the {activation} out"
-            )
+        if self.gives_logits:
+            check_logits(outputs, name, f"task={self.name}")
 
     def check_parts(self, targets: Any, outputs: Any) -> None:
         """Raises ConfigError for a loss or metric that cannot take these examples, or a metric that does not add up."""

@@ -268,7 +268,7 @@ def test_a_model_that_ends_with_probabilities_is_refused(end):
     inputs = keras.Input((5,))
     model = keras.Model(inputs, end(keras.layers.Dense(1)(inputs)))
     source = Given(spec("float32", 5), spec("int32"))
-    message = r"m ends with a (sigmoid|softmax), and task=binary needs a logit; leave the \1 out"
+    message = r"m ends with a (sigmoid|softmax), and task=binary needs logits; leave the \1 out"
     with pytest.raises(ConfigError, match=message):
         check_model(model, "m", source, Binary())
     check_model(model, "m", source, Custom(keras.losses.BinaryCrossentropy()))
