@@ -188,8 +188,9 @@ def read_run(folder: Path) -> RunFiles:
         history=read_history(folder),
         rank_seconds=read_rank_seconds(folder),
         starts=starts,
-        # A damaged review is read as empty, so only its part of the page is missing.
-        review=read_json(folder / REVIEW_FILE, list),
+        # A damaged review is read as empty, so only its part of the page is missing. Without a
+        # result, it is of a shorter run's weights.
+        review=read_json(folder / REVIEW_FILE, list) if result else [],
         messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
         state=_state(folder, result, messages),
         checkpoint_step=step,
