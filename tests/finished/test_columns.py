@@ -130,6 +130,21 @@ def test_fractions_are_no_integers(tmp_path):
         table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
 
 
+def test_masks_of_resized_images_say_so(tmp_path):
+    (tmp_path / "a.png").touch()
+    source = SimpleNamespace(
+        preprocessing=lambda: SimpleNamespace(shape=(None, None, 3)),
+        image_shape=(8, 8, 3),
+        sizing=None,
+    )
+    for has_masks, note in (
+        (True, "; masks of images cropped to the aspect ratio, resized to [8, 8, 3]"),
+        (False, ""),
+    ):
+        run = SimpleNamespace(source=source, task=SimpleNamespace(targets_are_masks=has_masks))
+        assert of_input(run, tmp_path).note.partition(" (")[0] == note
+
+
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
     read = tmp_path / ("pictures" if has_masks else "rows.csv")
