@@ -222,7 +222,7 @@ class Findings:
 
     source: Source
     class_names: list[str] = field(default_factory=list)
-    described: DataDescription = field(default_factory=lambda: DataDescription({}, {}))
+    described: DataDescription = field(default_factory=lambda: DataDescription({}))
     splits: list[SplitFacts] = field(default_factory=list)
     views: list[list[Row]] = field(default_factory=list)
     raw_rows: list[Any] = field(default_factory=list)

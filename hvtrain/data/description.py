@@ -26,22 +26,15 @@ MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class DataDescription:
-    """A data set described in phrases, with the number of examples of each class.
-
-    Attributes:
-        phrases: Phrases by label, such as "features", "splits" or "warnings".
-        class_counts: Number of examples of each class, by split. Only for targets that are known
-            without reading the examples.
-    """
+    """A data set described in phrases by label, such as "features", "splits" or "warnings"."""
 
     phrases: dict[str, list[str]]
-    class_counts: dict[str, list[int]]
 
     def header(self) -> dict[str, str]:
         """Formats the phrases as lines of a run's header, at most MAX_LINES for each label.
 
         >>> columns = [f"column {number}" for number in range(90)]
-        >>> DataDescription({"features": columns}, {}).header()["features"][-24:]
+        >>> DataDescription({"features": columns}).header()["features"][-24:]
         'column 21, ... 90 in all'
         """
         lines = {}
@@ -66,16 +59,16 @@ def describe(source: "Source") -> DataDescription:
     phrases = dict(source.description())
     counts = class_counts(source)
     names = class_labels(source)
-    if counts.get("train"):
+    if counts:
         # Tables describe their targets themselves.
-        if "target" not in phrases:
+        if counts.get("train") and "target" not in phrases:
             phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = list(phrases.pop("warnings", ()))
         if len(names) == 1:
             warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")
         # Warnings come last, where readers notice them.
         phrases["warnings"] = [*warnings, *missing_classes(counts, names)]
-    return DataDescription(phrases, counts)
+    return DataDescription(phrases)
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
+from hvtrain.data.description import listed
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import in_one_line
@@ -35,7 +35,7 @@ NAMES = "names"
 # The type for the kind character of a NumPy dtype; all other kinds are "numbers".
 TYPES = dict.fromkeys("OSU", NAMES) | dict.fromkeys("iub", "whole numbers")
 
-# {"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}
+# {"inputs": {name: {"type", "shape", "low", "high", "large"}}}
 Kinds = dict[str, Any]
 
 
@@ -137,27 +137,13 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
         )
 
 
-def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
-    """Warns if a class with examples in the run's split has none in that split of another data set."""
-    old = kept.get("class_counts", {}).get(split, [])
-    new = class_counts(source).get(split, [])
-    lost = [
-        f"{name} ({percent(before / sum(old))} of the run's)"
-        for name, before, now in zip(class_labels(source), old, new)
-        if before and not now
-    ]
-    if lost:
-        log.warning("%s, %s has no example of %s", source.name, split, listed(lost))
-
-
-def keep(run: Path, inputs: Any, described: DataDescription) -> None:
-    """Writes the kinds of a batch of inputs, and the class counts, to the run folder (chief only).
+def keep(run: Path, inputs: Any) -> None:
+    """Writes the kinds of a batch of inputs to the run folder (chief only).
 
     If that fails, only a warning is logged.
     """
-    kinds = {"inputs": kinds_of(inputs), "class_counts": described.class_counts}
     try:
-        write_json(run / KINDS_FILE, kinds)
+        write_json(run / KINDS_FILE, {"inputs": kinds_of(inputs)})
     except Exception as error:
         log.warning("%s is not written: %s", KINDS_FILE, in_one_line(error))
 

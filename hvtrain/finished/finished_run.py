@@ -14,6 +14,7 @@ from keras import Model
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import fitted, kinds
+from hvtrain.data.description import describe
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
@@ -176,7 +177,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
         if uses_split:
-            for text in comm.all_or_raise(source.description).get("warnings", ()):
+            described = comm.all_or_raise(lambda: describe(source))
+            for text in described.phrases.get("warnings", ()):
                 log.warning("%s: %s", source.name, text)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
     # so unchanged data matter for input= too.

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
-from hvtrain.data.kinds import warn_of_lost_classes
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
@@ -94,11 +93,9 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         )
 
     def check_data():
-        """Checks the kind of this rank's first batch; warns of classes that the split lacks."""
+        """Checks the kind of this rank's first batch."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
-        if run.is_chief:
-            warn_of_lost_classes(source, run.kinds, split)
 
     if run.kinds:
         run.strategy.comm.all_or_raise(check_data)
