@@ -23,6 +23,7 @@ from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
 from hvtrain.strategies.loop import batched, blank_batch, forward_of
 from hvtrain.system.files import TEMPORARY, page_path, remove
+from hvtrain.tasks.examples import as_numpy
 from hvtrain.training.run import evaluation_batches
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -169,12 +170,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
     """Predicts a batch; returns the input's columns, then the task's columns of the outputs."""
     inputs, input_columns = batch
-
-    # With train.precision=mixed_bfloat16, outputs may be in bfloat16, which NumPy lacks.
-    def as_float32(output):
-        return keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))
-
-    outputs = keras.tree.map_structure(as_float32, forward(inputs))
+    outputs = keras.tree.map_structure(as_numpy, forward(inputs))
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
     rows = dict(input_columns)
     for name, array in columns.items():

@@ -285,6 +285,14 @@ class ReviewedExamples(NamedTuple):
         return len(shape) == 4 and shape[-1] in (1, 3)
 
 
+def as_numpy(output: Any) -> np.ndarray:
+    """Converts a model's output to an array of float32, or of whole numbers or booleans as they are."""
+    array = keras.ops.convert_to_numpy(output)
+    if array.dtype.kind in "iub":
+        return array
+    return array.astype(np.float32)  # Also from bfloat16, which NumPy hardly supports.
+
+
 def as_bytes(image: np.ndarray) -> np.ndarray:
     """Converts an image [height, width, 1 or 3] to uint8 [height, width, 3].
 

@@ -20,7 +20,7 @@ from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
 from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
-from hvtrain.tasks.examples import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples, as_numpy
 from hvtrain.training.callbacks.run_context import RunContext, goodput_in_words
 from hvtrain.training.run import Run, versions
 from hvtrain.training.saved_model import BEST_FILE, export, save
@@ -307,7 +307,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     batch_size = min(run.plan.batch_sizes[0], limit)
     for inputs, targets, *_ in source.evaluation(split, topology, batch_size).as_numpy_iterator():
         run.strategy.watchdog.progress.beat()
-        outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
+        outputs = keras.tree.map_structure(as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
         leaves = keras.tree.flatten(batches[-1])
         num_examples += len(leaves[0])
@@ -322,10 +322,3 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     )
     number = min(num_examples, limit)
     return ReviewedExamples(inputs, targets, outputs, number, split, total, step)
-
-
-def _as_numpy(output: Any) -> np.ndarray:
-    array = keras.ops.convert_to_numpy(output)
-    if array.dtype.kind in "iub":
-        return array
-    return array.astype(np.float32)  # Also from bfloat16, which NumPy hardly supports.

@@ -65,6 +65,7 @@ def run_of(source):
     """What of_input() needs of a run of one rank."""
     return SimpleNamespace(
         source=source,
+        task=SimpleNamespace(targets_are_masks=False),
         strategy=SimpleNamespace(topology=Topology()),
         config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=8)),
     )
@@ -80,6 +81,12 @@ def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
     ((images, columns),) = examples.batches()
     assert columns["file"].tolist() == ["1.png"]
     np.testing.assert_allclose(images[0] * 255, arrays[0], atol=1e-4)
+
+
+def test_whole_numbers_of_a_model_keep_their_digits():
+    run = SimpleNamespace(task=Regression(), source=None)
+    rows = rows_of(run, (np.zeros((1, 2)), {}), lambda inputs: {"id": np.array([2**24 + 1])})
+    assert rows["id"].tolist() == [2**24 + 1]
 
 
 def table_of(path, text, **spec):
