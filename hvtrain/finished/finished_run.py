@@ -148,9 +148,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         source = open_source(config)
         if fitted_files:
             fitted.apply(source, fitted_files)
-        if training_kinds:
-            # Checked before a model is built: the checkpoint does not fit a model for other inputs.
-            kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
+        # Checked before a model is built: the checkpoint does not fit a model for other inputs.
+        kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
     seed_everything(config, strategy.topology.rank)
