@@ -176,8 +176,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
         if uses_split:
-            described = comm.all_or_raise(lambda: describe(source))
-            for text in described.phrases.get("warnings", ()):
+            for text in comm.all_or_raise(lambda: describe(source)).get("warnings", ()):
                 log.warning("%s: %s", source.name, text)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
     # so unchanged data matter for input= too.

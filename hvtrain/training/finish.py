@@ -85,7 +85,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         differences=list(run.strategy.differences),
         num_replicas=run.strategy.num_computing,
         goodput=report.goodput.summary(time.time()),
-        data=run.described.phrases,
+        data=run.described,
     )
 
 
