@@ -130,14 +130,8 @@ class RunFiles:
         """The task's metric and its value on the test data, or else its best value in validation or training."""
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
-        name = self.last_start.get("best") if self.starts else best.get("metric")
-
-        if name is None:  # A user's own task may name no best metric.
-            names = [key for key in tested if key != "test_loss"] or list(tested)
-            if not names:
-                return None
-            return names[0], tested[names[0]]
-
+        # starts.json may be missing or damaged.
+        name = self.last_start.get("best") or best.get("metric", "val_loss")
         training_name = name.removeprefix("val_")
         test_name = f"test_{training_name}"
         if test_name in tested:
