@@ -45,6 +45,7 @@ from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import (
     in_words,
     make_record,
+    restore_best,
     send_results,
     steps_of_result,
     test_metrics,
@@ -298,10 +299,7 @@ def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
     model = context.model
     # With train.ema, the weights become their averages.
     model.optimizer.finalize_variable_values(model.trainable_variables)
-    for name, values in start.callbacks.items():
-        # As EarlyStopping does at the end of training.
-        if name in run.config.callbacks and "best_weights" in values:
-            model.set_weights(values["best_weights"])
+    restore_best(run.config, model, start.callbacks)
     # The start that completed the training may have ended before its trackers received the results.
     lacks_results = run.topology.is_chief and steps_of_result(run.folder) != start.step
     if lacks_results and run.config.tracker:

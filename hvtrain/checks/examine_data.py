@@ -16,7 +16,6 @@ from tensorflow import nest
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import (
-    DataDescription,
     class_labels,
     count_classes,
     describe,
@@ -26,7 +25,7 @@ from hvtrain.data.kinds import NAMES, input_kind, inputs_of
 from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import CHANNELS, IGNORED
-from hvtrain.data.source import Source, StreamRequest, Unreadable
+from hvtrain.data.source import Phrases, Source, StreamRequest, Unreadable
 from hvtrain.errors import UserError, message_of
 from hvtrain.finished.outputs import ProgressLines
 from hvtrain.training.setup import open_source, open_task_and_layers
@@ -222,7 +221,7 @@ class Findings:
 
     source: Source
     class_names: list[str] = field(default_factory=list)
-    described: DataDescription = field(default_factory=lambda: DataDescription({}, {}))
+    described: Phrases = field(default_factory=dict)
     splits: list[SplitFacts] = field(default_factory=list)
     views: list[list[Row]] = field(default_factory=list)
     raw_rows: list[Any] = field(default_factory=list)
@@ -288,7 +287,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         findings.refused += skipped
     else:
         findings.warnings += skipped
-    findings.warnings += findings.described.phrases.get("warnings", [])
+    findings.warnings += findings.described.get("warnings", [])
     for facts in findings.splits:
         findings.refused += facts.faults(findings.class_names)
         findings.warnings += facts.oddities(findings.class_names, findings.splits[0])

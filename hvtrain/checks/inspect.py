@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvtrain.checks.examine_data import NUM_DRAWS, Findings, Row, SplitFacts, image_of
 from hvtrain.config.compose import composed
 from hvtrain.core.figures import Figure, Pictures, Table, Texts
-from hvtrain.data.description import percent
+from hvtrain.data.description import header, percent
 from hvtrain.data.kinds import inputs_of
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source
@@ -201,13 +201,16 @@ def main() -> int:
         from hvtrain.checks.examine_data import examine
         from hvtrain.report.page import render
     findings = examine(config, options.limit, has_task)
-    phrases = findings.described.phrases
     page = render(
         "checks/inspect.html.j2",
         title=findings.source.name,
         origin=findings.source.origin,
         # Joined by semicolons, since phrases may contain commas.
-        data=[(label, "; ".join(phrases[label])) for label in phrases if label != "warnings"],
+        data=[
+            (label, "; ".join(phrases))
+            for label, phrases in findings.described.items()
+            if label != "warnings"
+        ],
         warnings=findings.warnings,
         refused=findings.refused,
         figures=[asdict(figure) for figure in figures_of(findings)],
@@ -225,7 +228,7 @@ def _print(findings) -> None:
     lines = {
         "dataset": f"{findings.source.name}: {counts or 'no examples'}",
         "from": findings.source.origin,
-        **findings.described.header(),
+        **header(findings.described),
         "read": scope(findings).removeprefix("Read: "),
         # Printed below, with the warnings found here.
         "warnings": "",

@@ -7,14 +7,13 @@ no TensorFlow.
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from hvtrain.data.source import Source
+    from hvtrain.data.source import Phrases, Source
 
 # Width of a header's text in characters, not counting the line labels.
 HEADER_WIDTH = 84
@@ -24,58 +23,45 @@ MAX_LINES = 3
 MAX_NAMES = 5
 
 
-@dataclass(frozen=True)
-class DataDescription:
-    """A data set described in phrases, with the number of examples of each class.
+def header(description: "Phrases") -> dict[str, str]:
+    """Formats a description as lines of a run's header, at most MAX_LINES for each label.
 
-    Attributes:
-        phrases: Phrases by label, such as "features", "splits" or "warnings".
-        class_counts: Number of examples of each class, by split. Only for targets that are known
-            without reading the examples.
+    >>> columns = [f"column {number}" for number in range(90)]
+    >>> header({"features": columns})["features"][-24:]
+    'column 21, ... 90 in all'
     """
-
-    phrases: dict[str, list[str]]
-    class_counts: dict[str, list[int]]
-
-    def header(self) -> dict[str, str]:
-        """Formats the phrases as lines of a run's header, at most MAX_LINES for each label.
-
-        >>> columns = [f"column {number}" for number in range(90)]
-        >>> DataDescription({"features": columns}, {}).header()["features"][-24:]
-        'column 21, ... 90 in all'
-        """
-        lines = {}
-        for label, phrases in self.phrases.items():
-            # The header's "dataset" line already gives the number of examples.
-            if not phrases or label == "splits":
-                continue
-            separator = "; " if label == "warnings" else ", "
-            # Names of files and columns are not broken at hyphens.
-            lines[label] = textwrap.fill(
-                separator.join(phrases),
-                HEADER_WIDTH,
-                max_lines=MAX_LINES,
-                placeholder=f" ... {len(phrases):,} in all",
-                break_on_hyphens=False,
-            )
-        return lines
+    lines = {}
+    for label, phrases in description.items():
+        # The header's "dataset" line already gives the number of examples.
+        if not phrases or label == "splits":
+            continue
+        separator = "; " if label == "warnings" else ", "
+        # Names of files and columns are not broken at hyphens.
+        lines[label] = textwrap.fill(
+            separator.join(phrases),
+            HEADER_WIDTH,
+            max_lines=MAX_LINES,
+            placeholder=f" ... {len(phrases):,} in all",
+            break_on_hyphens=False,
+        )
+    return lines
 
 
-def describe(source: "Source") -> DataDescription:
-    """Describes a data set whose examples have been counted; the result is equal on every rank."""
+def describe(source: "Source") -> "Phrases":
+    """Describes a data set whose examples have been counted, in phrases by label; equal on every rank."""
     phrases = dict(source.description())
     counts = class_counts(source)
     names = class_labels(source)
-    if counts.get("train"):
+    if counts:
         # Tables describe their targets themselves.
-        if "target" not in phrases:
+        if counts.get("train") and "target" not in phrases:
             phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = list(phrases.pop("warnings", ()))
         if len(names) == 1:
             warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")
         # Warnings come last, where readers notice them.
         phrases["warnings"] = [*warnings, *missing_classes(counts, names)]
-    return DataDescription(phrases, counts)
+    return phrases
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:

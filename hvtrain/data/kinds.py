@@ -6,14 +6,14 @@ channels and range of values. Without this check, the model would accept any dat
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
+from hvtrain.data.description import listed
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import in_one_line
@@ -35,8 +35,8 @@ NAMES = "names"
 # The type for the kind character of a NumPy dtype; all other kinds are "numbers".
 TYPES = dict.fromkeys("OSU", NAMES) | dict.fromkeys("iub", "whole numbers")
 
-# {"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}
-Kinds = dict[str, Any]
+# Of each input by name: {"type", "shape", "low", "high", "large"}, of which those after "shape" may be missing.
+Kinds = dict[str, dict[str, Any]]
 
 
 def inputs_of(inputs: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def inputs_of(inputs: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): part for path, part in keras.tree.flatten_with_path(inputs)}
 
 
-def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
+def kinds_of(inputs: Any) -> Kinds:
     """Returns the kind of each input in a batch, by name, with the range of its numbers."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
@@ -61,7 +61,7 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
+def spec_kinds(source: Source) -> Kinds:
     """Returns the kinds of a source's inputs without reading any; value ranges are left out."""
     return {
         name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
@@ -74,7 +74,7 @@ def input_kind(dtype: np.dtype[Any], shape: Iterable[int]) -> dict[str, Any]:
     return {"type": TYPES.get(dtype.kind, "numbers"), "shape": list(shape)}
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changes(old: Kinds, new: Kinds) -> list[str]:
     """Describes how inputs differ in kind from those of a run; the size of images does not count.
 
     >>> old = {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 0.9}}
@@ -109,14 +109,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def size_advice(kept: Kinds, source: Source) -> str:
     """Returns advice for weights that do not fit; empty if inputs have the shapes of the run."""
     for name, kind in spec_kinds(source).items():
-        old_kind = kept.get("inputs", {}).get(name, kind)
+        old_kind = kept.get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))
         if now != then:
             return f"; inputs of {source.name} are {now}, were {then}: resize them if the model needs that size"
     return ""
 
 
-def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -> None:
+def check(source_name: str, kept: Kinds, new: Kinds, refuse: bool) -> None:
     """Compares inputs with those that a run was trained on.
 
     Args:
@@ -128,7 +128,7 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
     Raises:
         DataError: The inputs are of another kind.
     """
-    texts = changes(kept.get("inputs", {}), new)
+    texts = changes(kept, new)
     if texts:
         refuse_or_warn(
             f"{source_name} is of another kind than the run was trained on: {listed(texts, separator='; ')}",
@@ -137,32 +137,18 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
         )
 
 
-def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
-    """Warns if a class with examples in the run's split has none in that split of another data set."""
-    old = kept.get("class_counts", {}).get(split, [])
-    new = class_counts(source).get(split, [])
-    lost = [
-        f"{name} ({percent(before / sum(old))} of the run's)"
-        for name, before, now in zip(class_labels(source), old, new)
-        if before and not now
-    ]
-    if lost:
-        log.warning("%s, %s has no example of %s", source.name, split, listed(lost))
-
-
-def keep(run: Path, inputs: Any, described: DataDescription) -> None:
-    """Writes the kinds of a batch of inputs, and the class counts, to the run folder (chief only).
+def keep(run: Path, inputs: Any) -> None:
+    """Writes the kinds of a batch of inputs to the run folder (chief only).
 
     If that fails, only a warning is logged.
     """
-    kinds = {"inputs": kinds_of(inputs), "class_counts": described.class_counts}
     try:
-        write_json(run / KINDS_FILE, kinds)
+        write_json(run / KINDS_FILE, {"inputs": kinds_of(inputs)})
     except Exception as error:
         log.warning("%s is not written: %s", KINDS_FILE, in_one_line(error))
 
 
 def read(run: Path) -> Kinds:
     """Reads the kinds of a run; empty if their file is missing or damaged."""
-    kinds = read_json(run / KINDS_FILE, dict)
-    return kinds if isinstance(kinds.get("inputs"), dict) else {}
+    kinds = read_json(run / KINDS_FILE, dict).get("inputs")
+    return kinds if isinstance(kinds, dict) else {}

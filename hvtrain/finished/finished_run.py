@@ -14,6 +14,7 @@ from keras import Model
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import fitted, kinds
+from hvtrain.data.description import describe
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
@@ -135,7 +136,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     """
     comm = strategy.comm
     config = finished.config
-    path = comm.on_chief(lambda: checkpoint_path(finished))
+    path, is_last = comm.on_chief(lambda: checkpoint_path(finished))
     fitted_files, training_kinds = comm.on_chief(
         lambda: (fitted.read(finished.folder), kinds.read(finished.folder))
     )
@@ -147,9 +148,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         source = open_source(config)
         if fitted_files:
             fitted.apply(source, fitted_files)
-        if training_kinds:
-            # Checked before a model is built: the checkpoint does not fit a model for other inputs.
-            kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
+        # Checked before a model is built: the checkpoint does not fit a model for other inputs.
+        kinds.check(source.name, training_kinds, kinds.spec_kinds(source), config.guard.data)
         return source
 
     seed_everything(config, strategy.topology.rank)
@@ -162,7 +162,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     def set_weights():
         """Loads the checkpoint into the model; returns the manifest of its data (chief only)."""
         try:
-            return load_weights(config, model, path)
+            return load_weights(config, model, path, is_last)
         except CheckpointError as error:
             # A likely cause is the image size, on which the shapes of some layers' weights depend.
             raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
@@ -176,7 +176,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
         if uses_split:
-            for text in comm.all_or_raise(source.description).get("warnings", ()):
+            for text in comm.all_or_raise(lambda: describe(source)).get("warnings", ()):
                 log.warning("%s: %s", source.name, text)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
     # so unchanged data matter for input= too.
@@ -188,8 +188,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     return FinishedRun(config, strategy, source, task, model, path.name, training_kinds)
 
 
-def checkpoint_path(finished: FinishedConfig) -> Path:
-    """Returns the folder of the checkpoint to load (chief only).
+def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
+    """Returns the folder of the checkpoint to load, and whether it is loaded as the last one (chief only).
 
     By default this is the best checkpoint, or the last one if none is marked as the best.
 
@@ -205,7 +205,7 @@ def checkpoint_path(finished: FinishedConfig) -> Path:
             raise CheckpointError(
                 f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
             )
-        return folder / store.folder_name(best["step"])
+        return folder / store.folder_name(best["step"]), False
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
@@ -215,7 +215,7 @@ def checkpoint_path(finished: FinishedConfig) -> Path:
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
 
-    return checkpoints[-1]
+    return checkpoints[-1], True
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:

@@ -157,9 +157,12 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], num_others: 
     check_names(files)
     note = f"; left out {num_others:,} file(s) of other kinds" if num_others else ""
     preprocessing = run.source.preprocessing()
-    sizing = run.source.sizing
+    sizing = run.source.sizing or Sizing(run.source.image_shape)
     # Arrays are of one size, and so is what a model of arrays takes.
-    read = sizing.whole if sizing else partial(decode, sizing=Sizing(run.source.image_shape))
+    read = sizing.whole if run.source.sizing else partial(decode, sizing=sizing)
+    if run.task.targets_are_masks:
+        # They do not fit the images as they are in the files.
+        note += f"; masks of images {sizing.phrase()}"
     # Names in the output are relative to the user's path, so that a folder gives the same names
     # wherever it is.
     root = path if path.is_dir() else path.parent

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
-from hvtrain.data.kinds import warn_of_lost_classes
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
 from hvtrain.strategies.loop import batched, blank_batch, forward_of
 from hvtrain.system.files import TEMPORARY, page_path, remove
+from hvtrain.tasks.examples import as_numpy
 from hvtrain.training.run import evaluation_batches
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -94,11 +94,9 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         )
 
     def check_data():
-        """Checks the kind of this rank's first batch; warns of classes that the split lacks."""
+        """Checks the kind of this rank's first batch."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
-        if run.is_chief:
-            warn_of_lost_classes(source, run.kinds, split)
 
     if run.kinds:
         run.strategy.comm.all_or_raise(check_data)
@@ -172,12 +170,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
     """Predicts a batch; returns the input's columns, then the task's columns of the outputs."""
     inputs, input_columns = batch
-
-    # With train.precision=mixed_bfloat16, outputs may be in bfloat16, which NumPy lacks.
-    def as_float32(output):
-        return keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))
-
-    outputs = keras.tree.map_structure(as_float32, forward(inputs))
+    outputs = keras.tree.map_structure(as_numpy, forward(inputs))
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
     rows = dict(input_columns)
     for name, array in columns.items():

@@ -130,14 +130,8 @@ class RunFiles:
         """The task's metric and its value on the test data, or else its best value in validation or training."""
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
-        name = self.last_start.get("best") if self.starts else best.get("metric")
-
-        if name is None:  # A user's own task may name no best metric.
-            names = [key for key in tested if key != "test_loss"] or list(tested)
-            if not names:
-                return None
-            return names[0], tested[names[0]]
-
+        # starts.json may be missing or damaged.
+        name = self.last_start.get("best") or best.get("metric", "val_loss")
         training_name = name.removeprefix("val_")
         test_name = f"test_{training_name}"
         if test_name in tested:
@@ -188,8 +182,9 @@ def read_run(folder: Path) -> RunFiles:
         history=read_history(folder),
         rank_seconds=read_rank_seconds(folder),
         starts=starts,
-        # A damaged review is read as empty, so only its part of the page is missing.
-        review=read_json(folder / REVIEW_FILE, list),
+        # A damaged review is read as empty, so only its part of the page is missing. Without a
+        # result, it is of a shorter run's weights.
+        review=read_json(folder / REVIEW_FILE, list) if result else [],
         messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
         state=_state(folder, result, messages),
         checkpoint_step=step,

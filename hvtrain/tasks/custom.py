@@ -89,4 +89,4 @@ class Custom(Task):
             specs = keras.tree.map_structure(
                 lambda output: tf.TensorSpec(output.shape[1:], output.dtype), outputs
             )
-            self.check_metrics(*draw(source.element_spec[1], specs))
+            self.check_parts(*draw(source.element_spec[1], specs))

@@ -76,6 +76,55 @@ def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -
     return first_fault(is_wrong, problem)
 
 
+def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
+    """Checks that a loss takes a task's outputs for what they are.
+
+    Args:
+        loss: The Keras loss.
+        targets: NUM_CHECKED targets.
+        outputs: Outputs for these targets.
+        are_logits: True if outputs are logits.
+
+    Raises:
+        ConfigError: The loss cannot take these examples, or it takes logits for something else.
+    """
+    name = type(loss).__name__
+    # Losses without from_logits take numbers or probabilities, except for hinges.
+    takes_logits = getattr(loss, "from_logits", "Hinge" in name)
+    if are_logits and type(loss).__module__.startswith("keras.") and not takes_logits:
+        raise ConfigError(
+            f"task.loss is a {name} that takes no logits, which this task's outputs are; "
+            "set task.loss.from_logits=true if it has that setting, or choose a cross-entropy"
+        )
+    try:
+        loss(targets, outputs)
+    except Exception as error:  # A user's own loss may raise anything.
+        raise ConfigError(
+            f"task.loss cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, as this task "
+            f"has them: {in_one_line(error)}"
+        ) from error
+
+
+def check_logits(outputs: Any, name: str, needed_by: str) -> None:
+    """Raises ConfigError for a model that ends with a sigmoid or softmax, so that its output is no logit.
+
+    Args:
+        outputs: A symbolic tensor that the model returned, or a nested structure of them.
+        name: The model's name, for the message.
+        needed_by: The setting that needs logits.
+    """
+    operation: Any = getattr(outputs, "_keras_history", (None,))[0]
+    # The output of a model of layers comes from the last of them, which may be a model too.
+    while isinstance(operation, keras.Model):
+        operation = getattr(operation, "outputs", None) and operation.outputs[0]._keras_history[0]
+    function = getattr(operation, "activation", operation)
+    activation = getattr(function, "__name__", type(function).__name__).lower()
+    if activation in ("sigmoid", "softmax"):
+        raise ConfigError(
+            f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
+        )
+
+
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 
@@ -98,11 +147,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
         )
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
-    examples = (
-        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as this task has them"
-    )
     try:
-        checked = fresh(metric, "checked")
+        checked = fresh(metric, name="checked")
         # Some metrics, such as F1Score, create their variables here.
         # Keras passes sample_weight to all.
         checked.update_state(targets, outputs, sample_weight=None)
@@ -110,7 +156,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
         result = checked.result()
     except Exception as error:  # A user's own metric may raise anything.
         raise ConfigError(
-            f"task.metrics.{name} cannot take {examples}: {in_one_line(error)}"
+            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, as "
+            f"this task has them: {in_one_line(error)}"
         ) from error
 
     if isinstance(result, Mapping) or np.ndim(result):
@@ -118,14 +165,21 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
+    # Without a threshold, F1Score takes the largest output for yes.
+    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
+    number = getattr(metric, "k", int(is_score))
+    if number >= outputs.shape[-1]:
+        raise ConfigError(
+            f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
+            "set its k or threshold, or leave it out"
+        )
     for initial, first, rest, whole in zip(*states):
         # Both parts' states include the initial state, so it is subtracted once. The tolerance is
         # for float32 sums in a different order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
-                f"finite sum over examples, from {examples}; choose a metric that counts or averages, or "
-                "compute it from the saved model"
+                "finite sum over examples; choose a metric that counts or averages, or compute it from the saved model"
             )
 
 
@@ -148,11 +202,15 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     if "from_logits" in config:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
-        return type(metric).from_config({**config, "from_logits": True})
-    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1.
-    if "num_thresholds" in config:
+        return fresh(metric, from_logits=True)
+    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1, and
+    # those of the modules with the targets.
+    kind = type(metric)
+    is_of_numbers = kind.__name__ in ("Accuracy", "KLDivergence", "Poisson")
+    is_of_numbers |= kind.__module__.endswith(("regression_metrics", "correlation_metrics"))
+    if is_of_numbers or "num_thresholds" in config:
         raise ConfigError(
-            f"{setting} is a {type(metric).__name__}, which needs probabilities, and this task's outputs are logits; "
+            f"{setting} is a {kind.__name__}, which needs probabilities, and this task's outputs are logits; "
             "choose another metric, such as AUC, or compute it from the predictions"
         )
 
@@ -168,12 +226,12 @@ def of_logits(metric: Metric, setting: str) -> Metric:
             )
         # F1Score and FBetaScore refuse a threshold of 0.
         changes[name] = 1e-30 if isinstance(metric, FBetaScore) else 0.0
-    return type(metric).from_config({**config, **changes}) if changes else metric
+    return fresh(metric, **changes) if changes else metric
 
 
-def fresh(metric: Metric, name: str) -> Metric:
-    """Copies a metric under another name, without its state."""
-    return type(metric).from_config({**metric.get_config(), "name": name})
+def fresh(metric: Metric, **changes: Any) -> Metric:
+    """Copies a metric with changes of its arguments, such as another name, and without its state."""
+    return type(metric).from_config({**metric.get_config(), **changes})
 
 
 def fresh_all(metrics: Mapping[str, Any]) -> Any:
@@ -181,7 +239,7 @@ def fresh_all(metrics: Mapping[str, Any]) -> Any:
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
         # Keras takes a list of metrics for each output.
         return {output: fresh_all(inner) for output, inner in metrics.items()}
-    return [fresh(metric, name) for name, metric in metrics.items()]
+    return [fresh(metric, name=name) for name, metric in metrics.items()]
 
 
 def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
@@ -193,10 +251,11 @@ def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.
 
 
 class ReviewedExamples(NamedTuple):
-    """The first examples of a split, in its order, with the model's outputs for them.
+    """Some examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
-    examples. `number` is how many these are, and `total` how many the whole split has.
+    examples. `number` is how many these are, and `total` how many the whole split has, of which every
+    `step`-th one is taken.
     """
 
     inputs: Any
@@ -205,6 +264,7 @@ class ReviewedExamples(NamedTuple):
     number: int
     split: str
     total: int
+    step: int = 1
 
     @property
     def description(self) -> str:
@@ -212,18 +272,25 @@ class ReviewedExamples(NamedTuple):
 
         >>> ReviewedExamples(None, None, None, 360, "test", 360).description
         'all 360 test examples'
-        >>> ReviewedExamples(None, None, None, 2000, "test", 10_000).description
-        'the first 2,000 of 10,000 test examples'
+        >>> ReviewedExamples(None, None, None, 2000, "test", 10_000, step=5).description
+        '2,000 of 10,000 test examples'
         """
-        if self.number == self.total:
-            return f"all {self.total:,} {self.split} examples"
-        return f"the first {self.number:,} of {self.total:,} {self.split} examples"
+        part = "all" if self.number == self.total else f"{self.number:,} of"
+        return f"{part} {self.total:,} {self.split} examples"
 
     @property
     def has_images(self) -> bool:
         """True if the inputs are grey or RGB images."""
         shape: Any = getattr(self.inputs, "shape", ())
         return len(shape) == 4 and shape[-1] in (1, 3)
+
+
+def as_numpy(output: Any) -> np.ndarray:
+    """Converts a model's output to an array of float32, or of whole numbers or booleans as they are."""
+    array = keras.ops.convert_to_numpy(output)
+    if array.dtype.kind in "iub":
+        return array
+    return array.astype(np.float32)  # Also from bfloat16, which NumPy hardly supports.
 
 
 def as_bytes(image: np.ndarray) -> np.ndarray:

@@ -71,9 +71,10 @@ class Regression(Task):
         low, high = np.quantile(residuals, (0.25, 0.75))
 
         worst = np.argsort(-abs(residuals), kind="stable")[:NUM_WORST].tolist()
-        cells = source.cells(reviewed.split, worst)
+        examples = [row * reviewed.step for row in worst]
+        cells = source.cells(reviewed.split, examples)
         numbers = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
-        rows = [list(row) for row in zip(worst, *numbers, *cells.values())]
+        rows = [list(row) for row in zip(examples, *numbers, *cells.values())]
         columns = ["example", "target", "prediction", *cells]
         note = f"The largest residuals, on {reviewed.description}.{suffix}"
         tables = [Table("Worst examples", note, columns, rows)] if cells else []

@@ -130,7 +130,7 @@ class Retrieval(Task):
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
         return out_of_range(targets, len(self._catalogue))
 
-    def check_metrics(self, targets: Any, outputs: Any) -> None:
+    def check_parts(self, targets: Any, outputs: Any) -> None:
         """Checks nothing, because metrics need the catalogue's vectors, which only a model can compute."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:

@@ -143,7 +143,7 @@ def _overlays(
         image = as_bytes(reviewed.inputs[row])
         masks = (reviewed.targets[row], predicted[row])
         overlays = [overlay(image, mask, ignored_label) for mask in masks]
-        caption = f"example {row}: mean IoU {mean_iou[row]:.2f}"
+        caption = f"example {row * reviewed.step}: mean IoU {mean_iou[row]:.2f}"
         pictures.append((png(image, *overlays), caption))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."

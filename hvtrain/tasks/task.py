@@ -25,6 +25,8 @@ from hvtrain.tasks.examples import (
     Fault,
     ReviewedExamples,
     check_adds_up,
+    check_logits,
+    check_loss,
     draw,
     draw_classes,
     first_fault,
@@ -160,10 +162,7 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Returns a function that turns targets into floats, which layers such as MixUp can mix.
-
-        Returns None, the default, if targets cannot be mixed.
-        """
+        """Returns a function that turns targets into floats, which layers such as MixUp can mix; None: they cannot."""
         return None
 
     def harden(self, targets: Any) -> Any:
@@ -175,10 +174,7 @@ class Task(ABC):
         return self.loss
 
     def unit(self, source: Source) -> tuple[str, int] | None:
-        """Returns the unit of speeds and its mean number per example, such as ("tokens", 128).
-
-        Returns None, the default, if speeds are given only in examples.
-        """
+        """Returns the unit of speeds besides examples, and its mean number per example: ("tokens", 128); or None."""
         return None
 
     def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
@@ -248,7 +244,7 @@ class Task(ABC):
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
         # Partial metrics must be completed before they can be tried.
         self.complete(source)
-        self.check_metrics(*self.examples(source))
+        self.check_parts(*self.examples(source))
 
     def complete(self, source: Source) -> None:
         """Builds partial metrics with the source's facts, and adapts all to logits if needed."""
@@ -335,9 +331,13 @@ class Task(ABC):
                 f"needs one of {(None, *needed)}, {self.output.partition(';')[0]} for "
                 f"{source.name}; end it with {self.head.format(needed[-1])}"
             )
+        if self.gives_logits:
+            check_logits(outputs, name, f"task={self.name}")
 
-    def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a metric that cannot take these examples or does not add up."""
+    def check_parts(self, targets: Any, outputs: Any) -> None:
+        """Raises ConfigError for a loss or metric that cannot take these examples, or a metric that does not add up."""
+        if not self.output_is_free and isinstance(targets, np.ndarray):
+            check_loss(self.loss, targets, outputs, self.gives_logits)
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
                 if not all(

@@ -189,7 +189,7 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
     if kept:
         kinds.check(source.name, kept, kinds.kinds_of(inputs), run.config.guard.data)
     else:
-        kinds.keep(run.folder, inputs, run.described)
+        kinds.keep(run.folder, inputs)
 
 
 def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:

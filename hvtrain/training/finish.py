@@ -1,6 +1,7 @@
 """Writes the results of a run: its record, the trained and the best model, and predictions for the report."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,12 +14,13 @@ import numpy as np
 from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
 from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
-from hvtrain.tasks.examples import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples, as_numpy
 from hvtrain.training.callbacks.run_context import RunContext, goodput_in_words
 from hvtrain.training.run import Run, versions
 from hvtrain.training.saved_model import BEST_FILE, export, save
@@ -83,7 +85,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         differences=list(run.strategy.differences),
         num_replicas=run.strategy.num_computing,
         goodput=report.goodput.summary(time.time()),
-        data=run.described.phrases,
+        data=run.described,
     )
 
 
@@ -222,9 +224,12 @@ def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
+def load_weights(
+    config: RunConfig, model: keras.Model, path: Path, is_last: bool = False
+) -> dict[str, Any] | None:
     """Sets the weights to those of a checkpoint or, with train.ema, to their averages (chief only).
 
+    With is_last, a finished run's weights are those that it was tested with, which callbacks may have restored.
     Returns the manifest of the training data, if the checkpoint has it.
 
     Raises:
@@ -236,7 +241,24 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
     else:  # The averages are optimizer variables. Overwriting those is harmless, since no step follows.
         model_state.restore(checkpoint, model)
         model.optimizer.finalize_variable_values(model.trainable_variables)
+    if is_last and steps_of_result(path.parents[1]) == checkpoint.step:
+        restore_best(config, model, checkpoint.callbacks())
     return checkpoint.meta.get("data")
+
+
+def restore_best(
+    config: RunConfig, model: keras.Model, callbacks: dict[str, dict[str, Any]]
+) -> None:
+    """Sets the best weights that a callback kept, as EarlyStopping does at the end of training.
+
+    Args:
+        config: The run's settings, which name its callbacks.
+        model: The model.
+        callbacks: The state of the callbacks, from Checkpoint.callbacks().
+    """
+    for name, values in callbacks.items():
+        if name in config.callbacks and "best_weights" in values:
+            model.set_weights(values["best_weights"])
 
 
 def in_words(metrics: dict[str, float]) -> str:
@@ -261,9 +283,10 @@ def write_review(run: Run, model: keras.Model) -> None:
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """Returns the first test examples, or else validation examples, with the model's outputs.
+    """Returns test examples, or else validation examples, with the model's outputs.
 
-    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
+    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty. They are
+    the first ones, or evenly spread if single examples can be opened.
     """
     source = run.source
     limit = run.task.num_reviewed
@@ -271,15 +294,20 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     if split is None:
         return None
 
+    total = source.num_examples(split)
+    # Files are often listed class by class, so the first examples may all be of one class.
+    step = math.ceil(total / limit) if isinstance(source, IndexedSource) else 1
+    # The chief reads every step-th example of all ranks: the share of rank 0 of as many ranks.
+    topology = Topology(0, step)
+
     batches = []
     num_examples = 0
     num_bytes = 0
     began = time.monotonic()
     batch_size = min(run.plan.batch_sizes[0], limit)
-    # Topology() is a single process: the chief reads the examples of all ranks.
-    for inputs, targets, *_ in source.evaluation(split, Topology(), batch_size).as_numpy_iterator():
+    for inputs, targets, *_ in source.evaluation(split, topology, batch_size).as_numpy_iterator():
         run.strategy.watchdog.progress.beat()
-        outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
+        outputs = keras.tree.map_structure(as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
         leaves = keras.tree.flatten(batches[-1])
         num_examples += len(leaves[0])
@@ -293,11 +321,4 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         lambda *parts: np.concatenate(parts)[:limit], *batches
     )
     number = min(num_examples, limit)
-    return ReviewedExamples(inputs, targets, outputs, number, split, source.num_examples(split))
-
-
-def _as_numpy(output: Any) -> np.ndarray:
-    array = keras.ops.convert_to_numpy(output)
-    if array.dtype.kind in "iub":
-        return array
-    return array.astype(np.float32)  # Also from bfloat16, which NumPy hardly supports.
+    return ReviewedExamples(inputs, targets, outputs, number, split, total, step)

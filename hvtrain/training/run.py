@@ -16,9 +16,9 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core import VERSION
 from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.data.description import DataDescription, percent
+from hvtrain.data.description import header, percent
 from hvtrain.data.pipeline.streams import regrouped
-from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.source import Phrases, Source, StreamRequest
 from hvtrain.models.parts import describe_tables, describe_trainable, num_parameters
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.checkpoint_notes import NoteKeeper
@@ -116,7 +116,7 @@ class Run:
         meta: Facts that each checkpoint of the run records.
         state: State that survives a restart of the ranks.
         changed: Settings that differ from the checkpoint's, {name: [before, now]}.
-        described: The description of the data set's contents.
+        described: The description of the data set's contents, in phrases by label.
     """
 
     config: RunConfig
@@ -129,7 +129,7 @@ class Run:
     meta: dict[str, Any]
     state: RunState
     changed: dict[str, list[Any]]
-    described: DataDescription
+    described: Phrases
 
     @property
     def best(self) -> str:
@@ -290,7 +290,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "trained": describe_trainable(model),
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,
-        **run.described.header(),
+        **header(run.described),
         "trained on": config.data.one_batch and "the first batch in every step (data.one_batch)",
         "evaluated on": config.train.evaluation_steps
         and f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)",

@@ -791,7 +791,7 @@ def test_names_that_training_lacks_are_refused():
 
 def test_what_is_odd_about_arrays_is_said():
     described = describe(from_arrays(X, Y + 1, num_classes=4))
-    assert described.phrases["warnings"] == ["train has no 0"]
+    assert described["warnings"] == ["train has no 0"]
     pictures = RANDOM.integers(0, 256, (6, 4, 4, 3))
     assert "the splits hold values in different ranges: train 0" in warnings(
         from_arrays(pictures / 255, Y, pictures, Y)

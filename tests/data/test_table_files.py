@@ -435,7 +435,7 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
 def test_a_class_that_a_split_lacks_is_said(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(PLAIN.replace("yes", "rare", 8).replace("rare", "yes", 7))
     warnings = [
-        describe(Table(str(tmp_path / "t.csv"), "y", num_test=number)).phrases["warnings"]
+        describe(Table(str(tmp_path / "t.csv"), "y", num_test=number))["warnings"]
         for number in (10, 58)
     ]
     assert warnings == [["test has no rare"], ["train has no rare"]]

@@ -65,6 +65,7 @@ def run_of(source):
     """What of_input() needs of a run of one rank."""
     return SimpleNamespace(
         source=source,
+        task=SimpleNamespace(targets_are_masks=False),
         strategy=SimpleNamespace(topology=Topology()),
         config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=8)),
     )
@@ -80,6 +81,12 @@ def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
     ((images, columns),) = examples.batches()
     assert columns["file"].tolist() == ["1.png"]
     np.testing.assert_allclose(images[0] * 255, arrays[0], atol=1e-4)
+
+
+def test_whole_numbers_of_a_model_keep_their_digits():
+    run = SimpleNamespace(task=Regression(), source=None)
+    rows = rows_of(run, (np.zeros((1, 2)), {}), lambda inputs: {"id": np.array([2**24 + 1])})
+    assert rows["id"].tolist() == [2**24 + 1]
 
 
 def table_of(path, text, **spec):
@@ -128,6 +135,21 @@ def test_fractions_are_no_integers(tmp_path):
         DataError, match=r"rows.csv: row 1 has 1.7 as size, which takes integers; fix it"
     ):
         table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
+
+
+def test_masks_of_resized_images_say_so(tmp_path):
+    (tmp_path / "a.png").touch()
+    source = SimpleNamespace(
+        preprocessing=lambda: SimpleNamespace(shape=(None, None, 3)),
+        image_shape=(8, 8, 3),
+        sizing=None,
+    )
+    for has_masks, note in (
+        (True, "; masks of images cropped to the aspect ratio, resized to [8, 8, 3]"),
+        (False, ""),
+    ):
+        run = SimpleNamespace(source=source, task=SimpleNamespace(targets_are_masks=has_masks))
+        assert of_input(run, tmp_path).note.partition(" (")[0] == note
 
 
 @pytest.mark.parametrize("has_masks", [False, True])

@@ -91,6 +91,7 @@ def test_an_unfinished_run_has_a_page_of_what_is_there(tmp_path):
     text = page.html(run)
     assert "failed at 50%, resumable" in text and "rank 1 is gone" in text and ">loss<" in text
     assert "What was proved" not in text
+    assert "8, taken for 1" not in text, "predictions of a shorter run"
 
 
 def test_a_run_of_an_earlier_version_has_a_page(tmp_path):

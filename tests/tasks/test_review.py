@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 
 from hvtrain.data import from_arrays
 from hvtrain.data.sources.table import Table
+from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import (
     Binary,
     Classification,
@@ -22,6 +24,7 @@ from hvtrain.tasks import (
     Segmentation,
 )
 from hvtrain.tasks.examples import ReviewedExamples, as_bytes, png
+from hvtrain.training.finish import _predict_some
 
 
 def source(x, y, **facts):
@@ -57,6 +60,25 @@ def test_a_classifier_has_its_confusions_and_worst_images():
         "1, predicted 2 (96%)",
     ]
     assert pixels(worst.pictures[0][0])[0, 0].tolist() == [255, 255, 255]
+
+
+def test_examples_are_of_all_classes_though_their_files_are_listed_class_by_class():
+    inputs, targets = np.eye(9, 3, dtype=np.float32), np.repeat([0, 1, 2], 3)
+    source = from_arrays(inputs, targets, inputs, targets)
+    run = SimpleNamespace(
+        source=source,
+        task=SimpleNamespace(num_reviewed=3),
+        plan=SimpleNamespace(batch_sizes=[8]),
+        strategy=Strategy(),
+    )
+    examples = _predict_some(run, lambda inputs, training: inputs)
+    assert (
+        examples.targets.tolist() == [0, 1, 2] and examples.outputs.tolist() == inputs[::3].tolist()
+    )
+    assert examples.description == "3 of 9 test examples"
+    outputs = one_hot([0, 2, 2], 3)
+    _, worst = Classification().review(examples._replace(outputs=outputs), None, source)
+    assert worst.rows[0][:3] == [3, "1", "2"], "the number in the split"
 
 
 def test_many_classes_have_a_list_and_examples_that_are_no_images_a_table():

@@ -22,6 +22,7 @@ from hvtrain.tasks import (
     Task,
 )
 from hvtrain.tasks.examples import draw_classes
+from hvtrain.training.setup import check_model
 from keras_metrics import OF_PROBABILITIES, REFUSED, TAKEN, metric_settings
 
 
@@ -66,7 +67,8 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
     refusals = [(name, [], message) for name, message in REFUSED.items()]
     for name, argument in OF_PROBABILITIES.items():
         message = f"task.metrics.own is a {name}, which needs probabilities"
-        refusals.append((name, [f"+task.metrics.own.{argument}=0.5"], message))
+        needed = [f"+task.metrics.own.{argument}=0.5"] if argument else []
+        refusals.append((name, needed, message))
     for name, arguments, message in refusals:
         own = ["task=multilabel", f"+task.metrics.own._target_=keras.metrics.{name}", *arguments]
         with pytest.raises(ConfigError, match=message) as refused:
@@ -75,6 +77,14 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
 
     classes = {name for name, item in vars(keras.metrics).items() if isinstance(item, type)}
     assert classes == set().union(REFUSED, OF_PROBABILITIES, *TAKEN.values())
+
+
+def test_a_score_of_one_output_needs_a_threshold():
+    """Without one, Keras takes the largest of the outputs for yes, which is each example's only one."""
+    source = Given(spec("float32", 5), spec("float32"))
+    with pytest.raises(ConfigError, match=r"task.metrics.f1 takes the 1 largest of 1 outputs"):
+        Binary(metrics={"f1": keras.metrics.F1Score("macro")}).prepare(source)
+    Binary(metrics={"f1": keras.metrics.F1Score("macro", 0.5)}).prepare(source)
 
 
 def test_metrics_of_probabilities_take_a_tasks_logits():
@@ -179,6 +189,10 @@ def small(image_shape):
             "task.metrics.found cannot be exact over ranks: the state of Largest is not a finite sum over examples",
         ),
         (
+            keras.metrics.SparseTopKCategoricalAccuracy(k=10),
+            "task.metrics.found takes the 10 largest of 10 outputs, whatever they are",
+        ),
+        (
             keras.metrics.AUC(),
             r"task.metrics.found cannot take targets of shape \(32,\) and outputs of \(32, 10\), as this task",
         ),
@@ -187,7 +201,7 @@ def small(image_shape):
             "task.metrics.found cannot take targets .*: Could not locate function 'small'",
         ),
     ],
-    ids=["a maximum", "another shape", "not to be copied"],
+    ids=["a maximum", "always right", "another shape", "not to be copied"],
 )
 def test_a_metric_that_would_be_wrong_is_refused(metric, message):
     with pytest.raises(ConfigError, match=message):
@@ -210,6 +224,55 @@ def test_a_metric_that_would_be_wrong_is_refused(metric, message):
 def test_what_is_no_loss_or_metric_is_refused(loss, metrics, message):
     with pytest.raises(ConfigError, match=message):
         Classification(loss, metrics)
+
+
+@pytest.mark.parametrize(
+    ("task", "loss", "message"),
+    [
+        ("binary", "Dice", "task.loss is a Dice that takes no logits, which this task's outputs"),
+        ("multilabel", "MeanSquaredError", "MeanSquaredError that takes no logits"),
+        (
+            "classification",
+            "CategoricalCrossentropy",
+            r"task.loss cannot take targets of shape \(32,\) and outputs of \(32, 3\), as this task has them: ",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused_before_the_run(task, loss, message):
+    settings = [f"task={task}", f"task.loss._target_=keras.losses.{loss}"]
+    with pytest.raises(ConfigError, match=message) as refused:
+        build(compose(settings), "task", Task).prepare(FITTING[task][1])
+    assert "\n" not in str(refused.value)
+
+
+def test_losses_that_take_logits_are_taken_as_such():
+    for loss in ("BinaryFocalCrossentropy", "Hinge"):
+        settings = ["task=binary", f"task.loss._target_=keras.losses.{loss}"]
+        build(compose(settings), "task", Task).prepare(FITTING["binary"][1])
+    with pytest.raises(ConfigError, match="BinaryCrossentropy that takes no logits"):
+        Binary(keras.losses.BinaryCrossentropy()).prepare(FITTING["binary"][1])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        keras.layers.Dense(1, "sigmoid"),
+        keras.layers.Activation("softmax"),
+        keras.layers.Softmax(),
+        keras.ops.sigmoid,
+        keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1, "sigmoid")]),
+    ],
+)
+def test_a_model_that_ends_with_probabilities_is_refused(end):
+    """Every example would be of class 1, since no probability is below 0."""
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, end(keras.layers.Dense(1)(inputs)))
+    source = Given(spec("float32", 5), spec("int32"))
+    message = r"m ends with a (sigmoid|softmax), and task=binary needs logits; leave the \1 out"
+    with pytest.raises(ConfigError, match=message):
+        check_model(model, "m", source, Binary())
+    check_model(model, "m", source, Custom(keras.losses.BinaryCrossentropy()))
+    check_model(keras.Model(inputs, keras.layers.Dense(1)(inputs)), "m", source, Binary())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+import hvtrain
 from hvtrain.core.topology import Topology
 from launching import ROOT, many_runs
 from run_results import different, error, history, record, state, steps
@@ -244,7 +245,9 @@ def test_early_stopping_is_decided_on_one_ranks_values(ranks, folder):
     assert len(history(folder / "early")) == 3
 
 
-def test_the_best_weights_are_restored_though_the_run_failed_before_its_results(ranks, folder):
+def test_the_best_weights_are_restored_though_the_run_failed_before_its_results(
+    ranks, folder, monkeypatch
+):
     """They are of epoch 1, by rank 0's number; the best checkpoint, by the loss, is of epoch 3."""
     assert "the last leaf fell off" in error(ranks, "early")
     assert same_record(ranks, "early/again")["best"]["step"] == 18
@@ -253,6 +256,12 @@ def test_the_best_weights_are_restored_though_the_run_failed_before_its_results(
         arrays = sorted(state(folder / "early", step).items())
         expected = [array for key, array in arrays if key.startswith("model/")]
         assert all(map(np.array_equal, weights, expected)), name
+
+    monkeypatch.syspath_prepend(ROOT / "tests/support/own")
+    for words, name in ((["checkpoint=last"], "model.keras"), ([], "best.keras")):
+        used = hvtrain.load(folder / "early", words, trust=True).model.get_weights()
+        saved = keras.models.load_model(folder / "early" / name).get_weights()
+        assert all(map(np.array_equal, used, saved)), "what predict and export take"
 
 
 def test_a_tracker_gets_the_end_of_a_run_that_failed_before_its_results(ranks, folder):
