@@ -385,7 +385,7 @@ def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> S
             f"class_names has {len(names)} names for {num_classes} classes; give one each"
         )
     # Names such as 10 and 20 come from the command line as numbers.
-    return names and list(map(str, names))
+    return None if names is None else list(map(str, names))
 
 
 def reason(error: tf.errors.OpError) -> str:

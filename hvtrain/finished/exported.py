@@ -186,6 +186,12 @@ def compare_outputs(
 
 
 def _write_saved_model(model: Model, path: Path) -> None:
+    names = [argument_name(tensor.name) for tensor in keras.tree.flatten(model.input)]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            "the names of two columns differ only in what a SavedModel's signature cannot hold "
+            f"({', '.join(names)}); choose another format"
+        )
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, argument_name(tensor.name)),
         model.input,

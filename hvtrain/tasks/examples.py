@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.metrics import FBetaScore, Metric
+import tensorflow as tf
+from keras.metrics import (
+    FBetaScore,
+    Metric,
+    SparseTopKCategoricalAccuracy,
+    TopKCategoricalAccuracy,
+)
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
 # Number of examples on which each metric is tried before a run.
 NUM_CHECKED = 32
+TOP_K = (TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy)
 # The longest side of an image in the report.
 MAX_SIDE_PIXELS = 192
 # The row of a batch's first wrong target and what is wrong with it; None if all targets are right.
@@ -96,8 +103,10 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
             f"task.loss is a {name} that takes no logits, which this task's outputs are; "
             "set task.loss.from_logits=true if it has that setting, or choose a cross-entropy"
         )
+    specs = [tf.TensorSpec(array.shape, array.dtype) for array in (targets, outputs)]
     try:
-        loss(targets, outputs)
+        # Traced, not called: a loss over the joint batch would wait here for all ranks.
+        tf.function(loss).get_concrete_function(*specs)
     except Exception as error:  # A user's own loss may raise anything.
         raise ConfigError(
             f"task.loss cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, as this task "
@@ -113,10 +122,14 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
         name: The model's name, for the message.
         needed_by: The setting that needs logits.
     """
-    operation: Any = getattr(outputs, "_keras_history", (None,))[0]
-    # The output of a model of layers comes from the last of them, which may be a model too.
-    while isinstance(operation, keras.Model):
-        operation = getattr(operation, "outputs", None) and operation.outputs[0]._keras_history[0]
+    history = getattr(outputs, "_keras_history", None)
+    # A model of layers gives what one of its layers gave, which may be a model too.
+    while history and getattr(history.operation, "outputs", None):
+        history = history.operation.outputs[history.tensor_index]._keras_history
+    operation = history and history.operation
+    # In a layer of the user's own, an activation need not come last.
+    if not type(operation).__module__.startswith("keras."):
+        return
     function = getattr(operation, "activation", operation)
     activation = getattr(function, "__name__", type(function).__name__).lower()
     if activation in ("sigmoid", "softmax"):
@@ -167,7 +180,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
         )
     # Without a threshold, F1Score takes the largest output for yes.
     is_score = isinstance(metric, FBetaScore) and metric.threshold is None
-    number = getattr(metric, "k", int(is_score))
+    number = metric.k if isinstance(metric, TOP_K) else int(is_score)
     if number >= outputs.shape[-1]:
         raise ConfigError(
             f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "

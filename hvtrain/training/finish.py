@@ -295,17 +295,21 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         return None
 
     total = source.num_examples(split)
-    # Files are often listed class by class, so the first examples may all be of one class.
-    step = math.ceil(total / limit) if isinstance(source, IndexedSource) else 1
-    # The chief reads every step-th example of all ranks: the share of rank 0 of as many ranks.
-    topology = Topology(0, step)
+    batch_size = min(run.plan.batch_sizes[0], limit)
+    # The chief reads examples of all ranks, like a single process. Files are often listed class by
+    # class, so the first examples may all be of one class.
+    if isinstance(source, IndexedSource):
+        step = math.ceil(total / limit)
+        data = source.spread(split, step, batch_size)
+    else:
+        step = 1
+        data = source.evaluation(split, Topology(), batch_size)
 
     batches = []
     num_examples = 0
     num_bytes = 0
     began = time.monotonic()
-    batch_size = min(run.plan.batch_sizes[0], limit)
-    for inputs, targets, *_ in source.evaluation(split, topology, batch_size).as_numpy_iterator():
+    for inputs, targets, *_ in data.as_numpy_iterator():
         run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))

@@ -64,8 +64,8 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
         for path in sorted(current.iterdir()):
             if path.name == "_delta_log":
                 raise DataError(
-                    f"{current} is a Delta table, whose files also hold rows that were deleted or replaced; export it "
-                    "as Parquet files"
+                    f"{current} is a Delta table, whose files may hold rows that were deleted or replaced; export it "
+                    "as Parquet files, or name these files if rows were only added: *.parquet"
                 )
             if skips(path.name):
                 continue
@@ -107,11 +107,11 @@ def split_folders(folder: Path) -> dict[str, Path]:
 def split_of(path: PurePath) -> str:
     """Returns the beginning of a path's name, or of one of its folders, that names a split; empty for none.
 
-    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("value.csv"))
+    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("testimonials.csv"))
     ('test', '')
     """
     for part in path.parts:
-        match = _BEGIN.match(part.lower())
+        match = re.match(rf"({_BEGIN.pattern})(?![a-z])", part.lower())
         if match:
             return match[0]
     return ""

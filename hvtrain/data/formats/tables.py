@@ -5,24 +5,19 @@ all cells of a column together can tell numbers from names; see columns.py.
 """
 
 import bz2
-import csv
 import gzip
-import io
 import lzma
 import re
 import zipfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 import pyarrow.parquet
 
+from hvtrain.data.formats.csv_files import read_csv
 from hvtrain.data.formats.folders import files_below, split_of
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
@@ -46,41 +41,10 @@ OTHER_FORMATS = {
     b"<!": "a web page",
     b"<html": "a web page",
 }
-DELIMITERS = ",;\t|"
-BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-# The names of all columns must fit into the sample; tables of genes have 60,000.
-SAMPLE_CHARACTERS = 2**20
-SAMPLE_ROWS = 100
-# The share of rows that must have the same number of cells; a few may be malformed.
-MOSTLY = 0.9
-# Letters of Western languages that are not ASCII stand mostly alone; in words of other alphabets
-# they follow each other. This is the longest that such runs may be in Windows-1252, on average.
-LONGEST_RUNS = 2
-# Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
-BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
 # Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of
 # memory to read all at once, and 3.3 GB in blocks of this size (pyarrow 26).
 COLUMNS_AT_ONCE = 100
-# A quote in a cell as Spark writes it. For CSV, the cell ends there, or goes on unquoted.
-ESCAPED_QUOTE = re.compile(r'"[^"\n]*\\"[^",;|\r\n]')
-# By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
-csv.field_size_limit(2**30)
-
-
-class Layout(NamedTuple):
-    """The layout of a CSV file, if `delimiter` separates its cells."""
-
-    delimiter: str
-    fit: tuple[bool, bool, float, int]
-    """How well the delimiter fits; the largest fits best.
-
-    True if most rows have the same width and several cells, True if the first line has a name for each column, the
-    share of rows with that width, and the width in cells.
-    """
-    names: list[str]
-    num_lines: int
-    """The number of lines before the first row."""
 
 
 def is_table(path: Path) -> bool:
@@ -194,7 +158,7 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
         if begin.startswith(mark):
             raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
     if not begin.startswith(b"PAR1"):
-        return _read_csv(data, **text_format)
+        return read_csv(data, **text_format)
 
     # By path: the pages of the memory map would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
@@ -234,167 +198,3 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
                 f"it is a zip or Excel file with {len(names)} CSV or Parquet tables instead of one"
             )
         return _decompressed(pa.py_buffer(archive.read(names[0])))
-
-
-def _read_csv(
-    data: pa.Buffer, delimiter: str | None = None, encoding: str | None = None
-) -> pa.Table:
-    data = _as_utf8(data, encoding)
-    sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
-    layout = _find_layout(sample, len(sample.encode()) < len(data), delimiter)
-    if layout.delimiter != "\t" and ESCAPED_QUOTE.search(sample):
-        raise ValueError('a quote in a cell is written as \\", and "" is needed')
-
-    # Numbers stand in for names, since two columns may share a name, or have none.
-    types = {str(number): pa.string() for number in range(len(layout.names))}
-    quote: Any = '"'
-    if layout.delimiter == "\t" and re.search(b'"', data):
-        # Corpora such as GLUE have tabs, and quotes that are part of the text: a cell that begins
-        # with one would hide all rows up to the next quote.
-        lines = io.TextIOWrapper(pa.BufferReader(data), "utf-8", newline="")
-        try:
-            deque(csv.reader(lines, delimiter="\t", strict=True), maxlen=0)
-        except csv.Error:
-            quote = False
-    try:
-        table = pa.csv.read_csv(
-            pa.BufferReader(data),
-            pa.csv.ReadOptions(
-                column_names=list(types), skip_rows=layout.num_lines, block_size=BLOCK_BYTES
-            ),
-            # Quoted texts may span several lines.
-            pa.csv.ParseOptions(
-                delimiter=layout.delimiter, quote_char=quote, newlines_in_values=True
-            ),
-            pa.csv.ConvertOptions(column_types=types),
-        )
-    except pa.ArrowInvalid as error:
-        if "Empty CSV file" not in str(error):
-            raise
-        # The file has names, but no rows.
-        table = pa.schema(types).empty_table()
-    if table.num_rows:
-        # Files that were joined as text repeat their names; that of an index is empty.
-        is_header = pc.equal(table[-1], layout.names[-1])
-        for column, name in zip(table, layout.names):
-            if pc.any(is_header).as_py():
-                is_header = pc.and_(is_header, pc.is_in(column, pa.array([name, ""])))
-        row = pc.index(is_header, True).as_py()
-        if row >= 0 and len(layout.names) > 1:
-            raise ValueError(f"row {row} repeats the names of the columns")
-        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
-        last = table[-1][-1].as_py()
-        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
-            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
-    return table.rename_columns(layout.names)
-
-
-def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
-    """Returns the text of a file in UTF-8, without a byte order mark."""
-    head = data[:4096].to_pybytes()
-    for mark, name in BYTE_ORDER_MARKS.items():
-        if head.startswith(mark):
-            encoding = name
-    if encoding is None and head.count(0) > len(head) // 4:
-        # In UTF-16, every other byte of Latin text is 0.
-        encoding = "utf-16-be" if head[0] == 0 else "utf-16-le"
-    if encoding is not None:
-        return pa.py_buffer(data.to_pybytes().decode(encoding).encode())
-
-    # A cast of the whole file as one string checks its UTF-8 without a copy.
-    offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
-    whole = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, data])
-    try:
-        whole.cast(pa.large_string())
-    except pa.ArrowInvalid:
-        return pa.py_buffer(_from_windows(data.to_pybytes()).encode())
-    return data
-
-
-def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8, as Windows-1252.
-
-    Raises ValueError if all but a few bytes are UTF-8, or if they look like words in no Latin letters.
-    """
-    num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
-    num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
-    if num_right > num_wrong:
-        raise ValueError(f"{num_wrong} bytes are not UTF-8, and {num_right} other characters are")
-    runs = re.findall(rb"[\x80-\xff]+", text)
-    if sum(map(len, runs)) > LONGEST_RUNS * len(runs):
-        raise ValueError(
-            "it is neither UTF-8 nor, by its letters, Windows-1252; write it in UTF-8 or, for dataset=table, "
-            "set dataset.encoding"
-        )
-    try:
-        return text.decode("cp1252")
-    except UnicodeDecodeError:
-        # Windows-1252 leaves five bytes undefined; Latin-1 defines all.
-        return text.decode("latin-1")
-
-
-def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
-    """Finds the layout that fits a file's first characters best.
-
-    Args:
-        is_cut: True if the file has more.
-        delimiter: The user's choice; None: one of DELIMITERS.
-    """
-    num_before = 0
-    begin, _, rest = sample.partition("\n")
-    begin = begin.strip(" \r")
-    # Excel writes the delimiter on a line of its own, such as sep=;
-    if begin.lower().startswith("sep=") and len(begin) == 5:
-        delimiter = delimiter or begin[4]
-        sample = rest
-        num_before = 1
-
-    # If rows begin with # as well, it does not mark comments.
-    has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
-    while True:
-        layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
-        best = max(layouts, key=lambda layout: layout.fit)
-        rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last if it names the columns, as NumPy writes it.
-        if not has_comments or not sample.startswith("#"):
-            break
-        _, is_header, *_ = best.fit
-        if is_header and not rest.startswith("#"):
-            break
-        sample = rest
-        num_before += 1
-    names = best.names
-    if not names:
-        raise ValueError("its first lines are empty")
-    names[0] = names[0].removeprefix("# ")
-    names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(names)]
-    return best._replace(names=names, num_lines=num_before + best.num_lines)
-
-
-def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
-    """Returns the layout of a file's first characters with a delimiter."""
-    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
-    # Empty lines before the header are skipped.
-    names = next(filter(None, reader), [])
-    num_lines = reader.line_num
-
-    rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
-    if is_cut and len(rows) < SAMPLE_ROWS:
-        # The sample may end within the last row.
-        rows = rows[:-1]
-    # A header without rows fits itself.
-    width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # In rows such as 1,5;2,5 under a;b, commas are as regular, but the header has none.
-    share = count / max(len(rows), 1)
-    ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
-    is_header = width == len(names) or ends_with_delimiter
-    fit = (width > 1 and share >= MOSTLY, is_header, share, width)
-
-    if ends_with_delimiter:
-        names = [*names, ""]
-    elif width == len(names) + 1:
-        # Each row begins with its name, as R writes it.
-        names = ["", *names]
-    elif width == len(names) - 1 and not names[-1].strip():
-        names = names[:-1]
-    return Layout(delimiter, fit, names, num_lines)

@@ -221,12 +221,13 @@ class StreamedSource(Source):
         return self.transform.normalize(inputs)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        @unconverted
-        def normalize(_, inputs, *others):
-            return self.transform.normalize(inputs), *others
-
         batches = self.evaluation_batches(split, topology, batch_size)
-        return finish(self.load(batches, split, topology, normalize, batch_size), topology)
+        data = self.load(batches, split, topology, self._normalized, batch_size)
+        return finish(data, topology)
+
+    @unconverted
+    def _normalized(self, _, inputs: Any, *others: Any) -> Parts:
+        return self.transform.normalize(inputs), *others
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         """Like evaluation(), but batches begin with the examples' indices in the shard: (int64 [batch], inputs, ...).
@@ -290,6 +291,12 @@ class IndexedSource(StreamedSource):
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         indices = Dataset.range(topology.share_size(self.num_examples(split)))
         return indices.batch(batch_size).enumerate()
+
+    def spread(self, split: str, step: int, batch_size: int) -> Dataset:
+        """Like evaluation() in a single process, but with every step-th example only."""
+        indices = Dataset.range(0, self.num_examples(split), step).batch(batch_size)
+        data = self.load(indices.enumerate(), split, Topology(), self._normalized, batch_size)
+        return finish(data, Topology())
 
     def preprocessing(self) -> Preprocessing:
         if isinstance(self.transform, Unchanged):

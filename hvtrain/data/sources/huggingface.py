@@ -100,7 +100,8 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.num_classes = len(self.class_names)
             # DatasetDict.class_encode_column() numbers the classes of each split on its own.
             for split, rows in self._splits.items():
-                if getattr(rows.features.get(target), "names", None) != self.class_names:
+                names = getattr(rows.features.get(target), "names", self.class_names)
+                if names != self.class_names:
                     raise DataError(
                         f"{self.folder}: {target} has other classes in {split} than in train; give both train's "
                         "features (Dataset.cast)"

@@ -103,12 +103,12 @@ class SegmentationFolder(ListedImages):
             self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
 
     def fitted(self) -> dict[str, bytes]:
-        return {WHITE_FILE: b""} if self._masks.is_binary else {}
+        return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
         # the run's masks held: otherwise only the background would be evaluated.
-        if WHITE_FILE in files:
+        if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
@@ -217,7 +217,8 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
     """
     # Programs for annotation write a file such as NAME.json beside each image.
     images = {path.stem: path for path in filter(is_image, visible(folder / "JPEGImages"))}
-    lists = {path.stem: path for path in visible(folder / "ImageSets" / "Segmentation")}
+    entries = visible(folder / "ImageSets" / "Segmentation")
+    lists = {path.stem: path for path in entries if path.suffix == ".txt"}
     pairs = {}
     for split, name in split_entries(lists).items():
         file = lists[name]

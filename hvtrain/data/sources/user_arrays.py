@@ -85,8 +85,8 @@ def from_arrays(
             class_names = class_names or [_text(label) for label in np.unique(y)]
         elif y.dtype == bool:
             num_classes = num_classes or 2
-    if class_names:
-        num_classes = num_classes or len(class_names)
+        if class_names and y.dtype.kind in "USiu":
+            num_classes = num_classes or len(class_names)
 
     def convert_targets(convert, *settings):
         for split, (inputs, targets, *weights) in arrays.items():
@@ -103,11 +103,9 @@ def from_arrays(
     has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
     if images is None:
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
-
     if has_labels:
         convert_targets(class_indices)
-        # Counted in the training part only: the model cannot predict
-        # classes that it has never seen.
+        # Counted in the training part only: the model predicts no class that it has never seen.
         num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
 
     if images:
@@ -152,7 +150,8 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
             raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
         # Arrays have no names, and pandas.get_dummies may give each split other columns.
         needed, columns = (list(_columns(frame)) for frame in (splits["train"][0], x))
-        if needed and columns and needed != columns:
+        unnamed = list(map(str, range(len(columns))))
+        if needed and columns and needed != columns and unnamed not in (needed, columns):
             raise DataError(
                 f"{name}: x_{split} has the columns {listed(columns)}, and x_train {listed(needed)}; give both the "
                 "same columns in the same order"
@@ -161,25 +160,26 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
-                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part)
+                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part, model)
             )
-            for letter, part in zip("xyw", (x, y, w))
+            for letter, part, model in zip("xyw", (x, y, w), splits["train"])
             if part is not None
         )
 
     return arrays
 
 
-def _whole_list(part: Any) -> Any:
-    """Turns a list of rows into an array of objects, since tf.nest would treat the list as a structure."""
+def _whole_list(part: Any, model: Any) -> Any:
+    """Turns a list of rows, as train's part `model` shows them, into an array; tf.nest would see a structure."""
     if isinstance(part, dict):
-        return {name: _whole_list(item) for name, item in part.items()}
+        return {name: _whole_list(item, item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
     # A list of arrays that are longer than the list is a structure. It becomes a tuple, since
     # tf.data would stack the arrays of a list.
-    lengths = [len(item) for item in part if len(getattr(item, "shape", ()))]
-    if len(part) <= max(lengths, default=0):
+    rows = model if isinstance(model, list) else part
+    lengths = [len(item) for item in rows if len(getattr(item, "shape", ()))]
+    if len(rows) <= max(lengths, default=0):
         return tuple(part)
     return np.fromiter(part, object)
 
