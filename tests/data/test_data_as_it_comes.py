@@ -684,7 +684,6 @@ ARRAYS = [
     (X, NAMES, {"class_names": ["cow", "bee", "ant"]}, X, 2 - Y),
     (X, NAMES, {"class_names": np.array(["cow", "bee", "ant"])}, X, 2 - Y),
     (X, np.eye(3)[Y], THREE, X, Y),
-    (X, np.eye(3)[Y], {"class_names": ["cow", "bee", "ant"]}, X, Y),
     (X, np.eye(3, dtype=int)[Y], THREE, X, Y),
     (X, Y.astype(np.float64), THREE, X, Y),
     (X, Y[:, None].astype(np.float32), THREE, X, Y),

@@ -89,7 +89,9 @@ def read_csv(
         is_header = pc.equal(table[-1], layout.names[-1])
         for column, name in zip(table, layout.names):
             if pc.any(is_header).as_py():
-                is_header = pc.and_(is_header, pc.equal(column, name))
+                # Columns without a name are called so.
+                cells = [name, ""] if name.startswith("Unnamed: ") else [name]
+                is_header = pc.and_(is_header, pc.is_in(column, pa.array(cells)))
         row = pc.index(is_header, True).as_py()
         if row >= 0 and len(layout.names) > 1 and re.search(r"[^\W\d]", "".join(layout.names)):
             raise ValueError(f"row {row} repeats the names of the columns")
