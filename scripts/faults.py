@@ -81,7 +81,7 @@ FAULTS = [
     Fault(
         "batch-norm-alone",
         "SyncBatchNormalization takes the statistics of its own rank",
-        "keras/joint_batch.py",
+        "keras/over_ranks.py",
         "rows = _rows_of_all_ranks(tf.concat(moments, axis=0))",
         "rows = tf.concat(moments, axis=0)[tf.newaxis]",
         (

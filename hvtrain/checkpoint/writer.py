@@ -115,9 +115,18 @@ def publish(temporary: Path, target: Path) -> None:
         target.rename(old)
     temporary.rename(target)
     flush(target.parent)
-    # NFS keeps a file that somebody reads, and with it the folder; sweep removes it later.
+    _delete(old, target.name)
+
+
+def _delete(path: Path, name: str) -> None:
+    """Deletes the folder of the checkpoint `name`, or what of it can be deleted; sweep deletes the rest."""
+    # Renamed first, so that no partly deleted folder has the name of a checkpoint.
+    renamed = path.with_name(f"{_DELETED}{name}")
+    # NFS keeps a file that somebody reads, and with it the folder.
     with suppress(OSError):
-        remove(old)
+        remove(renamed)
+        path.rename(renamed)
+        remove(renamed)
 
 
 def _write_arrays(path: Path, arrays: Arrays) -> None:
@@ -196,12 +205,7 @@ def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
         kept |= _last_of_spans(paths, config)
     for path in paths:
         if path.name not in kept:
-            # Renamed first, so that no partly deleted folder has the name of a checkpoint.
-            renamed = path.with_name(f"{_DELETED}{path.name}")
-            with suppress(OSError):
-                remove(renamed)
-                path.rename(renamed)
-                remove(renamed)
+            _delete(path, path.name)
 
 
 def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:

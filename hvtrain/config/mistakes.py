@@ -114,7 +114,7 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     text = " ".join(str(error).split())
     # Hydra's messages repeat the arguments, which may hold secrets.
     for argument, shown in zip(line, without_secrets(line)):
-        text = text.replace(argument, shown)
+        text = text.replace(" ".join(argument.split()), shown)
     for pattern, answer in _ANSWERS.items():
         quoted = re.search(pattern, text)
         if quoted:

@@ -1,7 +1,7 @@
 """Values and arithmetic of a run: topology, step plan, schedules, gradient buckets; the table of commands.
 
-Pure, without TensorFlow.
+Imports only the standard library.
 """
 
-# The version of hvtrain. It is here, and not in the package's API, so that every room may import it.
+# Not in the package's API, so that every subpackage may import it.
 VERSION = "0.1.0"

@@ -79,12 +79,6 @@ from hvtrain.keras.collectives import (
 )
 from hvtrain.keras.compression import Compression
 from hvtrain.keras.devices import pin_gpu
-from hvtrain.keras.joint_batch import (
-    DistributedLoss,
-    SyncBatchNormalization,
-    joint_batch,
-    joint_mean,
-)
 from hvtrain.keras.local_steps import DiLoCo, LocalSGD, synchronize
 from hvtrain.keras.noise_scale import NoiseScale
 from hvtrain.keras.optimizer import (
@@ -94,6 +88,12 @@ from hvtrain.keras.optimizer import (
     load_model,
     num_reductions,
     ranks_at_fault,
+)
+from hvtrain.keras.over_ranks import (
+    DistributedLoss,
+    SyncBatchNormalization,
+    joint_batch,
+    joint_mean,
 )
 from hvtrain.keras.process import init, is_elastic
 from hvtrain.keras.sharded_embedding import ShardedEmbedding, sharding_embeddings, whole_tables

@@ -2,7 +2,7 @@
 
 Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past the
 end of a buffer, and a gradient that one rank lacks makes the others wait forever. If the ranks keep
-training from different weights, because the script forgot the broadcast, one of them logs a warning.
+training from different weights, because the script forgot the broadcast, the first of them logs a warning.
 """
 
 import atexit
@@ -118,7 +118,7 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
 
 
 def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
-    """Starts a thread that warns if no broadcast follows; called on only one of the ranks.
+    """Starts a thread that warns if no broadcast follows; called on one of the ranks that train together.
 
     Args:
         num_steps: a function that returns the number of steps whose gradients were reduced.

@@ -259,7 +259,7 @@ def _synchronize(model: Model, size: int) -> None:
         )
     if size == 1:
         return  # On one rank, Keras's own layer normalizes over the whole batch already.
-    from hvtrain.keras.joint_batch import SyncBatchNormalization, synchronize
+    from hvtrain.keras.over_ranks import SyncBatchNormalization, synchronize
 
     for layer in norms:
         if isinstance(layer, SyncBatchNormalization):

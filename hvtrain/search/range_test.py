@@ -184,7 +184,7 @@ def write(
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
 
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
-        # Without the last loss, the only one that can be infinite or NaN.
+        # The last loss is left out: only it can be infinite or NaN, which no axis can show.
         if len(averages) > 1:
             # Scaled to the first half, so that a loss that diverges later does not flatten the curve; it
             # is cut off.

@@ -36,7 +36,7 @@ _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives. While this rank waits in one, the watchdog knows."""
+    """Horovod's collectives; the watchdog is told while this rank waits in one."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:

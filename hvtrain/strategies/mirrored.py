@@ -172,7 +172,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     return tf.distribute.MirroredStrategy([device.name for device in devices])
 
 
-NAME = "multi_worker_mirrored"
+MULTI_WORKER = "multi_worker_mirrored"
 # TensorFlow's names for its implementations of collectives, in lower case.
 COMMUNICATION = ("auto", "ring", "nccl")
 
@@ -196,7 +196,7 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
-    name = NAME
+    name = MULTI_WORKER
 
     def __init__(
         self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True
@@ -236,17 +236,17 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
         ConfigError: the environment describes a cluster already.
         RankError: the ranks do not reach each other, or TensorFlow has initialized its devices.
     """
-    refuse_own_cluster(NAME)
+    refuse_own_cluster(MULTI_WORKER)
     if size > 1:
         os.environ["TF_CONFIG"] = json.dumps(
             {
-                "cluster": {"worker": cluster_addresses(rank, NAME)},
+                "cluster": {"worker": cluster_addresses(rank, MULTI_WORKER)},
                 "task": {"type": "worker", "index": rank},
             }
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     try:
-        with initializing_devices(NAME):
+        with initializing_devices(MULTI_WORKER):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
         # Otherwise a child process would mistake it for a cluster that the user has set up.

@@ -84,7 +84,7 @@ class ParameterServerStrategy(Strategy):
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
-        from hvtrain.keras.joint_batch import SyncBatchNormalization
+        from hvtrain.keras.over_ranks import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         combines = f"the optimizer {type(optimizer).__name__}, which combines several,"

@@ -31,7 +31,7 @@ _SURE = re.compile(
 _PLAIN = re.compile(
     r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
 )
-WITH_PASSWORD = re.compile(r"://[^/\s:]*:[^/\s]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
+WITH_PASSWORD = re.compile(r"://[^/\s:]*:[^/\s]+@|https?://[^/\s?#]+@", re.IGNORECASE)
 _IN_A_TEXT = re.compile(
     r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
     r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"

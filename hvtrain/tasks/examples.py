@@ -1,4 +1,4 @@
-"""Examples for a task: random ones to try its metrics, and real ones for its figures.
+"""Examples for a task: random ones to try its loss and metrics, and real ones for its figures.
 
 Random examples show, before a run, whether a metric can be exact over ranks. Real ones show a trained
 model's outputs in the report, with images as PNG.
@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
-# Number of examples on which each metric is tried before a run.
+# Number of examples on which the loss and each metric are tried before a run.
 NUM_CHECKED = 32
 TOP_K = (TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy)
 # The longest side of an image in the report.
@@ -288,8 +288,10 @@ class ReviewedExamples(NamedTuple):
         >>> ReviewedExamples(None, None, None, 2000, "test", 10_000, step=5).description
         '2,000 of 10,000 test examples'
         """
-        part = "all" if self.number == self.total else f"{self.number:,} of"
-        return f"{part} {self.total:,} {self.split} examples"
+        if self.number == self.total:
+            return f"all {self.total:,} {self.split} examples"
+        first = "the first " if self.step == 1 else ""
+        return f"{first}{self.number:,} of {self.total:,} {self.split} examples"
 
     @property
     def has_images(self) -> bool:

@@ -131,7 +131,7 @@ class Retrieval(Task):
         return out_of_range(targets, len(self._catalogue))
 
     def check_parts(self, targets: Any, outputs: Any) -> None:
-        """Checks nothing, because metrics need the catalogue's vectors, which only a model can compute."""
+        """Checks nothing, because the loss and metrics need the catalogue's vectors, which only a model can compute."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         shape: Any = getattr(outputs, "shape", ())

@@ -286,7 +286,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     """Returns test examples, or else validation examples, with the model's outputs.
 
     There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty. They are
-    the first ones, or evenly spread if single examples can be opened.
+    the first ones or, if single examples can be opened, evenly spread: then at least half as many.
     """
     source = run.source
     limit = run.task.num_reviewed

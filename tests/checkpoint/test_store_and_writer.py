@@ -122,7 +122,7 @@ def test_a_replaced_checkpoint_that_cannot_be_deleted_is_no_failure(tmp_path):
         finally:
             # Back to where the disk was mounted.
             path.rename(tmp_path / "new")
-            (tmp_path / ".tmp-old-step-00000003").rename(path)
+            (tmp_path / ".tmp-gone-step-00000003").rename(path)
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvtrain.keras.joint_batch import SyncBatchNormalization
+from hvtrain.keras.over_ranks import SyncBatchNormalization
 from launching import WORKERS, finish, start
 
 pytestmark = pytest.mark.distributed

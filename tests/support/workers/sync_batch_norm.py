@@ -12,7 +12,7 @@ from keras.layers import BatchNormalization, Dense
 
 import hvtrain.keras as hvd
 from hvtrain.keras.in_graph import counter
-from hvtrain.keras.joint_batch import SyncBatchNormalization
+from hvtrain.keras.over_ranks import SyncBatchNormalization
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
