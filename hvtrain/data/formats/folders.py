@@ -107,13 +107,13 @@ def split_folders(folder: Path) -> dict[str, Path]:
 def split_of(path: PurePath) -> str:
     """Returns the beginning of a path's name, or of one of its folders, that names a split; empty for none.
 
-    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("testimonials.csv"))
-    ('test', '')
+    >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("testing.csv")), split_of(PurePath("testimonials.csv"))
+    ('test', 'test', '')
     """
     for part in path.parts:
-        match = re.match(rf"({_BEGIN.pattern})(?![a-z])", part.lower())
+        match = re.match(rf"({_BEGIN.pattern})(ing|s)?(?![a-z])", part.lower())
         if match:
-            return match[0]
+            return match[1]
     return ""
 
 
