@@ -85,21 +85,30 @@ def read_csv(
         # The file has names, but no rows.
         table = pa.schema(types).empty_table()
     if table.num_rows:
-        # Files that were joined as text repeat their names; numbers may be names by chance.
-        is_header = pc.equal(table[-1], layout.names[-1])
-        for column, name in zip(table, layout.names):
-            if pc.any(is_header).as_py():
-                # Columns without a name are called so.
-                cells = [name, ""] if name.startswith("Unnamed: ") else [name]
-                is_header = pc.and_(is_header, pc.is_in(column, pa.array(cells)))
-        row = pc.index(is_header, True).as_py()
-        if row >= 0 and len(layout.names) > 1 and re.search(r"[^\W\d]", "".join(layout.names)):
-            raise ValueError(f"row {row} repeats the names of the columns")
+        _refuse_repeated_names(table, layout.names)
         # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
         last = table[-1][-1].as_py()
         if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
             raise ValueError('a cell in its last column begins with a quote (") that is not closed')
     return table.rename_columns(layout.names)
+
+
+def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
+    """Raises ValueError for a row that holds the names of the columns, as files have that were joined as text."""
+    # One column is no sure sign, and numbers may be names by chance.
+    if len(names) < 2 or not re.search(r"[^\W\d]", "".join(names)):
+        return
+    is_header = pc.equal(table[-1], names[-1])
+    for column, name in zip(table, names):
+        # Most files end here: no row has even the last name.
+        if not pc.any(is_header).as_py():
+            return
+        # Columns without a name are called so.
+        cells = [name, ""] if name.startswith("Unnamed: ") else [name]
+        is_header = pc.and_(is_header, pc.is_in(column, pa.array(cells)))
+    row = pc.index(is_header, True).as_py()
+    if row >= 0:
+        raise ValueError(f"row {row} repeats the names of the columns")
 
 
 def _is_quoted(data: pa.Buffer, sample: str) -> bool:
