@@ -63,7 +63,7 @@ class Members:
         self.selector = selectors.DefaultSelector()
         self.lines: dict[int, Lines] = {}
         self.sockets: dict[int, socket.socket] = {}
-        self.status = vars(Progress().look())
+        self.status = vars(Progress().status())
         began = time.monotonic()
         for rank in range(1, size):
             connection = socket.create_connection(address)

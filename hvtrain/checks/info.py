@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
-from hvtrain.launch.environment import travels
+from hvtrain.launch.environment import is_sendable
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import Parser
@@ -43,12 +43,13 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
-    # travels() is the launcher's test for variables that may be sent to other hosts, and refuses
+    # is_sendable() is the launcher's test for variables that may be sent to other hosts, and refuses
     # secrets. It refuses CUDA_VISIBLE_DEVICES only because other hosts have other GPUs.
     lines |= {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if _SHOWN.fullmatch(name) and (name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ))
+        if _SHOWN.fullmatch(name)
+        and (name == "CUDA_VISIBLE_DEVICES" or is_sendable(name, os.environ))
     }
     print("```text", *aligned(list(lines.items()), "<<"), "```", sep="\n")
     return 0

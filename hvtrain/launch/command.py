@@ -82,7 +82,7 @@ def main() -> int:
             roles.rank_of(options.job_name, options.task_index),
             options.coordinator,
             run.command,
-            environment.asked_for(os.environ, options.env),
+            environment.requested(os.environ, options.env),
             options.start_timeout or by_hand.START_SECONDS,
             options.network_interfaces,
         )
@@ -195,7 +195,7 @@ def _job(
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
     # A cluster's file runs elsewhere, in its own environment, and gets only the variables of --env.
-    variables = environment.asked_for if cluster else environment.for_ranks
+    variables = environment.requested if cluster else environment.for_ranks
     return Job(
         command=command,
         num_ranks=num_ranks,

@@ -20,35 +20,35 @@ _ALLOWED = re.compile(
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
 # Not sent: they describe a rank of another launch, or this host's GPUs.
-_LEFT = re.compile(
+_NEVER_SENT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
 # Needed by programs on this host, such as ssh; other hosts have their own values.
-_OF_THIS_HOST = re.compile(
+_LOCAL = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|KRB5\w+|XDG_\w+|HOSTNAME|"
     r"\w*CUDA_VISIBLE_DEVICES"
 )
 # Names of further variables that horovodrun sends to the ranks, separated by commas.
-MORE = "HVTRAIN_ENV"
+EXTRA_NAMES = "HVTRAIN_ENV"
 
 
 def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]:
     """Returns the variables that ranks get over ssh: those allowed, those of --env, and the notification addresses."""
-    variables = {name: value for name, value in environ.items() if travels(name, environ)}
+    variables = {name: value for name, value in environ.items() if is_sendable(name, environ)}
     # Programs of this Python environment are found on every host,
     # even if it is not activated there.
-    variables.update(of_this_environment(variables.get("PATH", "")))
+    variables.update(own_environment(variables.get("PATH", "")))
 
     if NOTIFY in environ:
         options = [NOTIFY, *options]
-    asked = asked_for(environ, options)
-    variables.update(asked)
+    extra = requested(environ, options)
+    variables.update(extra)
     # horovodrun cannot otherwise tell them from the launcher's own variables.
-    variables[MORE] = ",".join(asked)
+    variables[EXTRA_NAMES] = ",".join(extra)
     return variables
 
 
-def asked_for(environ: Variables, options: Iterable[str]) -> dict[str, str]:
+def requested(environ: Variables, options: Iterable[str]) -> dict[str, str]:
     """Returns the variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other form."""
     variables = {}
     for option in options:
@@ -65,7 +65,7 @@ def asked_for(environ: Variables, options: Iterable[str]) -> dict[str, str]:
     return variables
 
 
-def of_this_environment(path: str) -> dict[str, str]:
+def own_environment(path: str) -> dict[str, str]:
     """Returns PATH with this Python's programs, put first if missing, so that nobody needs to activate the environment.
 
     Adds OPAL_PREFIX if Open MPI is part of the environment: otherwise Open MPI on other hosts would
@@ -82,14 +82,14 @@ def of_this_environment(path: str) -> dict[str, str]:
 
 def for_launcher(environ: Variables, rank_variables: Variables) -> dict[str, str]:
     """Returns the launcher's own variables: those of the ranks and those of this host."""
-    of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
+    of_host = {name: value for name, value in environ.items() if _LOCAL.fullmatch(name)}
     # The ranks' values take precedence: --env may have changed one of these variables. Output is
     # unbuffered, so that each line arrives even if its rank is killed right after printing it.
     return {**of_host, **rank_variables, "PYTHONUNBUFFERED": "1"}
 
 
-def travels(name: str, environ: Variables) -> bool:
+def is_sendable(name: str, environ: Variables) -> bool:
     """True for a variable that may be sent to other hosts: on the allow-list, with no secret in its name or value."""
-    is_allowed = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
+    is_allowed = bool(_ALLOWED.fullmatch(name)) and not _NEVER_SENT.fullmatch(name)
     value = environ.get(name, "")
     return is_allowed and not SECRET.search(name) and without_passwords(value) == value

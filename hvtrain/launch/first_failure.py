@@ -69,14 +69,14 @@ class End:
     host: str = ""
 
 
-def again(line: Sequence[str]) -> str:
+def restart_advice(line: Sequence[str]) -> str:
     """Returns the advice after a failure that a restart may fix.
 
     Only training with hvtrain itself is sure to resume from run.dir.
 
-    >>> again(["horovodrun", "-np", "2", "python", "-m", "hvtrain", "model=mlp"]) == RESUME
+    >>> restart_advice(["horovodrun", "-np", "2", "python", "-m", "hvtrain", "model=mlp"]) == RESUME
     True
-    >>> again(["horovodrun", "-np", "2", "python", "train.py"]) == AGAIN
+    >>> restart_advice(["horovodrun", "-np", "2", "python", "train.py"]) == AGAIN
     True
     """
     names = [Path(word).name for word in line]
@@ -137,7 +137,7 @@ class Listener:
         self.held: list[str] = []
         self._in_traceback: set[int] = set()
 
-    def launcher(self, line: str) -> str:
+    def read_launcher(self, line: str) -> str:
         """Reads a line that the launcher itself wrote.
 
         Returns the text to show now: "" while a message is incomplete, or if it is not to be shown.
@@ -147,7 +147,7 @@ class Listener:
             self.held.append(line)
             if text != RULER or len(self.held) == 1:
                 return ""
-            message = self.rest()
+            message = self.flush()
             return "" if self._read_message(" ".join(message.split())) else message
 
         # A process between the launcher and a rank may have begun the line ("Exception in thread ")
@@ -162,7 +162,7 @@ class Listener:
         self._read_ssh(text)
         return "" if re.match(_NOISE_LINE, text) else line
 
-    def rank(self, rank: int, line: str) -> bool:
+    def read_rank(self, rank: int, line: str) -> bool:
         """Reads a line of a rank's stderr. Returns True for a verdict, which is not shown."""
         text = line.rstrip()
         verdict = read_verdict(text)
@@ -186,7 +186,7 @@ class Listener:
             self._read_ssh(text)
         return False
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Returns the text that was held back, and clears it."""
         text = "".join(self.held)
         self.held = []
@@ -251,7 +251,7 @@ def judge(
         out_of_memory: hosts whose kernel has killed processes for lack of memory during the launch.
         lost: hosts to which ssh lost its connection, or which no longer answer.
         label: returns the name of a rank in messages.
-        advice: what to do where a restart may help; see `again`.
+        advice: what to do where a restart may help; see `restart_advice`.
     """
     rank = int(end.rank) if end.rank.isdigit() else None
     self_reported = [writer for writer, verdict in verdicts.items() if verdict.rank == writer]

@@ -35,11 +35,11 @@ from horovod.runner.elastic import discovery, rendezvous
 from horovod.runner.util import remote
 
 from hvtrain.launch.child import handle_signals
-from hvtrain.launch.environment import MORE, NOTIFY, travels
+from hvtrain.launch.environment import EXTRA_NAMES, NOTIFY, is_sendable
 from hvtrain.launch.job import HOST_NAME
 from hvtrain.launch.rendezvous import Store
 
-_TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
+_EXPORTS = "HVTRAIN_EXPORTS"  # Set in the launcher only, for ranks on other hosts.
 
 # Requests per second that the launcher's rendezvous can be relied on to answer: a third of the
 # 24,000 to 27,000 measured on one core, 2026-11-26.
@@ -51,13 +51,13 @@ _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
 _ignored_hosts: set[str] = set()
 
 
-def make() -> None:
+def apply() -> None:
     """Applies all patches that do not depend on the hosts."""
     mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
-    asked = [NOTIFY, *os.environ.get(MORE, "").split(",")]
+    extra_names = [NOTIFY, *os.environ.get(EXTRA_NAMES, "").split(",")]
     is_exportable = horovod_env.is_exportable
     horovod_env.is_exportable = lambda name: (
-        is_exportable(name) and (name in asked or travels(name, os.environ))
+        is_exportable(name) and (name in extra_names or is_sendable(name, os.environ))
     )
     # The command that replaces ssh on Kubernetes takes no input.
     if not horovod_env.is_kubeflow_mpi():
@@ -76,7 +76,7 @@ def make() -> None:
     discovery.HostDiscoveryScript.find_available_hosts_and_slots = _find_plain_hosts
 
 
-def make_in_every_process() -> None:
+def apply_in_every_process() -> None:
     """Applies the patch that is also needed in processes between the launcher and the local ranks."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
@@ -132,7 +132,7 @@ def _command_without_variables(
     if nccl_interface is not None:
         os.environ["NCCL_SOCKET_IFNAME"] = nccl_interface
 
-    os.environ[_TRAVELLING] = "".join(
+    os.environ[_EXPORTS] = "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in os.environ.items()
         if horovod_env.is_exportable(name)
@@ -142,7 +142,7 @@ def _command_without_variables(
         variables = " ".join(
             f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()
         )
-        return f"env -u {_TRAVELLING} {variables} {run_command}"
+        return f"env -u {_EXPORTS} {variables} {run_command}"
 
     return command
 
@@ -157,7 +157,7 @@ def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'
     remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
     return (
-        f'printf %s "${_TRAVELLING}" | '
+        f'printf %s "${_EXPORTS}" | '
         f"{remote.get_remote_command(remote_command, *arguments, **options)}"
     )
 

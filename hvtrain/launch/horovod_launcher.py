@@ -34,7 +34,7 @@ from horovod.runner.util import network, remote
 from hvtrain.errors import ConfigError, UserError, message_of
 from hvtrain.launch import horovod_changes as changes
 from hvtrain.launch import on_host, remote_hosts
-from hvtrain.launch.environment import of_this_environment
+from hvtrain.launch.environment import own_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import (
     Job,
@@ -70,8 +70,8 @@ def main() -> None:
     # run_commandline calls parse_args first, so everything is prepared
     # before Horovod starts anything.
     launch.parse_args = _prepare
-    changes.make()
-    os.environ.update(of_this_environment(os.environ.get("PATH", "")))
+    changes.apply()
+    os.environ.update(own_environment(os.environ.get("PATH", "")))
     supervisor = os.getppid()
     try:
         launch.run_commandline()
@@ -93,7 +93,7 @@ def main() -> None:
         if os.getppid() != supervisor:
             # The supervisor was killed, so nothing else will end the ranks on other hosts.
             folder = _folder()
-            HostCalls.read(folder).clear(folder)
+            HostCalls.read(folder).clean_up(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -211,7 +211,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
         os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS)
     )
     began = time.monotonic()
-    has_told = False
+    has_reported = False
     while True:
         try:
             hosts = script.find_available_hosts_and_slots()
@@ -230,14 +230,14 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             raise ConfigError(
                 f"waited {limit} s (--elastic-timeout) for {shortage}; make hosts available, or lower -np"
             )
-        if not has_told:
-            has_told = True
+        if not has_reported:
+            has_reported = True
             sys.stderr.write(
                 f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
             )
         time.sleep(1)
 
 
-changes.make_in_every_process()
+changes.apply_in_every_process()
 if __name__ == "__main__":
     main()

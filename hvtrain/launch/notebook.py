@@ -32,7 +32,7 @@ from hvtrain.system.command import enter
 
 CELL_NAME = "%%ranks cell"  # The file name in tracebacks.
 LAUNCHER_LOG = "launcher.log"
-SECONDS_BETWEEN_LOOKS = 0.1
+POLL_SECONDS = 0.1
 LINES_OF_A_FAILURE = 200
 # Not shown: output of ranks other than 0, and what the error will say.
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
@@ -132,7 +132,7 @@ def _launch(line: list[str], folder: Path) -> None:
         try:
             with started(line, log, environment={**os.environ, "PYTHONPATH": paths}) as process:
                 while process.poll() is None:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    time.sleep(POLL_SECONDS)
                     _show(text)
         finally:
             # The last lines, including those that ranks print while they are being ended.

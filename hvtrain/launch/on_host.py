@@ -26,7 +26,7 @@ SECONDS_TO_GO = 3.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
-def look(address: str) -> dict[str, Any]:
+def describe_host(address: str) -> dict[str, Any]:
     """Describes this host for remote_hosts.py.
 
     Returns the interface towards the address (None without a route), oom_kills(), the versions of
@@ -43,7 +43,7 @@ def look(address: str) -> dict[str, Any]:
     }
 
 
-def ask(mark: str | None, number: int = signal.SIGUSR1) -> int:
+def signal_ranks(mark: str | None, number: int = signal.SIGUSR1) -> int:
     """Sends a signal to the launch's ranks on this host, or with mark=None to those of all launches.
 
     Returns their number.
@@ -59,17 +59,17 @@ def ask(mark: str | None, number: int = signal.SIGUSR1) -> int:
 
 def drain() -> None:
     """Asks all ranks on this host to save and stop, and waits until they have: the preStop hook of a pod."""
-    ask(None)
-    while ask(None, 0):  # Signal 0 only checks whether the process exists.
+    signal_ranks(None)
+    while signal_ranks(None, 0):  # Signal 0 only checks whether the process exists.
         time.sleep(0.5)
 
 
-def begun(mark: str) -> int:
+def count_ranks(mark: str) -> int:
     """Counts the launch's ranks on this host, whatever their program is."""
     return sum(_has_marks(process, mark) for process, _ in _processes())
 
 
-def clear(mark: str, job: int | None = None) -> int:
+def clean_up(mark: str, job: int | None = None) -> int:
     """Kills the remaining processes of the launch on this host and frees its shared memory.
 
     Returns this host's oom_kills().
@@ -79,7 +79,7 @@ def clear(mark: str, job: int | None = None) -> int:
         job: the number of mpirun's own job, if mpirun is running.
     """
     deadline = time.monotonic() + SECONDS_TO_GO
-    while left := _left(mark):
+    while left := _remaining(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
         # gone, so they are killed only if they are still there after the deadline.
         is_late = time.monotonic() > deadline
@@ -105,7 +105,7 @@ def clear(mark: str, job: int | None = None) -> int:
     return oom_kills()
 
 
-def _left(mark: str) -> list[int]:
+def _remaining(mark: str) -> list[int]:
     """Returns the IDs of the launch's processes on this host, except this one."""
     variable = f"{MARK}={mark}".encode()
     return [

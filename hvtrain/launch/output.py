@@ -181,7 +181,7 @@ class RankOutput:
         # Killed processes may have left unfinished lines; only whole lines are read and shown.
         for line in marked.begun.values():
             self._show(line._replace(text=f"{line.text}\n"))
-        write(sys.stderr, self.listener.rest())
+        write(sys.stderr, self.listener.flush())
 
         self._display.stop()
         for file in filter(None, self._files.values()):
@@ -191,9 +191,9 @@ class RankOutput:
     def _show(self, line: Line) -> None:
         if line.rank is None:
             if line.text.strip() and not _NOISE.match(line.text):
-                write(sys.stderr, self.listener.launcher(line.text))
+                write(sys.stderr, self.listener.read_launcher(line.text))
             return
-        if line.stream == "stderr" and self.listener.rank(line.rank, line.text):
+        if line.stream == "stderr" and self.listener.read_rank(line.rank, line.text):
             return
 
         text, picture = drawing.cut(line.text)
@@ -259,7 +259,7 @@ class PlainOutput:
     def _read_errors(self, stream: IO[str]) -> None:
         for text in _pieces(stream):
             write(sys.stderr, self.error_stream.feed(text))
-        write(sys.stderr, self.error_stream.rest() + self.listener.rest())
+        write(sys.stderr, self.error_stream.flush() + self.listener.flush())
 
     def _read_output(self, stream: IO[str]) -> None:
         shown = self.drawing
@@ -270,13 +270,13 @@ class PlainOutput:
             if self.drawing is not shown:
                 shown = self.drawing
                 self._display.show(shown)
-        write(sys.stdout, self.output_stream.rest())
+        write(sys.stdout, self.output_stream.flush())
         self._display.stop()
 
     def _filter_error(self, line: Line) -> str:
         if line.rank is None:
-            return self.listener.launcher(line.text)
-        return "" if self.listener.rank(line.rank, line.text) else line.text
+            return self.listener.read_launcher(line.text)
+        return "" if self.listener.read_rank(line.rank, line.text) else line.text
 
     def _filter_output(self, line: Line) -> str:
         text, picture = drawing.cut(line.text)
@@ -308,7 +308,7 @@ class PlainStream:
         """Returns the text to show now."""
         return "".join(self._show(line) for line in self._marked.feed(text))
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Returns the text that was held back, at the end of the stream."""
         shown = "".join(self._show(line) for line in self._marked.end())
         for line in self._marked.begun.values():

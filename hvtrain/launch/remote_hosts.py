@@ -52,10 +52,12 @@ _FILE = "hosts.json"
 # Hosts called at the same time. Each call is an ssh process on this host.
 _PARALLEL_CALLS = 32
 
-# Exit codes of _LOOK for a host that lacks something, as opposed to a failure of ssh itself (255).
+# Exit codes of _RUN_PYTHON for a host that lacks something, as opposed to a failure of ssh itself (255).
 NO_PYTHON = 86
 _NO_FOLDER = 87
-_LOOK = f'test -x "$0" || exit {NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
+_RUN_PYTHON = (
+    f'test -x "$0" || exit {NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
+)
 
 Answers = dict[str, int | None]
 """The number that an on_host function returned, by host; None: ssh did not reach the host."""
@@ -193,17 +195,17 @@ class HostCalls:
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 
-    def clear(self, folder: Path) -> Answers:
-        """Calls on_host.clear on all hosts for the launch with this folder.
+    def clean_up(self, folder: Path) -> Answers:
+        """Calls on_host.clean_up on all hosts for the launch with this folder.
 
         Returns the answers of the other hosts; None for a host that ssh did not reach.
         """
         mark = str(folder)
         job = mpirun_job(folder)
         # Called here without ssh, which this host may not accept from itself.
-        on_host.clear(mark, job)
+        on_host.clean_up(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
-            answers = pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)
+            answers = pool.map(lambda host: self.call(host, "clean_up", mark, job), self.remote)
             return dict(zip(self.remote, answers))
 
     def count(self, function: str, mark: str, *arguments: int) -> int:
@@ -280,7 +282,7 @@ def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
         others = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
         if not others:
             return None
-        facts = dict(zip(others, pool.map(lambda host: _look(host, ssh), others)))
+        facts = dict(zip(others, pool.map(lambda host: _describe_host(host, ssh), others)))
 
     _check_versions(hosts, facts)
     interface = common_interface(others)
@@ -332,7 +334,7 @@ def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
     def reason(host):
         try:
             if not is_local(host):
-                _look(host, ssh)
+                _describe_host(host, ssh)
         except RankError as error:
             return str(error)
         return ""
@@ -351,11 +353,13 @@ def address_towards(host: str) -> str:
         ) from error
 
 
-def _look(host: str, ssh: Ssh) -> dict[str, Any]:
-    """Calls on_host.look on another host. Raises RankError if the host cannot take part."""
-    text = request(ON_HOST, "look", address_towards(host))
+def _describe_host(host: str, ssh: Ssh) -> dict[str, Any]:
+    """Calls on_host.describe_host on another host. Raises RankError if the host cannot take part."""
+    text = request(ON_HOST, "describe_host", address_towards(host))
     try:
-        done = ssh.run(host, ["sh", "-c", _LOOK, sys.executable, str(Path.cwd()), LOADER], text)
+        done = ssh.run(
+            host, ["sh", "-c", _RUN_PYTHON, sys.executable, str(Path.cwd()), LOADER], text
+        )
     except subprocess.TimeoutExpired:
         raise RankError(
             f"host {host} accepted ssh but did not answer within a minute; check its load"

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
 from hvtrain.launch.child import die_with_parent, handle_signals
-from hvtrain.launch.first_failure import Ending, again, judge
+from hvtrain.launch.first_failure import Ending, judge, restart_advice
 from hvtrain.launch.job import SECONDS_TO_BEGIN
 from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls
@@ -22,7 +22,7 @@ from hvtrain.system import console, host_facts
 # Time from a signal until all ranks are killed: if they save first, and if they only stop (SIGHUP).
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
-SECONDS_BETWEEN_LOOKS = 30.0
+POLL_SECONDS = 30.0
 # Time to read what is still in the pipes after the launcher has ended.
 SECONDS_FOR_LAST_LINES = 5.0
 
@@ -93,7 +93,7 @@ class Launch:
         self._output = output
         self._folder = folder
         self._label = label
-        self._advice = again(line)
+        self._advice = restart_advice(line)
         self._seconds_to_begin = seconds_to_begin
 
         # This host's count of OOM kills, taken 30 to 60 s ago, and the count taken after that.
@@ -137,7 +137,7 @@ class Launch:
         try:
             code = self._wait_for_child()
             # After a failure, ranks may be left on any host. The answers show which hosts are lost.
-            answers = self._clear() if code else {}
+            answers = self._clean_up() if code else {}
             for reader in readers:
                 reader.join(SECONDS_FOR_LAST_LINES)
             return self._ending(code, answers)
@@ -171,7 +171,7 @@ class Launch:
         console.call_later(seconds, self._force)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
-        """Explains why the launcher ended with this code. answers: results of on_host.clear on the other hosts."""
+        """Explains why the launcher ended with this code. answers: results of on_host.clean_up on the other hosts."""
         if code == 0:
             return Ending(0)
 
@@ -236,7 +236,7 @@ class Launch:
         has_begun = False
         while True:
             try:
-                return self._child.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds_to_begin))
+                return self._child.wait(min(POLL_SECONDS, self._seconds_to_begin))
             except subprocess.TimeoutExpired:
                 self._oom_kills = self._later_oom_kills
                 self._later_oom_kills = on_host.oom_kills()
@@ -244,7 +244,7 @@ class Launch:
             hosts = self._hosts()
             if not hosts.rank_hosts:
                 continue  # The hosts are not known yet, or never will be.
-            has_begun = has_begun or hosts.count("begun", str(self._folder)) > 0
+            has_begun = has_begun or hosts.count("count_ranks", str(self._folder)) > 0
             if not has_begun and time.monotonic() > latest_begin:
                 self._began_too_late = True
                 self._force()
@@ -253,7 +253,7 @@ class Launch:
         """Asks the ranks of one host to stop: this host, or else the first that has any. They tell all other ranks."""
         # For ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
-        count = self._hosts().count("ask", str(self._folder), request)
+        count = self._hosts().count("signal_ranks", str(self._folder), request)
         # The exit code depends on this: ranks can have saved only if they were asked to.
         self._was_asked = self._was_asked or count > 0
         if count and number == signal.SIGINT:
@@ -274,10 +274,10 @@ class Launch:
     def _force(self) -> None:
         if self._child.poll() is None:
             self._was_forced = True
-        self._clear()
+        self._clean_up()
 
-    def _clear(self) -> Answers:
-        return self._hosts().clear(self._folder)
+    def _clean_up(self) -> Answers:
+        return self._hosts().clean_up(self._folder)
 
     def _hosts(self) -> HostCalls:
         return HostCalls.read(self._folder)

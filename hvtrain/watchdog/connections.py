@@ -58,7 +58,7 @@ class Kind(str, Enum):
     GONE = "gone"  # is_cut
 
 
-def loss(rank_name: str, is_cut: bool) -> str:
+def describe_loss(rank_name: str, is_cut: bool) -> str:
     """Describes the loss of a rank, according to how its connection ended."""
     if is_cut:
         return f"{rank_name} cannot be reached any more (its host is down, or the network is cut)"
@@ -103,7 +103,7 @@ def proof(token: str, challenge: str, rank: int) -> str:
     return hmac.new(token.encode(), f"{challenge} {rank}".encode(), "sha256").hexdigest()
 
 
-def end_of(error: Exception | None) -> Message:
+def gone_message(error: Exception | None) -> Message:
     """Returns the message that stands for the end of a connection.
 
     A connection was cut if the kernel gave up on the network. Otherwise the other end has closed it
@@ -118,11 +118,11 @@ def receive(connection: socket.socket, lines: Lines) -> list[Message]:
     """Returns the messages that have arrived; a single GONE if the connection has ended."""
     try:
         data = connection.recv(1 << 16)
-        return lines.feed(data) if data else [end_of(None)]
+        return lines.feed(data) if data else [gone_message(None)]
     except BlockingIOError:
         return []
     except (OSError, WireError) as error:
-        return [end_of(error)]
+        return [gone_message(error)]
 
 
 def notice_cuts(connection: socket.socket) -> None:
@@ -199,9 +199,9 @@ class Connections:
         """Closes connections that have not proved their rank in time."""
         for stranger in self._strangers():
             if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
-                self.close_one(stranger)
+                self.drop(stranger)
 
-    def close_one(self, connection: Connection) -> None:
+    def drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         state = connection.state
@@ -215,7 +215,7 @@ class Connections:
 
     def close(self) -> None:
         for connection in self._all():
-            self.close_one(connection)
+            self.drop(connection)
         self.listener.close()
         self._selector.close()
 
@@ -233,7 +233,7 @@ class Connections:
 
         # If there are too many, the oldest stranger is dropped: ranks prove themselves at once.
         if len(self._selector.get_map()) > MAX_STRANGERS + self.size:
-            self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
+            self.drop(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)
         connection = Connection(accepted, secrets.token_hex(16), time.monotonic())
@@ -244,10 +244,10 @@ class Connections:
         for message in receive(connection.socket, connection.lines):
             if connection.state:
                 if message.get("kind") == Kind.GONE:
-                    self.close_one(connection)
+                    self.drop(connection)
                 yield connection, message
             elif not self._joins(connection, message):
-                self.close_one(connection)
+                self.drop(connection)
                 return
 
     def _joins(self, connection: Connection, message: Message) -> bool:

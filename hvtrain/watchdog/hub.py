@@ -12,9 +12,9 @@ from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import processes
-from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
+from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, describe_loss
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import Standing, Status, StopReason, SuspensionClock
+from hvtrain.watchdog.progress import Snapshot, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Hub:
     _has_passed_signal = False
     # The state of the ranks when their stacks were requested; None until then. All ranks are ended
     # soon afterwards.
-    _stalled: Standing | None = None
+    _stalled: Snapshot | None = None
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
         # Rank 0 holds a connection to every rank.
@@ -99,7 +99,7 @@ class Hub:
             # together.
             if not self._rules.survives_loss:
                 is_cut = message["is_cut"]
-                text = loss(state.name, is_cut)
+                text = describe_loss(state.name, is_cut)
                 self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
                 # Keeps the time of the first loss, or a series of losses could postpone the end
                 # forever.
@@ -109,7 +109,7 @@ class Hub:
                 self._next_tick = min(self._next_tick, self._lost_at + SECONDS_TO_SETTLE)
             return
         if kind == Kind.BYE:
-            self._connections.close_one(connection)
+            self._connections.drop(connection)
             # The run is over once rank 0 leaves; another rank may leave earlier.
             if state.rank == 0:
                 self._is_open = False
@@ -134,21 +134,21 @@ class Hub:
                 self._process_states[rank] = message["state"]
         elif kind == Kind.ASK:
             # If a rank is silent while another has an error, stacks are collected before the limit.
-            standing = self._standing(time.monotonic())
-            if standing.silent_ranks():
-                self._collect_stacks(standing)
+            snapshot = self._snapshot(time.monotonic())
+            if snapshot.silent_ranks():
+                self._collect_stacks(snapshot)
         connection.send(Kind.HEARD)
 
-    def _standing(self, now: float) -> Standing:
+    def _snapshot(self, now: float) -> Snapshot:
         connections = sorted(self._connections.ranks.items())
         ranks = [connection.state for _, connection in connections if connection.state]
-        return Standing(ranks, now, self._rules)
+        return Snapshot(ranks, now, self._rules)
 
     def _tick(self, now: float) -> None:
         """Acts on the reports so far: ends or stops all ranks, asks for their stacks, or warns."""
-        standing = self._standing(now)
+        snapshot = self._snapshot(now)
         suspended = self._suspension.seconds(now)
-        for state in standing.ranks:
+        for state in snapshot.ranks:
             state.heard += suspended
 
         if self._stalled:
@@ -163,17 +163,17 @@ class Hub:
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
-        elif standing.stalled_seconds(self._rules.limit):
-            self._collect_stacks(standing)
+        elif snapshot.stalled_seconds(self._rules.limit):
+            self._collect_stacks(snapshot)
         else:
-            self._warn(standing)
+            self._warn(snapshot)
 
-    def _warn(self, standing: Standing) -> None:
+    def _warn(self, snapshot: Snapshot) -> None:
         """Logs a warning, once per stall, after a tenth of the time limit without progress."""
-        seconds = standing.stalled_seconds(self._rules.limit / 10)
+        seconds = snapshot.stalled_seconds(self._rules.limit / 10)
         if seconds and not self._has_warned:
             log.warning(
-                f"no progress for {seconds:.0f} s: {standing.describe({})}; the run ends after "
+                f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends after "
                 "watchdog.abort_seconds of it"
             )
         # After progress, the next stall is warned about again.
@@ -191,7 +191,7 @@ class Hub:
         # Rank 0 is included, being a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
-    def _collect_stacks(self, standing: Standing) -> None:
+    def _collect_stacks(self, snapshot: Snapshot) -> None:
         """Asks every rank for its stacks; _tick then ends all ranks.
 
         A silent rank is woken by another rank on the same machine, which sends the stacks for it.
@@ -199,15 +199,15 @@ class Hub:
         if self._stalled or self._reason:
             return
         # The states are copied, since a rank that is woken will report again.
-        states = [replace(state) for state in standing.ranks]
-        self._stalled = replace(standing, ranks=states)
+        states = [replace(state) for state in snapshot.ranks]
+        self._stalled = replace(snapshot, ranks=states)
 
-        silent = standing.silent_ranks()
+        silent = snapshot.silent_ranks()
         wakers = defaultdict(list)
         for state in silent:
             peers = [
                 peer.rank
-                for peer in standing.ranks
+                for peer in snapshot.ranks
                 if peer not in silent and peer.process.machine == state.process.machine
             ]
             if peers:
@@ -217,23 +217,23 @@ class Hub:
         for rank, connection in self._connections.ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
-    def _end_all(self, standing: Standing) -> None:
+    def _end_all(self, snapshot: Snapshot) -> None:
         """Reports the culprits and ends all ranks, this one last."""
         limit = self._rules.limit
         folder = self._member.folder
         stacks = {
             state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n"
-            for state in standing.ranks
+            for state in snapshot.ranks
         }
         stacks_note = processes.write_stacks(folder, stacks)
 
-        problem = standing.describe(self._process_states)
+        problem = snapshot.describe(self._process_states)
         text = f"{problem}; {stacks_note}{processes.resume_advice(folder)}"
-        seconds = standing.stalled_seconds(limit)
+        seconds = snapshot.stalled_seconds(limit)
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
         self._member.tell(text)
-        culprit = next((state.rank for state in standing.culprits()), None)
+        culprit = next((state.rank for state in snapshot.culprits()), None)
         processes.say(text, 0, culprit)
 
         # This process ends last, since it holds the connections to all others.

@@ -110,7 +110,7 @@ class Member(Watchdog):
     # The watchdog's thread is about to end this process.
     _is_ending = False
     # The main thread has an error, and has asked for its cause.
-    _is_asked = False
+    _awaits_cause = False
     # The main thread is ending the process itself.
     _is_leaving = False
 
@@ -146,7 +146,7 @@ class Member(Watchdog):
             "host": self._host,
             "proof": connections.proof(token, challenge, self._rank),
             "process": vars(self.stacks.process),
-            "status": vars(self.progress.look()),
+            "status": vars(self.progress.status()),
         }
         self._connection.sendall(connections.encode(joining))
         self._hub = Process(**self._next(Kind.WELCOME)["process"])
@@ -179,7 +179,7 @@ class Member(Watchdog):
             self._heard.wait(1.0)
 
     def cause(self) -> StopReason | None:
-        self._is_asked = True
+        self._awaits_cause = True
         self._send(Kind.ASK)
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
@@ -229,7 +229,7 @@ class Member(Watchdog):
             raise WireError(f"the hub sent no {kind.value}")
         # Another rank may have failed while this one joins.
         for message in others:
-            self._take(message)
+            self._handle(message)
         return first
 
     def _send(self, kind: Kind, **values) -> None:
@@ -257,7 +257,7 @@ class Member(Watchdog):
                     time.sleep(seconds)
                 elif self._is_readable(seconds):
                     for message in connections.receive(self._connection, self._lines):
-                        self._take(message)
+                        self._handle(message)
 
                 now = time.monotonic()
                 if now >= next_beat and not self._closed.is_set():
@@ -272,7 +272,7 @@ class Member(Watchdog):
             self._connection.close()
         self.stacks.close()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Handles a message from the hub."""
         kind = message.get("kind")
         if kind == Kind.HEARD:
@@ -294,7 +294,7 @@ class Member(Watchdog):
         elif kind == Kind.GONE:
             is_cut = message["is_cut"]
             self._connection = None
-            self._stop(self._loss(connections.loss("rank 0", is_cut), 0, is_cut))
+            self._stop(self._loss_reason(connections.describe_loss("rank 0", is_cut), 0, is_cut))
 
     def _wake(self, rank: int, process: Process) -> None:
         """Wakes a silent rank on this machine, and sends its stacks to the hub."""
@@ -304,7 +304,7 @@ class Member(Watchdog):
             text = process.wake_for_stacks()
         self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
-    def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
+    def _loss_reason(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
         message = f"{text}; {processes.resume_advice(self.folder)}"
         return StopReason(message, RESTART_HELPS, rank, is_cut=is_cut)
 
@@ -320,7 +320,7 @@ class Member(Watchdog):
     def _tick(self, now: float) -> None:
         """Ends the process if its time is up; otherwise reports this rank's status."""
         suspended = self._suspension.seconds(now)
-        status = self.progress.look(suspended)
+        status = self.progress.status(suspended)
         self._decided_at += suspended
         if self._waits_since is not None:
             self._waits_since += suspended
@@ -336,7 +336,7 @@ class Member(Watchdog):
             text = "the launcher of the ranks is gone"
             self._patience = SECONDS_FOR_THE_MAIN_THREAD
             self._propose(StopReason(text, RESTART_HELPS))
-            self._stop(self._loss(text, None))
+            self._stop(self._loss_reason(text, None))
         elif self._waits_since is None:
             self._waits_since = now
             self._send(Kind.BEAT, status=vars(status))
@@ -349,7 +349,7 @@ class Member(Watchdog):
         The ranks wait in turn: the first one wakes rank 0, which can then tell the rest.
         """
         limit = self.rules.limit
-        if self._is_asked:
+        if self._awaits_cause:
             limit = self.rules.silent_after
         elif not started:
             limit *= PATIENCE_AT_START
@@ -371,7 +371,7 @@ class Member(Watchdog):
         if hub and state != ENDED:
             stacks[0] = hub.wake_for_stacks()
         where = processes.write_stacks(self.folder, stacks)
-        self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
+        self._end(self._loss_reason(f"{text}; {where}".removesuffix("; "), 0), first=1)
 
     def _end(self, reason: StopReason, first: int) -> None:
         """Prints the reason, without delay on rank `first`, and ends the process."""

@@ -151,7 +151,7 @@ class Launcher:
         calls: True to try that port.
     """
 
-    SECONDS_BETWEEN_CALLS = 5.0
+    SECONDS_BETWEEN_CHECKS = 5.0
     REFUSALS = 2
     # True if the parent is Open MPI's daemon, as on hosts other than the launcher's.
     is_daemon = False
@@ -169,16 +169,16 @@ class Launcher:
             self._port = (address, int(port))
             if self._is_refused():
                 self._port = None  # This launcher does not keep its port open.
-        self._called = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def is_gone(self) -> bool:
         # An orphaned process gets another parent.
         if self._parent != os.getppid():
             return True
-        if self._port and time.monotonic() - self._called >= self.SECONDS_BETWEEN_CALLS:
+        if self._port and time.monotonic() - self._checked_at >= self.SECONDS_BETWEEN_CHECKS:
             # One refusal alone does not prove that the launcher is gone.
             self._num_refused = self._num_refused + 1 if self._is_refused() else 0
-            self._called = time.monotonic()
+            self._checked_at = time.monotonic()
         return self._num_refused >= self.REFUSALS
 
     def end_daemon(self) -> None:

@@ -1,7 +1,7 @@
 """The progress of ranks: what each of them is doing, and which one holds up the run.
 
 A rank's main thread reports what it is about to do, and the watchdog's thread polls these reports. The
-hub judges by the statuses of all ranks; the code that judges (Standing) is pure.
+hub judges by the statuses of all ranks; the code that judges (Snapshot) is pure.
 """
 
 import time
@@ -19,7 +19,7 @@ CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
 REDUCTION, EXCHANGE = "reduction", "exchange"
 WAITING = (REDUCTION, EXCHANGE)
 
-# Fewer bytes than this between two calls of `look` count as log lines, not as work on files.
+# Fewer bytes than this between two calls of `status` count as log lines, not as work on files.
 MIN_BYTES_OF_WORK = 1 << 16
 
 Marks = tuple[int, int, int, int]
@@ -63,7 +63,7 @@ class SuspensionClock:
 class Progress:
     """The progress of this rank.
 
-    The main thread reports at almost no cost; one other thread calls `look`.
+    The main thread reports at almost no cost; one other thread calls `status`.
 
     Args:
         marks: returns how far this process's steps have come inside the graph, which Python cannot see.
@@ -121,7 +121,7 @@ class Progress:
         # Now nothing is left to compile, so the shorter limit applies.
         self._started = True
 
-    def look(self, suspended: float = 0.0) -> Status:
+    def status(self, suspended: float = 0.0) -> Status:
         """Returns the rank's status.
 
         Args:
@@ -229,7 +229,7 @@ class StopReason:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Snapshot:
     """All ranks at one moment (`now`, by time.monotonic() on rank 0), judged by the rules."""
 
     ranks: Sequence[RankState]
@@ -286,11 +286,11 @@ class Standing:
         Args:
             processes: the states of silent ranks' processes, by rank, as far as they are known.
         """
-        guilty = self.culprits()
-        if guilty:
-            text = ", ".join(self._describe_one(state, processes) for state in guilty[:3])
-            if len(guilty) > 3:
-                text = f"{text} and {len(guilty) - 3} more"
+        culprits = self.culprits()
+        if culprits:
+            text = ", ".join(self._describe_rank(state, processes) for state in culprits[:3])
+            if len(culprits) > 3:
+                text = f"{text} and {len(culprits) - 3} more"
             return text
 
         # The lowest rank stands for all at the same step and phase: in
@@ -298,12 +298,12 @@ class Standing:
         states = {(state.status.step, state.status.phase): state for state in reversed(self.ranks)}
         if len(states) > 1:
             text = ", ".join(
-                self._describe_one(state, {}) for _, state in sorted(states.items())[:3]
+                self._describe_rank(state, {}) for _, state in sorted(states.items())[:3]
             )
             return f"ranks wait for each other at different places: {text}; do all run the same program?"
         return f"all {len(self.ranks)} ranks wait in {self._since(self.ranks[0])}; is a link between hosts down?"
 
-    def _describe_one(self, state: RankState, processes: Mapping[int, str]) -> str:
+    def _describe_rank(self, state: RankState, processes: Mapping[int, str]) -> str:
         silence = self.silence(state)
         if silence <= self.rules.silent_after:
             return f"{state.name} hangs in {self._since(state)}"

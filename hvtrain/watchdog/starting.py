@@ -109,7 +109,7 @@ def agree(rank: int, gather: Gather) -> tuple[Address | None, socket.socket | No
     own_vote = [True] * len(offers)
     if networks[0] != machine_id("net"):
         with ThreadPoolExecutor(max(1, len(offers))) as pool:
-            own_vote = list(pool.map(reaches, offers))
+            own_vote = list(pool.map(can_reach, offers))
     votes = gather(own_vote)
 
     # The first address that all ranks reach; those of Horovod's own interface come first.
@@ -137,7 +137,7 @@ def listen(address: str) -> socket.socket | None:
         return None
 
 
-def reaches(address: Address) -> bool:
+def can_reach(address: Address) -> bool:
     try:
         socket.create_connection(address, timeout=SECONDS_TO_REACH).close()
     except OSError:

@@ -77,10 +77,10 @@ def test_the_variable_reaches_ranks_and_is_not_open():
     for value in (MAIL, SLACK):
         values = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
         assert environment.for_ranks(values)["HVTRAIN_NOTIFY"] == value
-        assert not environment.travels("HVTRAIN_NOTIFY", values), (
+        assert not environment.is_sendable("HVTRAIN_NOTIFY", values), (
             "hvtrain.checks.info would show it"
         )
-        assert "HVTRAIN_NOTIFY" not in environment.asked_for(values, []), (
+        assert "HVTRAIN_NOTIFY" not in environment.requested(values, []), (
             "a cluster's files would hold it"
         )
 

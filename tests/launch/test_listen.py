@@ -72,7 +72,7 @@ def heard(text):
     """All that a listener is told, and what of it is to be shown."""
     output = PlainOutput(keeps_marks=True)
     shown = output.error_stream.feed(text)
-    return output.listener, shown + output.error_stream.rest() + output.listener.rest()
+    return output.listener, shown + output.error_stream.flush() + output.listener.flush()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_full_disk_of_one_rank_is_the_failure_of_that_rank(monkeypatch, capsys
             comm.all_or_raise(lambda: None)
         assert command._report(raised.value, rank) == 2
         for line in capsys.readouterr().err.splitlines():
-            listener.rank(rank, line)
+            listener.read_rank(rank, line)
     for first in "012":
         ending = judge(End(first, 2), listener.verdicts, HOSTS)
         assert (ending.code, ending.message) == (2, f"FIRST FAILURE rank 1 host s2: {text}")
@@ -262,5 +262,5 @@ def test_a_dropped_packet_of_gloos_names_the_ports():
 
 def test_a_block_without_end_is_shown():
     listener = Listener()
-    assert listener.launcher(f"{RULER}\n") == "" and listener.launcher("half\n") == ""
-    assert listener.rest() == f"{RULER}\nhalf\n"
+    assert listener.read_launcher(f"{RULER}\n") == "" and listener.read_launcher("half\n") == ""
+    assert listener.flush() == f"{RULER}\nhalf\n"

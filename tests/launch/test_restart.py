@@ -106,8 +106,8 @@ def test_a_rank_that_sets_its_title_keeps_its_marks(tmp_path):
     variables = {**os.environ, "HOROVOD_RANK": "0"}
     Launch([sys.executable, "-c", RETITLED], variables, PlainOutput(), tmp_path)
     wait_for(tmp_path / "titled")
-    assert on_host.begun(str(tmp_path)) == 1
-    on_host.clear(str(tmp_path))
+    assert on_host.count_ranks(str(tmp_path)) == 1
+    on_host.clean_up(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class OtherHost(HostCalls):
     answers: Answers = field(default_factory=dict)
 
     def clear(self, folder):
-        on_host.clear(str(folder))
+        on_host.clean_up(str(folder))
         return self.answers
 
 

@@ -83,8 +83,8 @@ def test_killed_by_the_launcher_it_is_reported_lost(received, tmp_path):
     ((parent, shown),) = senders(process.pid).values()
     assert parent != process.pid
     assert not any(text in shown for text in (SECRET.encode(), mark.encode(), b"HOROVOD_RANK"))
-    assert on_host.begun(mark) == 1
-    on_host.clear(mark)
+    assert on_host.count_ranks(mark) == 1
+    on_host.clean_up(mark)
     assert process.wait() == -signal.SIGKILL
     kind, body = received.only_post("lost has ended, and did not say why")
     assert kind == "failure"

@@ -415,7 +415,7 @@ def test_rank_0_serves_512_ranks_and_names_the_one_that_dies():
     rules = Rules(limit=60.0, beat_seconds=0.5)
     progress = Progress()
     status, process = (
-        vars(progress.look()),
+        vars(progress.status()),
         vars(Member(0, "h0", rules, progress, False).stacks.process),
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
