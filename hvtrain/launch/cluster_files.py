@@ -4,7 +4,7 @@ import shlex
 import shutil
 import subprocess
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -83,22 +83,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
             )
         values[name] = value
 
-    kind = values.pop("cluster", "ssh")
-    # The first folder with such a file wins.
-    tree: dict[str, Any] = {}
-    unparsed = {}
-    for folder in folders:
-        path = folder / "cluster" / f"{kind}.yaml"
-        if path.is_file():
-            text = path.read_text("utf-8")
-            tree = _yaml(text, str(path)) or {}
-            if not isinstance(tree, dict):
-                raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")
-            # Keeps the values as text too, since YAML reads the time 12:00:00 as a number.
-            unparsed = yaml.BaseLoader(text).get_single_data()
-            kind = str(tree.pop("kind", "?"))
-            break
-
+    kind, tree, unparsed = _own_kind(values.pop("cluster", "ssh"), folders)
     if kind == "ssh":
         # Settings of the command line, or of a file with `kind: ssh`.
         for name in (*values, *tree):
@@ -119,6 +104,26 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
         key = name.removeprefix("cluster.")
         tree[key] = _value(text, hints.get(key, str))
     return typed(schema, tree, "cluster.")
+
+
+def _own_kind(kind: str, folders: Sequence[Path]) -> tuple[str, dict[str, Any], Mapping[str, str]]:
+    """Reads the user's file of a kind from the first folder that has one.
+
+    Returns the kind that it is based on, its settings, and the settings' text. Without a file: the kind
+    itself, and no settings. Raises ConfigError if the file holds no settings.
+    """
+    for folder in folders:
+        path = folder / "cluster" / f"{kind}.yaml"
+        if not path.is_file():
+            continue
+        text = path.read_text("utf-8")
+        tree = _yaml(text, str(path)) or {}
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")
+        # The text is needed too, since YAML reads the time 12:00:00 as a number.
+        unparsed = yaml.BaseLoader(text).get_single_data() or {}
+        return str(tree.pop("kind", "?")), tree, unparsed
+    return kind, {}, {}
 
 
 def _value(text: str, hint):

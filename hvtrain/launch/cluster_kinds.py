@@ -69,17 +69,7 @@ class Slurm(ClusterKind):
                 "gives each host the same number of ranks"
             )
 
-        if self.time is None:
-            raise ConfigError(
-                "cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00"
-            )
-        # Slurm may send the signal up to a minute early.
-        last_signal = self.signal_seconds + 60
-        if slurm_seconds(self.time) <= last_signal:
-            raise ConfigError(
-                f"cluster.time={self.time} leaves no time to train: the run is told to save up to {last_signal} s "
-                f"before the limit; raise cluster.time, or lower cluster.signal_seconds={self.signal_seconds}"
-            )
+        self._check_time()
         self.check_texts(
             r"[\w./%+@:,=~-]+",
             "what #SBATCH can take; use only letters, digits and ./%+@:,=~-_",
@@ -92,7 +82,7 @@ class Slurm(ClusterKind):
 
         # The launcher adds `python -m hvtrain` to settings of a run; any
         # other command is passed on whole.
-        trains = trains_by(job.command)
+        trains = is_training(job.command)
         is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
         run_folder = _run_folder(job.command) if trains else None
         # The script looks there for the newest checkpoint, to tell whether a requeue made progress.
@@ -113,8 +103,22 @@ class Slurm(ClusterKind):
             "restart_code": RESTART_HELPS,
         }
 
+    def _check_time(self) -> None:
+        """Raises ConfigError if the time limit is missing, or leaves no time before the signal to save."""
+        if self.time is None:
+            raise ConfigError(
+                "cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00"
+            )
+        # Slurm may send the signal up to a minute early.
+        last_signal = self.signal_seconds + 60
+        if slurm_seconds(self.time) <= last_signal:
+            raise ConfigError(
+                f"cluster.time={self.time} leaves no time to train: the run is told to save up to {last_signal} s "
+                f"before the limit; raise cluster.time, or lower cluster.signal_seconds={self.signal_seconds}"
+            )
 
-def trains_by(command: Sequence[str]) -> bool:
+
+def is_training(command: Sequence[str]) -> bool:
     """True for a training, -m hvtrain SETTING=VALUE ...; False for others: -m hvtrain evaluate."""
     for index, pair in enumerate(pairwise(command)):
         if pair == ("-m", "hvtrain"):
@@ -236,7 +240,7 @@ class Spark(ClusterKind):
     python: str | None = setting(None, "the interpreter on all hosts; null: the path of this one")
 
     def values(self, job: Job) -> dict[str, Any]:
-        if job.command[1:3] != ("-m", "hvtrain") or not trains_by(job.command):
+        if job.command[1:3] != ("-m", "hvtrain") or not is_training(job.command):
             raise ConfigError(
                 f"cluster=spark can only run python -m hvtrain, not {' '.join(job.command[:3])}; "
                 "give settings of a run after --"

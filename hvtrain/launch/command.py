@@ -39,17 +39,17 @@ from hvtrain.system.files import is_remote, new_folder, refuse_link
 
 def main() -> int:
     """Builds the job from the command line, then starts it, or writes and submits its files."""
-    line = sys.argv[1:]
-    end = [*line, "--"].index("--")
-    names = option_names(line[:end])
+    arguments = sys.argv[1:]
+    end = [*arguments, "--"].index("--")
+    names = option_names(arguments[:end])
     # Intermixed, because cluster=KIND may come before, between or after the options.
-    options = parser().parse_intermixed_args(line[:end])
-    if end == len(line):
+    options = parser().parse_intermixed_args(arguments[:end])
+    if end == len(arguments):
         raise ConfigError(
             "the settings of the run are missing; write them after --, for example: -- model=cnn"
         )
 
-    run_arguments = line[end + 1 :]
+    run_arguments = arguments[end + 1 :]
     folders = own_folders(run_arguments)
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
@@ -64,7 +64,7 @@ def main() -> int:
     if cluster:
         # The Slurm file runs this launcher again, which then starts one process for all replicas.
         job = _job(options, cluster, run.command, hosts, Roles(num_training, roles.num_ps))
-        return _by_files(options, cluster, job, folders)
+        return _write_files(options, cluster, job, folders)
 
     if roles.num_replicas and (hosts or options.np):
         # One process trains all replicas, so only the first host is used.
@@ -86,7 +86,7 @@ def main() -> int:
             options.start_timeout or by_hand.START_SECONDS,
             options.network_interfaces,
         )
-    return _by_ssh(options, _job(options, cluster, run.command, hosts, roles), run)
+    return _start_over_ssh(options, _job(options, cluster, run.command, hosts, roles), run)
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,10 @@ class _Run:
 
 
 def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run:
-    """Returns the run that the arguments after -- describe."""
+    """Returns the run that the arguments after -- describe: settings of hvtrain, or a command of the user's own."""
     first = next(iter(arguments), "")
-    if "=" not in first and Path(first).name.startswith("python"):
-        # Only a run has settings through which a cluster's file can pass on the number of servers.
-        if options.num_ps and cluster:
-            raise ConfigError(
-                f"cluster={cluster.kind} takes --num-ps only with settings of a run; leave it out"
-            )
-        return _Run(tuple(arguments), None, {"num_ps": options.num_ps} if options.num_ps else {})
     if first and "=" not in first and not first.startswith("-"):
-        raise ConfigError(
-            f"{first!r} is not a run setting; a command of your own begins with python"
-        )
+        return _own_command(arguments, options, cluster)
 
     if options.num_ps:
         arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
@@ -145,6 +136,23 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         # Quoted if need be, since run.name may hold any character.
         arguments = [*arguments, override("run.dir", run_dir)]
     return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, is_new)
+
+
+def _own_command(
+    arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None
+) -> _Run:
+    """Returns the run of a command of the user's own. Raises ConfigError if it does not begin with python."""
+    if not Path(arguments[0]).name.startswith("python"):
+        raise ConfigError(
+            f"{arguments[0]!r} is not a run setting; a command of your own begins with python"
+        )
+    # Only a run has settings through which a cluster's file can pass on the number of servers.
+    if options.num_ps and cluster:
+        raise ConfigError(
+            f"cluster={cluster.kind} takes --num-ps only with settings of a run; leave it out"
+        )
+    strategy = {"num_ps": options.num_ps} if options.num_ps else {}
+    return _Run(tuple(arguments), None, strategy)
 
 
 def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
@@ -213,7 +221,7 @@ def _job(
     )
 
 
-def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
+def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     """Starts the job, or with --dry-run prints the command that would start it. Returns the exit code."""
     if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
@@ -226,10 +234,11 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
         return 0
 
     if run.is_new and run.folder:
-        folder = _claimed(run.folder)
-        old = override("run.dir", run.folder)
-        new = override("run.dir", folder)
-        job = replace(job, command=tuple(new if word == old else word for word in job.command))
+        folder = _make_run_folder(run.folder)
+        setting = override("run.dir", run.folder)
+        renamed = override("run.dir", folder)
+        command = (renamed if word == setting else word for word in job.command)
+        job = replace(job, command=tuple(command))
         run = replace(run, folder=folder)
     # Logs are written on this host, even if the run is in object storage.
     logs = Path("launch") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -252,7 +261,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
                 local.parent.rmdir()
 
 
-def _claimed(run_dir: str) -> str:
+def _make_run_folder(run_dir: str) -> str:
     """Creates a run's folder, numbered if a launch in the same second has taken the name, and returns its path."""
     try:
         return str(new_folder(Path(run_dir)))
@@ -260,7 +269,7 @@ def _claimed(run_dir: str) -> str:
         return run_dir  # The run itself will say why it cannot be created.
 
 
-def _by_files(
+def _write_files(
     options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]
 ) -> int:
     """Writes the cluster's files, and submits them or with --dry-run prints them.

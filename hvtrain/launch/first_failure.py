@@ -69,7 +69,7 @@ class End:
     host: str = ""
 
 
-def restart_advice(line: Sequence[str]) -> str:
+def restart_advice(command: Sequence[str]) -> str:
     """Returns the advice after a failure that a restart may fix.
 
     Only training with hvtrain itself is sure to resume from run.dir.
@@ -79,7 +79,7 @@ def restart_advice(line: Sequence[str]) -> str:
     >>> restart_advice(["horovodrun", "-np", "2", "python", "train.py"]) == AGAIN
     True
     """
-    names = [Path(word).name for word in line]
+    names = [Path(word).name for word in command]
     if "hvtrain" in names and not first_word(names[names.index("hvtrain") + 1 :]):
         return RESUME
     return AGAIN
@@ -111,9 +111,9 @@ def _search(patterns: Sequence[str], text: str) -> dict[str, str] | None:
 
     Whitespace in the text is collapsed first, since launchers wrap their messages.
     """
-    line = " ".join(text.split())
+    text = " ".join(text.split())
     for pattern in patterns:
-        match = re.search(pattern, line)
+        match = re.search(pattern, text)
         if match:
             return match.groupdict()
     return None
@@ -253,18 +253,7 @@ def judge(
         label: returns the name of a rank in messages.
         advice: what to do where a restart may help; see `restart_advice`.
     """
-    rank = int(end.rank) if end.rank.isdigit() else None
-    self_reported = [writer for writer, verdict in verdicts.items() if verdict.rank == writer]
-    # A rank that stops because of another may end before that one.
-    if rank in verdicts and rank not in self_reported and self_reported:
-        rank = self_reported[0]
-
-    # Open MPI may use another name for the host than -H.
-    host = end.host or end.rank.partition("[")[0]
-    if rank is not None and rank < len(hosts):
-        host = hosts[rank]
-    if not end.rank and host in hosts:
-        rank = hosts.index(host)
+    rank, host = _locate(end, verdicts, hosts)
     who = end.rank
     verdict = None
     if rank is not None:
@@ -306,9 +295,27 @@ def judge(
         who = label(quoted.rank)
         host = hosts[quoted.rank]
 
-    location = [who, f"host {host}" if host else ""]
-    where = " ".join(filter(None, location))
+    where = f"{who} host {host}".strip() if host else who
     # All ranks check the settings in the same way, and only rank 0 prints what is wrong with them.
-    rank_0_reported = 0 in self_reported or (rank == 0 and 0 in verdicts)
+    rank_0_reported = 0 in verdicts and 0 in (rank, verdicts[0].rank)
     is_shown = end.code == ConfigError.exit_code and rank_0_reported
     return Ending(code, f"FIRST FAILURE {where}: {cause}", host, is_shown)
+
+
+def _locate(
+    end: End, verdicts: Mapping[int, Verdict], hosts: Sequence[str]
+) -> tuple[int | None, str]:
+    """Returns the rank that failed, None if it has no number, and its host as named in -H, if known."""
+    rank = int(end.rank) if end.rank.isdigit() else None
+    self_reported = [writer for writer, verdict in verdicts.items() if verdict.rank == writer]
+    # A rank that stops because of another may end before that one.
+    if rank in verdicts and rank not in self_reported and self_reported:
+        rank = self_reported[0]
+
+    # Open MPI may use another name for the host than -H.
+    host = end.host or end.rank.partition("[")[0]
+    if rank is not None and rank < len(hosts):
+        host = hosts[rank]
+    if not end.rank and host in hosts:
+        rank = hosts.index(host)
+    return rank, host

@@ -162,10 +162,10 @@ def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     )
 
 
-def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
+def _run_mpirun(path: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """Runs mpirun as a child, since the launcher has to clean up after it; Horovod would exec it."""
     supervisor = os.getppid()
-    child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
+    child = subprocess.Popen([path, *arguments[1:-1], f"exec {arguments[-1]}"], env=environment)
 
     def pass_on(*_):
         # The supervisor ends the ranks itself. If it was killed, nothing else ends mpirun.
@@ -224,11 +224,11 @@ class Server(Store):
         if self._driver is None:
             return
         host, local_rank = rank.split(":")
-        addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
+        addresses, secret_key = _PlainUnpickler(io.BytesIO(base64.b64decode(value))).load()
         self._driver.register_worker_server(host, int(local_rank), addresses, secret_key)
 
 
-class _Plain(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     """Loads only numbers, strings and collections of them.
 
     Raises UnpicklingError if the pickle names code.

@@ -27,8 +27,8 @@ def main() -> None:
     variables = os.environ | drawing.request(not keeps_marks and drawing.can_draw())
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         # This interpreter, since the environment may not be activated.
-        line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
-        ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(signals)
+        command = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
+        ending = Launch(command, variables, PlainOutput(keeps_marks), Path(folder)).run(signals)
 
     if ending.message and not ending.is_shown:
         console.say_error(ending.message)

@@ -195,15 +195,15 @@ def launcher_command(
     """
     rank_command = with_own_python(job.command)
     if job.mpirun:
-        line = _mpirun_command(job, network)
+        command = _mpirun_command(job, network)
         if folder:
-            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", "SPT_NOENV"]
-        return [*line, *rank_command]
+            command += ["--report-uri", str(folder / URI_FILE), "-x", MARK, "-x", "SPT_NOENV"]
+        return [*command, *rank_command]
 
     # Without a supervisor, the command is horovodrun, which supervises its launch itself.
-    line = [f"{sys.prefix}/bin/horovodrun"]
+    command = [f"{sys.prefix}/bin/horovodrun"]
     if folder:
-        line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
+        command = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
     values = {
         "-np": job.num_processes,
@@ -216,12 +216,12 @@ def launcher_command(
         "--ssh-identity-file": job.ssh.identity_file,
         "--network-interfaces": job.interfaces,
     }
-    line.append(f"--{job.controller}")
+    command.append(f"--{job.controller}")
     for name, value in values.items():
         # Unset values are left to the launcher.
         if value:
-            line += [name, str(value)]
-    return [*line, *rank_command]
+            command += [name, str(value)]
+    return [*command, *rank_command]
 
 
 def with_own_python(command: Sequence[str]) -> list[str]:
@@ -237,7 +237,7 @@ def with_own_python(command: Sequence[str]) -> list[str]:
 
 def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     hosts = _hosts_of_processes(job)
-    line = [
+    command = [
         f"{sys.prefix}/bin/mpirun",
         *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
         # As in Horovod's launcher: Horovod's background thread must not share one core with other
@@ -246,21 +246,21 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     ]
     # Otherwise, Open MPI refuses to run as root, and ranks in a container often do.
     if os.geteuid() == 0:
-        line.append("--allow-run-as-root")
+        command.append("--allow-run-as-root")
 
     # The user's choice overrides the detected network.
     if job.interfaces:
-        line += mpi_options(job.interfaces, job.interfaces, job.ssh)
+        command += mpi_options(job.interfaces, job.interfaces, job.ssh)
     elif network:
-        line += mpi_options(network.subnet, network.interfaces, job.ssh)
+        command += mpi_options(network.subnet, network.interfaces, job.ssh)
 
     # Above 64 hosts, Open MPI would start its daemons from host to host, but the hosts have no ssh
     # keys for each other.
-    line += f"-mca plm_rsh_no_tree_spawn 1 -mca plm_rsh_num_concurrent {len(hosts)}".split()
+    command += f"-mca plm_rsh_no_tree_spawn 1 -mca plm_rsh_num_concurrent {len(hosts)}".split()
     # Names only: a value on a command line is visible to every user of the host.
     for name in sorted(job.environment):
-        line += ["-x", name]
-    return line
+        command += ["-x", name]
+    return command
 
 
 def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:

@@ -33,9 +33,9 @@ from hvtrain.system.command import enter
 CELL_NAME = "%%ranks cell"  # The file name in tracebacks.
 LAUNCHER_LOG = "launcher.log"
 POLL_SECONDS = 0.1
-LINES_OF_A_FAILURE = 200
+MAX_FAILURE_LINES = 200
 # Not shown: output of ranks other than 0, and what the error will say.
-_NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
+_HIDDEN_LINE = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
 FUNCTION_FILE = "function.pickle"
 # Set on a rank once it has received Ctrl-C.
@@ -51,20 +51,11 @@ def run_ranks(
 ) -> Any:
     """See hvtrain.run_ranks."""
     folder = _new_folder()
-    line = [sys.executable, "-m", "hvtrain", "launch", "-np", str(num_ranks)]
-    if hosts:
-        line += ["-H", hosts]
     # Gloo needs neither ssh on this host nor permission to run as root.
-    line += [
-        "--gloo",
-        "--logs",
-        str(folder),
-        "--",
-        "python",
-        "-m",
-        "hvtrain.launch.notebook",
-        str(folder),
-    ]
+    launcher = f"-m hvtrain launch -np {num_ranks} --gloo --logs".split()
+    host_options = ["-H", hosts] if hosts else []
+    rank_command = ["python", "-m", "hvtrain.launch.notebook", str(folder)]
+    command = [sys.executable, *launcher, str(folder), *host_options, "--", *rank_command]
     try:
         # The source of the notebook's cells, which are not files: AutoGraph
         # and tracebacks on ranks need it.
@@ -78,7 +69,7 @@ def run_ranks(
             (function, args, kwargs, sources),
             "the function or one of its arguments",
         )
-        _launch(line, folder)
+        _launch(command, folder)
         return [_value(folder, rank) for rank in range(num_ranks)]
     finally:
         for path in (*folder.glob("*.pickle"), folder / LAUNCHER_LOG):
@@ -119,7 +110,7 @@ def _new_folder() -> Path:
         ) from error
 
 
-def _launch(line: list[str], folder: Path) -> None:
+def _launch(command: list[str], folder: Path) -> None:
     """Runs the launcher to its end; Ctrl-C ends it and all ranks.
 
     Raises RankError with the first failure.
@@ -130,7 +121,7 @@ def _launch(line: list[str], folder: Path) -> None:
     log = folder / LAUNCHER_LOG
     with log.open("w+", errors="replace") as text:
         try:
-            with started(line, log, environment={**os.environ, "PYTHONPATH": paths}) as process:
+            with started(command, log, environment={**os.environ, "PYTHONPATH": paths}) as process:
                 while process.poll() is None:
                     time.sleep(POLL_SECONDS)
                     _show(text)
@@ -145,7 +136,7 @@ def _launch(line: list[str], folder: Path) -> None:
         # The failed rank's output, which the launcher marks, contains the traceback.
         rank = re.match(r"rank \d+ ", cause)
         sys.stderr.writelines(
-            line for line in lines[-LINES_OF_A_FAILURE:] if rank and line.startswith(f"[{rank[0]}")
+            line for line in lines[-MAX_FAILURE_LINES:] if rank and line.startswith(f"[{rank[0]}")
         )
         if any(folder.glob("rank-*.log")):
             cause = f"{cause}; what each rank said is in {folder}"
@@ -154,7 +145,7 @@ def _launch(line: list[str], folder: Path) -> None:
 
 def _show(lines: Iterable[str]) -> None:
     """Shows the lines of rank 0 and of the launcher."""
-    sys.stdout.writelines(line for line in lines if not _NOT_SHOWN.match(line))
+    sys.stdout.writelines(line for line in lines if not _HIDDEN_LINE.match(line))
     sys.stdout.flush()
 
 

@@ -29,7 +29,7 @@ from hvtrain.system.drawing import Drawing, LiveDisplay
 
 # With --prefix-output-with-timestamp, the time comes before the brackets.
 MARK = re.compile(r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
-BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
+PARTIAL_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
 
 Source = tuple[int | None, str]
 """Where text comes from: a rank and one of its streams, or the launcher (None)."""
@@ -79,7 +79,7 @@ class MarkedStream:
     | launcher | the marked rank; the launcher's text becomes a line | launcher           |
     | a rank   | the marked rank; the other rank's text is kept      | launcher           |
 
-    `begun` holds the lines that are still unfinished.
+    `unfinished` holds the unfinished lines, by source.
 
     >>> stream = MarkedStream()
     >>> for line in stream.feed("[1,0]<stdout>:Epoch [1,1]<stdout>:one\\n[1,0]<stdout>:1\\n"):
@@ -90,20 +90,20 @@ class MarkedStream:
     """
 
     _writer = LAUNCHER
-    _begun_mark = ""
+    _partial_mark = ""
 
     def __init__(self) -> None:
-        self.begun: dict[Source, Line] = {}
+        self.unfinished: dict[Source, Line] = {}
 
     def feed(self, text: str) -> Iterator[Line]:
         """Yields the lines that the text begins, continues or ends.
 
         Text that may be the beginning of a mark is held back until the next call.
         """
-        text = self._begun_mark + text
-        cut = BEGUN_MARK.search(text)
-        self._begun_mark = cut[0] if cut else ""
-        text = text[: len(text) - len(self._begun_mark)]
+        text = self._partial_mark + text
+        cut = PARTIAL_MARK.search(text)
+        self._partial_mark = cut[0] if cut else ""
+        text = text[: len(text) - len(self._partial_mark)]
 
         position = 0
         for mark in MARK.finditer(text):
@@ -111,25 +111,25 @@ class MarkedStream:
             # The launcher's text does not continue after a rank's: a process that
             # dies while writing leaves half a line, and a ruler from Open MPI
             # after it would not be recognized.
-            begun = self.begun.pop(LAUNCHER.source, None)
-            if begun:
-                yield begun._replace(text=f"{begun.text}\n")
+            unfinished = self.unfinished.pop(LAUNCHER.source, None)
+            if unfinished:
+                yield unfinished._replace(text=f"{unfinished.text}\n")
             self._writer = Line(int(mark[1]), mark[2], mark[0], "")
             position = mark.end()
         yield from self._add(text[position:])
 
     def end(self) -> Iterator[Line]:
         """Yields the line with the text that was held back, at the end of the stream."""
-        yield from self._add(self._begun_mark)
+        yield from self._add(self._partial_mark)
 
     def _add(self, text: str) -> Iterator[Line]:
         for part in re.findall(r"[^\n]*\n|[^\n]+", text):
-            begun = self.begun.pop(self._writer.source, LAUNCHER)
-            line = self._writer._replace(text=begun.text + part)
+            unfinished = self.unfinished.pop(self._writer.source, LAUNCHER)
+            line = self._writer._replace(text=unfinished.text + part)
             if line.is_whole:
                 self._writer = LAUNCHER
             else:
-                self.begun[line.source] = line
+                self.unfinished[line.source] = line
             yield line
 
 
@@ -179,7 +179,7 @@ class RankOutput:
 
         list(marked.end())
         # Killed processes may have left unfinished lines; only whole lines are read and shown.
-        for line in marked.begun.values():
+        for line in marked.unfinished.values():
             self._show(line._replace(text=f"{line.text}\n"))
         write(sys.stderr, self.listener.flush())
 
@@ -311,7 +311,7 @@ class PlainStream:
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the stream."""
         shown = "".join(self._show(line) for line in self._marked.end())
-        for line in self._marked.begun.values():
+        for line in self._marked.unfinished.values():
             shown += self._placed(line, line.text[self._shown.get(line.source, 0) :])
         return shown
 

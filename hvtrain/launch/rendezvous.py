@@ -27,7 +27,7 @@ from hvtrain.system.console import in_background
 
 SECONDS_FOR_AN_ANSWER = 5.0
 # A process that misses this many claims in a row is considered gone.
-PAUSES_OF_A_CLAIM = 4
+MAX_MISSED_CLAIMS = 4
 # Connections that the kernel queues for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
 
@@ -214,7 +214,7 @@ class Rendezvous(Store):
             if not self._is_complete:
                 # A process that no longer claims its rank has ended,
                 # and another may take its place.
-                oldest = now - PAUSES_OF_A_CLAIM * pause_seconds(len(self._names))
+                oldest = now - MAX_MISSED_CLAIMS * pause_seconds(len(self._names))
                 self._claims = {
                     number: other
                     for number, other in self._claims.items()

@@ -22,7 +22,7 @@ from hvtrain.system.run_files import remove_if_empty
 
 LONGEST_PAUSE_SECONDS = 60.0
 # A host at fault for this many failures is left out, if the others have enough slots.
-FAILURES_OF_A_BAD_HOST = 2
+MAX_HOST_FAILURES = 2
 
 
 def run(
@@ -72,15 +72,9 @@ def run(
                 continue
             current = remaining
             if had_no_checkpoint and run_dir and notes.newest_step(run_dir) is not None:
-                # resume=never refuses an earlier run; these checkpoints are this launch's own.
-                words = ["resume=auto" if word == "resume=never" else word for word in job.command]
-                current = replace(current, command=tuple(words))
+                current = replace(current, command=_resuming(job.command))
 
-        attempt_logs = logs
-        if max_restarts:
-            # Numbers continue after the attempts of earlier launches.
-            number = 1 + sum(1 for _ in logs.glob("attempt-*"))
-            attempt_logs = logs / f"attempt-{number:04d}"
+        attempt_logs = _attempt_folder(logs) if max_restarts else logs
         try:
             ending = _run_once(current, attempt_logs, signals)
         except RankError as error:
@@ -100,6 +94,17 @@ def run(
             break
         num_failures[ending.host] += 1
     return code
+
+
+def _attempt_folder(logs: Path) -> Path:
+    """Returns the folder of the next attempt's logs. Numbers continue after the attempts of earlier launches."""
+    number = 1 + sum(1 for _ in logs.glob("attempt-*"))
+    return logs / f"attempt-{number:04d}"
+
+
+def _resuming(command: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command with resume=auto for resume=never, which would refuse this launch's own checkpoints."""
+    return tuple("resume=auto" if word == "resume=never" else word for word in command)
 
 
 def _plan_restart(
@@ -150,9 +155,7 @@ def choose_hosts(
     A host that has failed often is left out if enough remain without it.
     """
     present = tuple(host for host in hosts if host.name not in absent)
-    good = tuple(
-        host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST
-    )
+    good = tuple(host for host in present if num_failures.get(host.name, 0) < MAX_HOST_FAILURES)
     # A restart with a host that fails often is better than none.
     for candidates in (good, present):
         ranks = min(num_ranks, sum(host.slots for host in candidates))

@@ -65,7 +65,7 @@ class Launch:
     All of these processes have the launch's folder in the environment variable on_host.MARK.
 
     Args:
-        line: the launcher's command.
+        command: the launcher's command.
         environment: its environment variables.
         output: shows what the launcher and its ranks write. RankOutput gets the launcher's stdout and
             stderr in one stream, PlainOutput each in its own.
@@ -80,7 +80,7 @@ class Launch:
 
     def __init__(
         self,
-        line: Sequence[str],
+        command: Sequence[str],
         environment: Mapping[str, str],
         output: RankOutput | PlainOutput,
         folder: Path,
@@ -93,7 +93,7 @@ class Launch:
         self._output = output
         self._folder = folder
         self._label = label
-        self._advice = restart_advice(line)
+        self._advice = restart_advice(command)
         self._seconds_to_begin = seconds_to_begin
 
         # This host's count of OOM kills, taken 30 to 60 s ago, and the count taken after that.
@@ -105,7 +105,7 @@ class Launch:
         reads, writes = zip(*(os.pipe() for _ in output.readers))
         self._streams = [os.fdopen(read, encoding="utf-8", errors="replace") for read in reads]
         self._child = subprocess.Popen(
-            line,
+            command,
             # SPT_NOENV keeps the package setproctitle from overwriting the mark in /proc/PID/environ.
             env={**environment, on_host.MARK: str(folder), "SPT_NOENV": "1"},
             stdin=subprocess.DEVNULL if isinstance(output, RankOutput) else None,

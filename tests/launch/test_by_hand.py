@@ -17,7 +17,7 @@ import launching
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.launch.by_hand import start
-from hvtrain.launch.rendezvous import PAUSES_OF_A_CLAIM, Rendezvous, claim, pause_seconds
+from hvtrain.launch.rendezvous import MAX_MISSED_CLAIMS, Rendezvous, claim, pause_seconds
 from lab import PYTHON, Lab, needs_lab
 from launcher_lab import fate, wait_for
 
@@ -116,7 +116,7 @@ def test_a_process_that_has_ended_while_it_waited_may_come_again():
         gone.close()
         comes(1, "s2").join()
         assert results.pop(1) == "worker 1 is already running on host s9; end one of the two"
-        time.sleep(PAUSES_OF_A_CLAIM * pause_seconds(2))
+        time.sleep(MAX_MISSED_CLAIMS * pause_seconds(2))
         for thread in (comes(1, "s2"), comes(0)):
             thread.join()
         assert results[0] == [["s1", "10.0.0.1"], ["s2", "10.0.0.1"]]

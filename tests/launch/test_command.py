@@ -8,7 +8,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch import cluster_files, command, horovod_changes
-from hvtrain.launch.cluster_kinds import Slurm, _run_folder, trains_by
+from hvtrain.launch.cluster_kinds import Slurm, _run_folder, is_training
 from hvtrain.system import secrets
 
 RUN = ("python", "-m", "hvtrain")
@@ -16,7 +16,7 @@ OPTIONS = SimpleNamespace(num_ps=None, job_name=None, logs=None, dry_run=False, 
 
 
 def test_launches_of_the_same_second_have_their_own_folders(tmp_path):
-    names = [command._claimed(str(tmp_path / "runs/now")) for _ in range(3)]
+    names = [command._make_run_folder(str(tmp_path / "runs/now")) for _ in range(3)]
     assert names == [str(tmp_path / f"runs/now{end}") for end in ("", "-2", "-3")]
 
 
@@ -43,7 +43,7 @@ def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):
     ],
 )
 def test_what_a_command_of_a_batch_file_does(words, trains, folder):
-    assert trains_by((*RUN, *words)) is trains
+    assert is_training((*RUN, *words)) is trains
     assert _run_folder((*RUN, *words)) == folder
 
 

@@ -71,7 +71,7 @@ class Replayed(supervisor.Launch):
 class OtherHost(HostCalls):
     answers: Answers = field(default_factory=dict)
 
-    def clear(self, folder):
+    def clean_up(self, folder):
         on_host.clean_up(str(folder))
         return self.answers
 
