@@ -103,7 +103,7 @@ class _Run:
 
 
 def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run:
-    """Returns the run that the arguments after -- describe: settings of hvtrain, or a command of the user's own."""
+    """Returns the run that the arguments after -- describe: settings, or a command of the user's own."""
     first = next(iter(arguments), "")
     if first and "=" not in first and not first.startswith("-"):
         return _own_command(arguments, options, cluster)
@@ -141,7 +141,10 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
 def _own_command(
     arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None
 ) -> _Run:
-    """Returns the run of a command of the user's own. Raises ConfigError if it does not begin with python."""
+    """Returns the run of a command of the user's own.
+
+    Raises ConfigError if the command does not begin with python.
+    """
     if not Path(arguments[0]).name.startswith("python"):
         raise ConfigError(
             f"{arguments[0]!r} is not a run setting; a command of your own begins with python"

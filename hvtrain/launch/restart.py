@@ -97,13 +97,13 @@ def run(
 
 
 def _attempt_folder(logs: Path) -> Path:
-    """Returns the folder of the next attempt's logs. Numbers continue after the attempts of earlier launches."""
+    """Returns the folder of the next attempt's logs, numbered after those of earlier launches."""
     number = 1 + sum(1 for _ in logs.glob("attempt-*"))
     return logs / f"attempt-{number:04d}"
 
 
 def _resuming(command: Sequence[str]) -> tuple[str, ...]:
-    """Returns the command with resume=auto for resume=never, which would refuse this launch's own checkpoints."""
+    """Returns the command with resume=auto for resume=never, which refuses this launch's checkpoints."""
     return tuple("resume=auto" if word == "resume=never" else word for word in command)
 
 

@@ -14,7 +14,7 @@ from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import processes
 from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, describe_loss
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import Snapshot, Status, StopReason, SuspensionClock
+from hvtrain.watchdog.progress import RankState, Snapshot, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -95,18 +95,9 @@ class Hub:
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            # _tick stops the run a little later, so that ranks lost at the same time are reported
-            # together.
+            # An elastic job continues without the rank.
             if not self._rules.survives_loss:
-                is_cut = message["is_cut"]
-                text = describe_loss(state.name, is_cut)
-                self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
-                # Keeps the time of the first loss, or a series of losses could postpone the end
-                # forever.
-                self._lost_at = self._lost_at or time.monotonic()
-                # Open MPI kills the other ranks a second after the first one has ended, so they
-                # must learn why before the next regular tick.
-                self._next_tick = min(self._next_tick, self._lost_at + SECONDS_TO_SETTLE)
+                self._note_loss(state, message["is_cut"])
             return
         if kind == Kind.BYE:
             self._connections.drop(connection)
@@ -138,6 +129,19 @@ class Hub:
             if snapshot.silent_ranks():
                 self._collect_stacks(snapshot)
         connection.send(Kind.HEARD)
+
+    def _note_loss(self, state: RankState, is_cut: bool) -> None:
+        """Notes a lost rank.
+
+        _tick stops the run a little later, so that ranks lost at the same time are reported together.
+        """
+        text = describe_loss(state.name, is_cut)
+        self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
+        # Keeps the time of the first loss, or a series of losses could postpone the end forever.
+        self._lost_at = self._lost_at or time.monotonic()
+        # Open MPI kills the other ranks a second after the first one has ended, so they must learn
+        # why before the next regular tick.
+        self._next_tick = min(self._next_tick, self._lost_at + SECONDS_TO_SETTLE)
 
     def _snapshot(self, now: float) -> Snapshot:
         connections = sorted(self._connections.ranks.items())
