@@ -196,10 +196,15 @@ class Connections:
                 yield from self._read(key.data)
 
     def close_strangers(self) -> None:
-        """Closes connections that have not proved their rank in time."""
+        """Closes connections that have not proved their rank in time, and then accepts new ones.
+
+        None are accepted from the moment that this process runs out of file descriptors until this call.
+        """
         for stranger in self._strangers():
             if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
                 self.drop(stranger)
+        if self.listener not in self._selector.get_map():
+            self._selector.register(self.listener, selectors.EVENT_READ)
 
     def drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
@@ -228,7 +233,11 @@ class Connections:
     def _accept(self) -> None:
         try:
             accepted, _ = self.listener.accept()
-        except OSError:
+        except OSError as error:
+            # The listener stays readable without a free file descriptor, so waiting for it would
+            # only use processor time.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._selector.unregister(self.listener)
             return
 
         # If there are too many, the oldest stranger is dropped: ranks prove themselves at once.

@@ -336,6 +336,25 @@ def test_idle_connections_do_not_keep_a_rank_out():
             connection.close()
 
 
+def test_without_file_descriptors_the_hub_waits_for_its_next_tick():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub_side = connections.Connections(listener, "token", 1, {})
+        with socket.create_connection(listener.getsockname(), timeout=5) as rank:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            next_free = os.dup(0)
+            os.close(next_free)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, limits[1]))
+                assert list(hub_side.messages(5)) == []
+                assert hub_side._selector.select(0) == [], "it would wait for the listener in vain"
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            hub_side.close_strangers()
+            assert list(hub_side.messages(5)) == []
+            assert b"challenge" in rank.recv(1000)
+        hub_side.close()
+
+
 def listening(pid):
     """Addresses at which a process listens, from /proc."""
     inodes = set()
