@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from hvtrain.errors import ConfigError, LostRankError
@@ -96,6 +97,11 @@ class Store(ThreadingHTTPServer):
         self._store: dict[str, dict[str, bytes]] = {}
         self._left: dict[str, set[str]] = {}
         self._strangers: set[str] = set()
+
+    def server_bind(self) -> None:
+        """Binds as TCPServer does: HTTPServer also looks up this host's name, slow if DNS is broken."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
 
     def serve(self) -> None:
         """Starts to answer requests, in background threads."""

@@ -73,6 +73,16 @@ def test_scopes_of_other_groups_of_ranks(ask):
     assert ask("GET", "global_process_set_1", 0)[0] == 404
 
 
+def test_a_store_starts_without_a_name_server(monkeypatch):
+    def lookup(*_):
+        raise AssertionError("a lookup can take many seconds")
+
+    monkeypatch.setattr(socket, "getfqdn", lookup)
+    store = Store("127.0.0.1", 0)
+    assert store.server_port == store.socket.getsockname()[1] > 0
+    store.server_close()
+
+
 class Driver:
     """Horovod's driver of an elastic job, as far as its store asks it."""
 
