@@ -151,15 +151,19 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     ['model=cnn', 'dataset.api_key=***', '-cd']
     >>> without_secrets(["+dataset.storage={key: hunter2, bucket: images, api_keys: [hunter2, swordfish]}"])
     ['+dataset.storage={key: ***, bucket: images, api_keys: ***}']
+    >>> without_secrets(["--env=MY_KEY=hunter2", "--env", "TOKEN=hunter2", "--env=TF_LOG=1"])
+    ['--env=MY_KEY=***', '--env', 'TOKEN=***', '--env=TF_LOG=1']
     >>> without_secrets(["+dataset.storage={read: {key: hunter2, depth: 2}, secrets: {first: hunter2}}"])
     ['+dataset.storage={read: {key: ***, depth: 2}, secrets: ***}']
     """
     shown = []
     for argument in take_addresses(arguments)[0]:
-        name, equals, value = argument.partition("=")
+        # In --env=NAME=VALUE the variable's name decides, not the option's.
+        option = "--env=" if argument.startswith("--env=") else ""
+        name, equals, value = argument.removeprefix(option).partition("=")
         value = _without_secrets_in_groups(redacted(value, name))
         # An address may have an equals sign of its own.
-        shown.append(without_passwords(f"{name}{equals}{value}"))
+        shown.append(without_passwords(f"{option}{name}{equals}{value}"))
     return shown
 
 

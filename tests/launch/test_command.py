@@ -112,3 +112,9 @@ def test_a_cluster_file_without_settings_is_refused(tmp_path):
     (tmp_path / "cluster/mine.yaml").write_text("kind: ssh\nnodes: 2\n")
     with pytest.raises(ConfigError, match=r"^nodes: ssh has no such settings; choose cluster="):
         cluster_files.choose(["cluster=mine"], [tmp_path])
+
+
+def test_a_record_hides_a_secret_variable_in_both_forms_of_env():
+    """A process that was started by hand records this line."""
+    line = secrets.command_line("launch", ["--env=KEY=hunter2", "--env", "KEY=hunter2"])
+    assert line == "python -m hvtrain launch '--env=KEY=***' --env 'KEY=***'"
