@@ -19,6 +19,7 @@ from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import checkpoint_notes as notes
 from hvtrain.system import console, drawing
 from hvtrain.system.run_files import remove_if_empty
+from hvtrain.system.run_lock import is_held
 
 LONGEST_PAUSE_SECONDS = 60.0
 # A host at fault for this many failures is left out, if the others have enough slots.
@@ -87,7 +88,8 @@ def run(
             # No rank was started, because a host that answered before the pause no longer does.
             # The next attempt checks the hosts again.
             code = RESTART_HELPS
-        if ending.is_shown and is_new_run and run_dir:
+        # A second launch of this run.dir, begun at the same moment, may already train in the folder.
+        if ending.is_shown and is_new_run and run_dir and not is_held(run_dir):
             remove_if_empty(run_dir)
         # Any other failure would happen again, and a signal means that the launch should end.
         if code != RESTART_HELPS or signals.first is not None:

@@ -19,6 +19,7 @@ from hvtrain.launch import horovodrun, on_host, restart, supervisor
 from hvtrain.launch.first_failure import AGAIN, Ending
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.launch.remote_hosts import Answers, HostCalls
+from hvtrain.system.run_lock import RunLock
 from lab import Lab, needs_lab
 from launcher_lab import HOW, last_line
 from launching import ROOT
@@ -220,6 +221,20 @@ def test_hosts_that_no_longer_answer_after_the_pause_are_looked_for_again(monkey
     monkeypatch.setattr(restart.remote_hosts, "absent", lambda *_: {})
     job = Job(("true",), 2, parse_hosts("s1:1,s2:1"))
     assert restart.run(job, tmp_path, None, max_restarts=3) == 0
+
+
+@pytest.mark.parametrize("is_in_use", [True, False])
+def test_a_refused_launch_removes_no_folder_that_another_run_uses(is_in_use, monkeypatch, tmp_path):
+    """Both began when the folder did not exist."""
+    monkeypatch.setattr(restart, "_run_once", lambda *_: Ending(2, "refused", is_shown=True))
+    run_dir = tmp_path / "run"
+    (run_dir / "launch").mkdir(parents=True)
+    job = Job(("true",), 1, parse_hosts("localhost"))
+    with RunLock() as lock:
+        if is_in_use:
+            lock.take(run_dir)
+        assert restart.run(job, run_dir / "launch", run_dir, is_new_run=True) == 2
+        assert run_dir.exists() == is_in_use
 
 
 def test_the_restart_of_an_elastic_job_names_its_script():
