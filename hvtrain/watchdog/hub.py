@@ -109,7 +109,7 @@ class Hub:
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
             # By rank 0's clock, since other hosts' clocks may differ.
-            state.heard = time.monotonic()
+            state.heard_at = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
         elif kind == Kind.SIGNAL and not self._has_passed_signal:
@@ -153,7 +153,7 @@ class Hub:
         snapshot = self._snapshot(now)
         suspended = self._suspension.seconds(now)
         for state in snapshot.ranks:
-            state.heard += suspended
+            state.heard_at += suspended
 
         if self._stalled:
             # Ranks that have left in the meantime need not answer.
@@ -167,14 +167,14 @@ class Hub:
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
-        elif snapshot.stalled_seconds(self._rules.limit):
+        elif snapshot.stalled_seconds(self._rules.abort_seconds):
             self._collect_stacks(snapshot)
         else:
             self._warn(snapshot)
 
     def _warn(self, snapshot: Snapshot) -> None:
         """Logs a warning, once per stall, after a tenth of the time limit without progress."""
-        seconds = snapshot.stalled_seconds(self._rules.limit / 10)
+        seconds = snapshot.stalled_seconds(self._rules.abort_seconds / 10)
         if seconds and not self._has_warned:
             log.warning(
                 f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends after "
@@ -223,7 +223,7 @@ class Hub:
 
     def _end_all(self, snapshot: Snapshot) -> None:
         """Reports the culprits and ends all ranks, this one last."""
-        limit = self._rules.limit
+        limit = self._rules.abort_seconds
         folder = self._member.folder
         stacks = {
             state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n"

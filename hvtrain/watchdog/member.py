@@ -104,7 +104,7 @@ class Member(Watchdog):
     _connection: socket.socket | None = None
     _hub: Process | None = None
     # When the last beat was sent; None once it is answered.
-    _waits_since: float | None = None
+    _beat_sent_at: float | None = None
     _reason: StopReason | None = None
     _decided_at = 0.0
     # The watchdog's thread is about to end this process.
@@ -130,7 +130,7 @@ class Member(Watchdog):
         self._suspension = SuspensionClock(rules.beat_seconds)
         # Seconds that the main thread has to notice that the run stops; then this process is ended.
         # If the run continues without a lost rank, the usual limit applies.
-        self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
+        self._patience = rules.abort_seconds if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
         self._heard = threading.Event()
         self._decided = threading.Event()
         self._closed = threading.Event()
@@ -276,7 +276,7 @@ class Member(Watchdog):
         """Handles a message from the hub."""
         kind = message.get("kind")
         if kind == Kind.HEARD:
-            self._waits_since = None
+            self._beat_sent_at = None
             self._heard.set()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
@@ -322,8 +322,8 @@ class Member(Watchdog):
         suspended = self._suspension.seconds(now)
         status = self.progress.status(suspended)
         self._decided_at += suspended
-        if self._waits_since is not None:
-            self._waits_since += suspended
+        if self._beat_sent_at is not None:
+            self._beat_sent_at += suspended
 
         if self._reason:
             if not self._is_leaving and now - self._decided_at >= self._patience:
@@ -337,21 +337,21 @@ class Member(Watchdog):
             self._patience = SECONDS_FOR_THE_MAIN_THREAD
             self._propose(StopReason(text, RESTART_HELPS))
             self._stop(self._loss_reason(text, None))
-        elif self._waits_since is None:
-            self._waits_since = now
+        elif self._beat_sent_at is None:
+            self._beat_sent_at = now
             self._send(Kind.BEAT, status=vars(status))
         elif not self._is_ending:
-            self._judge_hub(now - self._waits_since, status.started)
+            self._judge_hub(now - self._beat_sent_at, status.has_stepped)
 
-    def _judge_hub(self, silent: float, started: bool) -> None:
+    def _judge_hub(self, silent: float, has_stepped: bool) -> None:
         """Ends the process if rank 0, which judges all others, has been silent for too long.
 
         The ranks wait in turn: the first one wakes rank 0, which can then tell the rest.
         """
-        limit = self.rules.limit
+        limit = self.rules.abort_seconds
         if self._awaits_cause:
-            limit = self.rules.silent_after
-        elif not started:
+            limit = self.rules.silent_seconds
+        elif not has_stepped:
             limit *= PATIENCE_AT_START
         turn = min(self._rank - 1, 10) * self.rules.beat_seconds
         if silent < limit + turn:

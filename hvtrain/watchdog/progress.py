@@ -33,16 +33,16 @@ class Status:
     Args:
         step: the number of steps that the run has completed.
         phase: what the rank is doing.
-        seconds: how long it has been in this phase.
-        idle: seconds since it last made any progress.
-        started: it has completed a step.
+        phase_seconds: how long it has been in this phase.
+        idle_seconds: seconds since it last made any progress.
+        has_stepped: it has completed a step.
     """
 
     step: int
     phase: str
-    seconds: float
-    idle: float
-    started: bool
+    phase_seconds: float
+    idle_seconds: float
+    has_stepped: bool
 
 
 class SuspensionClock:
@@ -74,7 +74,7 @@ class Progress:
     _step = 0
     _num_reports = 0
     _steps_before = 0
-    _started = False
+    _has_stepped = False
 
     # Written by look, as are the two times in __init__.
     _seen: tuple[object, ...] = ()
@@ -84,7 +84,7 @@ class Progress:
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
         self._phase_began = time.monotonic()
-        self._moved = self._phase_began
+        self._progressed_at = self._phase_began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Progress:
         self._step = step
         self._phase = CALLBACKS
         # Now nothing is left to compile, so the shorter limit applies.
-        self._started = True
+        self._has_stepped = True
 
     def status(self, suspended: float = 0.0) -> Status:
         """Returns the rank's status.
@@ -129,13 +129,13 @@ class Progress:
         """
         now = time.monotonic()
         self._phase_began += suspended
-        self._moved += suspended
+        self._progressed_at += suspended
 
         arrived, ready, reduced, ended = self._marks()
         phase = self._phase
         if phase == STEP:
             # The first step is traced and compiled before its batch is requested.
-            phase = DATA if self._started else START
+            phase = DATA if self._has_stepped else START
             if ready > reduced:
                 phase = REDUCTION
             elif arrived > ended:
@@ -145,12 +145,14 @@ class Progress:
         step = max(self._step, self._steps_before + ended)
         seen = (step, self._num_reports, arrived, ready, reduced, ended)
         if seen != self._seen or (phase not in WAITING and self._works_on_files()):
-            self._moved = now
+            self._progressed_at = now
         if (phase, step) != self._seen_phase:
             self._phase_began = now
         self._seen = seen
         self._seen_phase = (phase, step)
-        return Status(step, phase, now - self._phase_began, now - self._moved, self._started)
+        return Status(
+            step, phase, now - self._phase_began, now - self._progressed_at, self._has_stepped
+        )
 
     def _works_on_files(self) -> bool:
         """True if this process has read or written MIN_BYTES_OF_WORK on disks or file servers since the last call."""
@@ -180,17 +182,17 @@ class Rules:
     """The watchdog's rules, which are the same on all ranks.
 
     Args:
-        limit: seconds without progress after which the run ends.
+        abort_seconds: seconds without progress after which the run ends.
         beat_seconds: seconds between two reports of a rank.
         survives_loss: whether the other ranks continue without a rank that is lost.
     """
 
-    limit: float
+    abort_seconds: float
     beat_seconds: float
     survives_loss: bool = False
 
     @property
-    def silent_after(self) -> float:
+    def silent_seconds(self) -> float:
         return BEATS_UNTIL_SILENT * self.beat_seconds
 
 
@@ -201,7 +203,7 @@ class RankState:
     rank: int
     host: str
     status: Status
-    heard: float
+    heard_at: float
     process: Process
 
     @property
@@ -238,7 +240,7 @@ class Snapshot:
 
     def silence(self, state: RankState) -> float:
         """Seconds since the rank's last report."""
-        return self.now - state.heard
+        return self.now - state.heard_at
 
     def stalled_seconds(self, limit: float) -> float:
         """Returns for how many seconds the run has made no progress; 0 if they are below the limit.
@@ -253,15 +255,15 @@ class Snapshot:
         if silence >= limit:
             return silence
 
-        idle = min(state.status.idle + self.silence(state) for state in self.ranks)
+        idle = min(state.status.idle_seconds + self.silence(state) for state in self.ranks)
         # The limit is longer for idle time only, not for silence: even a
         # rank that is compiling reports.
-        if not all(state.status.started for state in self.ranks):
+        if not all(state.status.has_stepped for state in self.ranks):
             limit *= PATIENCE_AT_START
         return idle if idle >= limit else 0.0
 
     def silent_ranks(self) -> list[RankState]:
-        return [state for state in self.ranks if self.silence(state) > self.rules.silent_after]
+        return [state for state in self.ranks if self.silence(state) > self.rules.silent_seconds]
 
     def culprits(self) -> list[RankState]:
         """Returns the silent ranks; if there are none, those furthest behind among the ranks that wait for no other."""
@@ -305,7 +307,7 @@ class Snapshot:
 
     def _describe_rank(self, state: RankState, processes: Mapping[int, str]) -> str:
         silence = self.silence(state)
-        if silence <= self.rules.silent_after:
+        if silence <= self.rules.silent_seconds:
             return f"{state.name} hangs in {self._since(state)}"
 
         process = processes.get(state.rank)
@@ -318,7 +320,7 @@ class Snapshot:
     def _since(self, state: RankState) -> str:
         return (
             f"{state.status.phase} since step {_step(state)} "
-            f"({wall_clock(state.status.seconds + self.silence(state))})"
+            f"({wall_clock(state.status.phase_seconds + self.silence(state))})"
         )
 
 
