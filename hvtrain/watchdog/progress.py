@@ -76,7 +76,7 @@ class Progress:
     _steps_before = 0
     _has_stepped = False
 
-    # Written by look, as are the two times in __init__.
+    # Written by `status`, as are the two times in __init__.
     _seen: tuple[object, ...] = ()
     _seen_phase = ("", 0)
     _num_bytes = 0
@@ -131,19 +131,11 @@ class Progress:
         self._phase_began += suspended
         self._progressed_at += suspended
 
-        arrived, ready, reduced, ended = self._marks()
-        phase = self._phase
-        if phase == STEP:
-            # The first step is traced and compiled before its batch is requested.
-            phase = DATA if self._has_stepped else START
-            if ready > reduced:
-                phase = REDUCTION
-            elif arrived > ended:
-                phase = FORWARD
-
+        marks = self._marks()
+        phase = self._current_phase(marks)
         # Also by the marks, since one call may run several steps.
-        step = max(self._step, self._steps_before + ended)
-        seen = (step, self._num_reports, arrived, ready, reduced, ended)
+        step = max(self._step, self._steps_before + marks[3])
+        seen = (step, self._num_reports, *marks)
         if seen != self._seen or (phase not in WAITING and self._works_on_files()):
             self._progressed_at = now
         if (phase, step) != self._seen_phase:
@@ -153,6 +145,20 @@ class Progress:
         return Status(
             step, phase, now - self._phase_began, now - self._progressed_at, self._has_stepped
         )
+
+    def _current_phase(self, marks: Marks) -> str:
+        """Returns the main thread's phase; within a step, the one that the graph has reached."""
+        # Read once, since the main thread may change it at any moment.
+        phase = self._phase
+        if phase != STEP:
+            return phase
+        arrived, ready, reduced, ended = marks
+        if ready > reduced:
+            return REDUCTION
+        if arrived > ended:
+            return FORWARD
+        # The first step is traced and compiled before its batch is requested.
+        return DATA if self._has_stepped else START
 
     def _works_on_files(self) -> bool:
         """True if this process has read or written MIN_BYTES_OF_WORK on disks or file servers since the last call."""
