@@ -31,6 +31,7 @@ SECONDS_FOR_AN_ANSWER = 5.0
 MAX_MISSED_CLAIMS = 4
 # Connections that the kernel queues for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
+SECONDS_AFTER_A_FAILED_ACCEPT = 0.1
 
 # Limit of a request's body, whatever its headers say: strangers can reach the port too.
 _MAX_BYTES = 1 << 20
@@ -102,6 +103,15 @@ class Store(ThreadingHTTPServer):
         """Binds as TCPServer does: HTTPServer also looks up this host's name, slow if DNS is broken."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # The listener stays readable without a free file descriptor, so trying again at once
+            # would only use processor time.
+            time.sleep(SECONDS_AFTER_A_FAILED_ACCEPT)
+            raise
 
     def serve(self) -> None:
         """Starts to answer requests, in background threads."""

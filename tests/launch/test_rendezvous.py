@@ -1,16 +1,19 @@
 """The store through which Gloo's ranks find each other, under horovodrun and by hand. No rank is started."""
 
 import base64
+import errno
 import http.client
 import pickle
 import queue
 import socket
 import threading
+from socketserver import TCPServer
 from types import SimpleNamespace
 
 import pytest
 
 from hvtrain.launch import horovod_changes as changes
+from hvtrain.launch import rendezvous
 from hvtrain.launch.rendezvous import Store
 
 ADDRESS = b"x" * 3000
@@ -81,6 +84,20 @@ def test_a_store_starts_without_a_name_server(monkeypatch):
     store = Store("127.0.0.1", 0)
     assert store.server_port == store.socket.getsockname()[1] > 0
     store.server_close()
+
+
+def test_a_store_without_file_descriptors_pauses_before_it_accepts_again(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pauses = []
+    monkeypatch.setattr(rendezvous.time, "sleep", pauses.append)
+    monkeypatch.setattr(TCPServer, "get_request", fail)
+    store = Store("127.0.0.1", 0)
+    with pytest.raises(OSError, match="Too many open files"):
+        store.get_request()
+    store.server_close()
+    assert pauses == [rendezvous.SECONDS_AFTER_A_FAILED_ACCEPT]
 
 
 class Driver:
