@@ -17,7 +17,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.job import with_own_python
-from hvtrain.launch.remote_hosts import Ssh, address_towards, common_interface
+from hvtrain.launch.remote_hosts import address_towards, common_interface, unknown_host
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.system import console
 from hvtrain.system.secrets import command_line
@@ -126,9 +126,7 @@ def _parse(coordinator: str) -> tuple[str, str, int]:
     try:
         return host, socket.gethostbyname(host), int(port)
     except (OSError, UnicodeError):
-        raise ConfigError(
-            f"--coordinator {coordinator}: {Ssh().explain_failure(host, 'Could not resolve')}"
-        ) from None
+        raise ConfigError(f"--coordinator {coordinator}: {unknown_host(host)}") from None
 
 
 def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:

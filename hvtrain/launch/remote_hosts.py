@@ -112,10 +112,7 @@ class Ssh:
         port = f" -p {self.port}" if self.port else ""
 
         if "Could not resolve" in output or "Name or service not known" in output:
-            return (
-                f"host {host} has no IPv4 address here; "
-                "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give its address"
-            )
+            return unknown_host(host)
         if "Permission denied" in output:
             return (
                 f"host {host} does not let you in without a password: {reason}; "
@@ -130,6 +127,14 @@ class Ssh:
         if "timed out" in output or "No route" in output or "unreachable" in output:
             return f"host {host} cannot be reached ({reason}); is it up, and on this network?"
         return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
+
+
+def unknown_host(host: str) -> str:
+    """Returns the message for a host whose name does not resolve."""
+    return (
+        f"host {host} has no IPv4 address here; "
+        "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give its address"
+    )
 
 
 def captured(command: list[str], stdin: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -265,7 +270,7 @@ def is_local(host: str) -> bool:
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
-        raise RankError(Ssh().explain_failure(host, "Could not resolve")) from None
+        raise RankError(unknown_host(host)) from None
 
     # Binding a socket proves nothing where net.ipv4.ip_nonlocal_bind is set, as for keepalived.
     return address.startswith("127.") or host_facts.interface_of(address) is not None
