@@ -34,7 +34,7 @@ from hvtrain.config.schema import from_dict
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.rendezvous import Rendezvous
 from hvtrain.training.consistency import check_same_run
-from hvtrain.watchdog.connections import Kind, Lines, encode, proof
+from hvtrain.watchdog.connections import Kind, MessageDecoder, encode, proof
 from hvtrain.watchdog.hub import Hub
 from hvtrain.watchdog.member import Member
 from hvtrain.watchdog.progress import Progress, Rules
@@ -61,7 +61,7 @@ class Members:
         self.seconds = seconds
         self.report = report
         self.selector = selectors.DefaultSelector()
-        self.lines: dict[int, Lines] = {}
+        self.decoders: dict[int, MessageDecoder] = {}
         self.sockets: dict[int, socket.socket] = {}
         self.status = vars(Progress().status())
         began = time.monotonic()
@@ -69,7 +69,7 @@ class Members:
             connection = socket.create_connection(address)
             connection.setblocking(False)
             self.sockets[rank] = connection
-            self.lines[rank] = Lines()
+            self.decoders[rank] = MessageDecoder()
             self.selector.register(connection, selectors.EVENT_READ, rank)
         self.joined = 0
         while self.joined < size - 1:
@@ -83,7 +83,7 @@ class Members:
         """Takes messages for so long at most. Returns True once a member has been told to stop."""
         for key, _ in self.selector.select(seconds):
             rank = key.data
-            for message in self.lines[rank].feed(key.fileobj.recv(1 << 16)):  # type: ignore[union-attr]
+            for message in self.decoders[rank].feed(key.fileobj.recv(1 << 16)):  # type: ignore[union-attr]
                 if message["kind"] == Kind.CHALLENGE:
                     answer = proof(TOKEN, message["challenge"], rank)
                     host = f"host{rank // 8}"

@@ -157,7 +157,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
 
     It is "the function NAME" if only code that AutoGraph generated from it is known, and "" if there is none.
@@ -185,9 +185,9 @@ def place_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns in_one_line(error) and, in parentheses, place_of(error) if there is one."""
-    place = place_of(error)
-    return in_one_line(error) + (f" ({place})" if place else "")
+    """Returns in_one_line(error) and, in parentheses, location_of(error) if there is one."""
+    location = location_of(error)
+    return in_one_line(error) + (f" ({location})" if location else "")
 
 
 def _message(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from hvtrain.config.choices import choice_files
 from hvtrain.config.schema import MODEL_OPTIONS, RunConfig, Settings
-from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
+from hvtrain.errors import ConfigError, UserError, in_one_line, location_of
 from hvtrain.system.secrets import HIDDEN
 from hvtrain.system.text import flatten
 
@@ -230,9 +230,9 @@ def _call(config: RunConfig, group: str, target: str, arguments: Settings):
             raise cause from None  # hvtrain's own errors are in one line already.
         # If a name cannot be imported, Hydra chains the error under one of its own.
         innermost = cause
-        while not place_of(innermost) and innermost.__cause__:
+        while not location_of(innermost) and innermost.__cause__:
             innermost = innermost.__cause__
-        location = place_of(innermost)
+        location = location_of(innermost)
         if location:
             raise ConfigError(
                 f"{target} failed: {in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"

@@ -84,13 +84,13 @@ def run_command(name: str) -> int:
     return command.load()()
 
 
-def first_word(words: Sequence[str]) -> str | None:
-    """Returns the first word if it can be a command, and not an option or a setting; else None.
+def first_word(arguments: Sequence[str]) -> str | None:
+    """Returns the first argument if it can be a command, and not an option or a setting; else None.
 
     >>> first_word(["evaluate", "run=runs/a"]), first_word(["model=cnn"]), first_word(["~callbacks"]), first_word([])
     ('evaluate', None, None, None)
     """
-    return words[0] if words and re.fullmatch(r"[A-Za-z]\w*", words[0]) else None
+    return arguments[0] if arguments and re.fullmatch(r"[A-Za-z]\w*", arguments[0]) else None
 
 
 def help_text() -> str:

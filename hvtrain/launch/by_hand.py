@@ -47,7 +47,7 @@ def start(
             the one that leads to the coordinator.
     """
     names = roles.names
-    host, address, port = _parse(coordinator)
+    host, address, port = _parse_address(coordinator)
     # The server comes first: rank 0 also claims its own rank over the network.
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
@@ -116,7 +116,7 @@ def horovod_variables(rank: int, rank_hosts: Sequence[Sequence[str]]) -> dict[st
     }
 
 
-def _parse(coordinator: str) -> tuple[str, str, int]:
+def _parse_address(coordinator: str) -> tuple[str, str, int]:
     """Returns the host of HOST:PORT, its IPv4 address, and the port. Raises ConfigError."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

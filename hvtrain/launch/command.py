@@ -240,7 +240,7 @@ def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
         folder = _make_run_folder(run.folder)
         setting = override("run.dir", run.folder)
         renamed = override("run.dir", folder)
-        command = (renamed if word == setting else word for word in job.command)
+        command = (renamed if part == setting else part for part in job.command)
         job = replace(job, command=tuple(command))
         run = replace(run, folder=folder)
     # Logs are written on this host, even if the run is in object storage.

@@ -79,7 +79,7 @@ def restart_advice(command: Sequence[str]) -> str:
     >>> restart_advice(["horovodrun", "-np", "2", "python", "train.py"]) == AGAIN
     True
     """
-    names = [Path(word).name for word in command]
+    names = [Path(part).name for part in command]
     if "hvtrain" in names and not first_word(names[names.index("hvtrain") + 1 :]):
         return RESUME
     return AGAIN

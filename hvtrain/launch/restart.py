@@ -106,7 +106,7 @@ def _attempt_folder(logs: Path) -> Path:
 
 def _resuming(command: Sequence[str]) -> tuple[str, ...]:
     """Returns the command with resume=auto for resume=never, which refuses this launch's checkpoints."""
-    return tuple("resume=auto" if word == "resume=never" else word for word in command)
+    return tuple("resume=auto" if part == "resume=never" else part for part in command)
 
 
 def _plan_restart(

@@ -128,7 +128,7 @@ class Launch:
         and stop together, with code 130 after Ctrl-C, else 75. SIGHUP (a closed terminal) is passed
         to the launcher. A second signal other than SIGUSR1, or no end in time, kills everything.
         """
-        signals.pass_to(self._take_signal)
+        signals.pass_to(self._handle_signal)
         # Read in threads: an ssh that outlives mpirun keeps the pipe open.
         readers = [
             console.in_background(read, stream)
@@ -144,7 +144,7 @@ class Launch:
         finally:
             signals.pass_to(None)
 
-    def _take_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """Asks the ranks to stop, or passes the signal on.
 
         The second signal other than SIGUSR1 kills everything. What calls ssh runs in
@@ -153,12 +153,12 @@ class Launch:
         # A request to save and stop, as schedulers send before a time
         # limit; repeating it does no harm.
         if number == signal.SIGUSR1:
-            console.in_background(self._ask, number)
+            console.in_background(self._ask_to_save, number)
             return
 
         self._signals.append(number)
         if len(self._signals) > 1:
-            console.in_background(self._force)
+            console.in_background(self._kill_all)
             return
 
         seconds = SECONDS_TO_SAVE
@@ -167,8 +167,8 @@ class Launch:
             self._pass_on(number)
             seconds = SECONDS_TO_STOP
         else:
-            console.in_background(self._ask, number)
-        console.call_later(seconds, self._force)
+            console.in_background(self._ask_to_save, number)
+        console.call_later(seconds, self._kill_all)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
         """Explains why the launcher ended with this code. answers: results of on_host.clean_up on the other hosts."""
@@ -247,9 +247,9 @@ class Launch:
             has_begun = has_begun or hosts.count("count_ranks", str(self._folder)) > 0
             if not has_begun and time.monotonic() > latest_begin:
                 self._began_too_late = True
-                self._force()
+                self._kill_all()
 
-    def _ask(self, number: int) -> None:
+    def _ask_to_save(self, number: int) -> None:
         """Asks the ranks of one host to stop: this host, or else the first that has any. They tell all other ranks."""
         # For ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
@@ -271,7 +271,7 @@ class Launch:
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 
-    def _force(self) -> None:
+    def _kill_all(self) -> None:
         if self._child.poll() is None:
             self._was_forced = True
         self._clean_up()

@@ -69,7 +69,7 @@ class WireError(Exception):
     """A message that does not follow the protocol."""
 
 
-class Lines:
+class MessageDecoder:
     """Splits a stream of bytes into messages. `feed` returns those that are complete.
 
     Raises WireError for a line that is not a JSON object, or has more than `max_bytes`.
@@ -77,12 +77,12 @@ class Lines:
 
     def __init__(self, max_bytes: int = MAX_LINE) -> None:
         self.max_bytes = max_bytes
-        self._begun = b""
+        self._unfinished = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        *lines, self._begun = (self._begun + data).split(b"\n")
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         # Lines are limited, or a stranger could fill the memory.
-        if any(len(line) > self.max_bytes for line in (*lines, self._begun)):
+        if any(len(line) > self.max_bytes for line in (*lines, self._unfinished)):
             raise WireError(f"a line of more than {self.max_bytes} bytes")
 
         try:
@@ -114,11 +114,11 @@ def gone_message(error: Exception | None) -> Message:
     return {"kind": Kind.GONE, "is_cut": is_cut}
 
 
-def receive(connection: socket.socket, lines: Lines) -> list[Message]:
+def receive(connection: socket.socket, decoder: MessageDecoder) -> list[Message]:
     """Returns the messages that have arrived; a single GONE if the connection has ended."""
     try:
         data = connection.recv(1 << 16)
-        return lines.feed(data) if data else [gone_message(None)]
+        return decoder.feed(data) if data else [gone_message(None)]
     except BlockingIOError:
         return []
     except (OSError, WireError) as error:
@@ -148,7 +148,7 @@ class Connection:
     socket: socket.socket
     challenge: str
     opened: float
-    lines: Lines = field(default_factory=lambda: Lines(MAX_PROOF))
+    decoder: MessageDecoder = field(default_factory=lambda: MessageDecoder(MAX_PROOF))
     state: RankState | None = None
 
     def send(self, kind: Kind, **values: Any) -> None:
@@ -250,7 +250,7 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        for message in receive(connection.socket, connection.lines):
+        for message in receive(connection.socket, connection.decoder):
             if connection.state:
                 if message.get("kind") == Kind.GONE:
                     self.drop(connection)
@@ -276,7 +276,7 @@ class Connections:
             time.monotonic(),
             Process(**message["process"]),
         )
-        connection.lines.max_bytes = MAX_LINE
+        connection.decoder.max_bytes = MAX_LINE
         self.ranks[rank] = connection
         connection.send(Kind.WELCOME, process=self.process)
         return True

@@ -12,7 +12,7 @@ from pathlib import Path
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS, UserError, in_one_line, message_of
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK, in_background
 from hvtrain.watchdog import connections, processes
-from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
+from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Message, MessageDecoder, WireError
 from hvtrain.watchdog.processes import ENDED, Launcher, Process, Stacks
 from hvtrain.watchdog.progress import (
     PATIENCE_AT_START,
@@ -125,7 +125,7 @@ class Member(Watchdog):
         # Records the parent process; if it changes later, the launcher is gone.
         self._launcher = Launcher(calls_launcher)
 
-        self._lines = Lines()
+        self._decoder = MessageDecoder()
         self._lock = threading.Lock()
         self._suspension = SuspensionClock(rules.beat_seconds)
         # Seconds that the main thread has to notice that the run stops; then this process is ended.
@@ -223,7 +223,7 @@ class Member(Watchdog):
             data = self._connection.recv(1 << 12)
             if not data:
                 raise WireError("the hub closed the connection")
-            messages = self._lines.feed(data)
+            messages = self._decoder.feed(data)
         first, *others = messages
         if first.get("kind") != kind:
             raise WireError(f"the hub sent no {kind.value}")
@@ -256,7 +256,7 @@ class Member(Watchdog):
                 if self._connection is None:
                     time.sleep(seconds)
                 elif self._is_readable(seconds):
-                    for message in connections.receive(self._connection, self._lines):
+                    for message in connections.receive(self._connection, self._decoder):
                         self._handle(message)
 
                 now = time.monotonic()

@@ -33,7 +33,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
-from hvtrain.errors import Stopped, UserError, in_one_line, place_of
+from hvtrain.errors import Stopped, UserError, in_one_line, location_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.models.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
@@ -90,7 +90,7 @@ def one_run(config):
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"{in_one_line(error)} ({place_of(error)})"}
+        return {"error": f"{in_one_line(error)} ({location_of(error)})"}
 
 
 def images_read(config):
