@@ -137,8 +137,8 @@ def test_which_variables_travel():
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
         environment.for_ranks(variables, ["NONE"])
     with pytest.raises(ConfigError, match="--env A B=1: 'A B' is not a variable's name"):
-        environment.asked_for(variables, ["A B=1"])
-    assert environment.asked_for(variables, ["MINE"]) == {"MINE": "yes"}, "and none besides"
+        environment.requested(variables, ["A B=1"])
+    assert environment.requested(variables, ["MINE"]) == {"MINE": "yes"}, "and none besides"
 
 
 def test_settings_keep_their_type_and_texts_stay_texts():

@@ -82,12 +82,12 @@ class Recorded(supervisor.Launch):
         # ssh ends its lines with a carriage return too.
         self._noted.extend(f"{name}|{line.decode().replace(chr(13), RETURN)}" for line in lines)
 
-    def _take_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         self._noted.append(signal.Signals(number).name)
-        super()._take_signal(number)
+        super()._handle_signal(number)
 
-    def _clear(self) -> dict[str, Any]:
-        answers = super()._clear()
+    def _clean_up(self) -> dict[str, Any]:
+        answers = super()._clean_up()
         self._lost = [host for host, answer in answers.items() if answer is None]
         return answers
 
