@@ -59,7 +59,7 @@ class Recorded(supervisor.Launch):
         self._noted: list[str] = []
         self._lost: list[str] = []
         super().__init__(*arguments, **more)
-        names = ["both"] if self._output.merged else ["stderr", "stdout"]
+        names = ["both"] if len(self._streams) == 1 else ["stderr", "stdout"]
         self._streams = [self._tap(name, stream) for name, stream in zip(names, self._streams)]
 
     def _tap(self, name: str, stream: IO[str]) -> IO[str]:
