@@ -54,9 +54,7 @@ def requested(environ: Variables, options: Iterable[str]) -> dict[str, str]:
     for option in options:
         name, equals, value = option.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(
-                f"--env {option}: {name!r} is not a variable's name; write --env NAME=VALUE"
-            )
+            raise ConfigError(f"--env: {name!r} is not a variable's name; write --env NAME=VALUE")
         if not equals and name not in environ:
             raise ConfigError(
                 f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE"
