@@ -11,8 +11,8 @@ from pathlib import Path
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
 INTERRUPTED = 130  # what shells report after Ctrl-C
-THIS_RANK = -1
-MOST_CHARACTERS = 1000
+THIS_RANK = -1  # A culprit: the rank that raises the error.
+MAX_MESSAGE_LENGTH = 1000
 NOT_FINITE_ADVICE = (
     "the last checkpoint predates this step; lower optimizer.learning_rate, clip gradients "
     "(+optimizer.global_clipnorm=1), or inspect the data of this step"
@@ -107,7 +107,8 @@ _WRAPPINGS = (
     # Names of nodes at the end.
     r"(?P<text>(?s:.*?))\s*\[\[\{\{(?s:.*)",
 )
-_NOT_THE_USERS = (f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), "<")
+_PACKAGE = f"{Path(__file__).parent}/"
+_NOT_USER_CODE = (_PACKAGE, sysconfig.get_path("stdlib"), "<")
 
 
 def message_of(error: BaseException) -> str:
@@ -121,8 +122,8 @@ def message_of(error: BaseException) -> str:
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
     # Cut in the middle: the beginning names the setting and the end gives advice,
     # but a value may be of any length.
-    if len(text) > MOST_CHARACTERS:
-        text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    if len(text) > MAX_MESSAGE_LENGTH:
+        text = f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 2 :]}"
     return text
 
 
@@ -168,14 +169,14 @@ def location_of(error: BaseException) -> str:
     ]
     # In a graph the message has the frames that the traceback lacks.
     frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _message(error))
-    first_of_ours = next(
-        (index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0
+    first_frame = next(
+        (index for index, (file, *_) in enumerate(frames) if file.startswith(_PACKAGE)), 0
     )
 
     lines = []
     functions = []
-    for file, line, name in frames[first_of_ours:]:
-        if file.startswith(_NOT_THE_USERS) or re.search("/(site|dist)-packages/", file):
+    for file, line, name in frames[first_frame:]:
+        if file.startswith(_NOT_USER_CODE) or re.search("/(site|dist)-packages/", file):
             continue
         if "__autograph_generated_file" in file:  # A line of generated code tells the user nothing.
             functions.append(f"the function {name}")

@@ -50,10 +50,10 @@ def started(
         cores: the CPU cores that it may use; None: those of this process.
         environment: its environment variables; None: those of this process.
     """
-    set_parent = die_with_parent()
+    end_with_parent = die_with_parent()
 
     def prepare():
-        set_parent()
+        end_with_parent()
         # Set in the child before it starts threads, which inherit the affinity.
         if cores:
             os.sched_setaffinity(0, cores)

@@ -65,7 +65,7 @@ Answers = dict[str, int | None]
 
 @dataclass(frozen=True)
 class Ssh:
-    """Runs commands over ssh. Its options are -p and -i of horovodrun.
+    """Runs commands over ssh, with the port and the key of the options -p and -i.
 
     User names and everything else go into ~/.ssh/config.
     """

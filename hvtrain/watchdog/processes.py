@@ -148,7 +148,7 @@ class Launcher:
     keeps a port open for the whole run, which the rank tries to reach now and then.
 
     Args:
-        calls: True to try that port.
+        checks_port: True to try that port.
     """
 
     SECONDS_BETWEEN_CHECKS = 5.0
@@ -158,14 +158,14 @@ class Launcher:
     _num_refused = 0
     _port: tuple[str, int] | None = None
 
-    def __init__(self, calls: bool) -> None:
+    def __init__(self, checks_port: bool) -> None:
         self._parent = os.getppid()
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
         address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-        if calls and address and port.isdigit():
+        if checks_port and address and port.isdigit():
             self._port = (address, int(port))
             if self._is_refused():
                 self._port = None  # This launcher does not keep its port open.
