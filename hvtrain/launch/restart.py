@@ -53,7 +53,6 @@ def run(
     num_failures: Counter[str] = Counter()
     had_no_checkpoint = run_dir is not None and notes.newest_step(run_dir) is None
     current = job
-    code = RESTART_HELPS
     for attempt in range(max_restarts + 1):
         if attempt:
             # Exponential backoff, starting with one second.
@@ -75,27 +74,17 @@ def run(
             if had_no_checkpoint and run_dir and notes.newest_step(run_dir) is not None:
                 current = replace(current, command=_resuming(job.command))
 
+        run_attempt = _run_again if attempt else _run_once
         attempt_logs = _attempt_folder(logs) if max_restarts else logs
-        try:
-            ending = _run_once(current, attempt_logs, signals)
-        except RankError as error:
-            if not attempt:
-                raise
-            console.say_error(message_of(error))
-            ending = Ending(RankError.exit_code)
-        code = ending.code
-        if attempt and code == RankError.exit_code and not ending.message:
-            # No rank was started, because a host that answered before the pause no longer does.
-            # The next attempt checks the hosts again.
-            code = RESTART_HELPS
+        ending = run_attempt(current, attempt_logs, signals)
         # A second launch of this run.dir, begun at the same moment, may already train in the folder.
         if ending.is_shown and is_new_run and run_dir and not is_held(run_dir):
             remove_if_empty(run_dir)
         # Any other failure would happen again, and a signal means that the launch should end.
-        if code != RESTART_HELPS or signals.first is not None:
-            break
+        if ending.code != RESTART_HELPS or signals.first is not None:
+            return ending.code
         num_failures[ending.host] += 1
-    return code
+    return RESTART_HELPS
 
 
 def _attempt_folder(logs: Path) -> Path:
@@ -164,6 +153,19 @@ def choose_hosts(
         if ranks >= min_ranks:
             return candidates, ranks
     return None
+
+
+def _run_again(job: Job, logs: Path, signals: Signals) -> Ending:
+    """Runs a restart. Another one can help if a host that answered before the pause no longer does."""
+    try:
+        ending = _run_once(job, logs, signals)
+    except RankError as error:
+        console.say_error(message_of(error))
+        return Ending(RESTART_HELPS)
+    # No rank was started, and the launcher has said why. The next restart checks the hosts again.
+    if ending.code == RankError.exit_code and not ending.message:
+        return Ending(RESTART_HELPS)
+    return ending
 
 
 def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
