@@ -98,7 +98,7 @@ def test_an_end_in_a_line_that_another_process_began():
     listener, shown = heard(text)
     assert (listener.first, shown) == (End("1", 255), f"{begun}\n")
     channel = PlainOutput().error_stream
-    assert "".join(channel.feed(letter) for letter in text) + channel.rest() == f"{begun}\n"
+    assert "".join(channel.feed(letter) for letter in text) + channel.flush() == f"{begun}\n"
 
 
 def test_a_host_that_died_under_mpi():

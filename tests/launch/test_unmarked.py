@@ -20,7 +20,7 @@ DRAWN = Drawing((Bar("Run", 1, 2, "50%"),), ("loss 1",))
 
 def in_pieces(channel, text, size):
     pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
-    return "".join(channel.feed(piece) for piece in pieces) + channel.rest()
+    return "".join(channel.feed(piece) for piece in pieces) + channel.flush()
 
 
 def plain(line):
@@ -41,7 +41,7 @@ def test_a_line_that_ends_like_a_mark_is_shown_as_it_is():
     """Also where a read of the pipe ends with it."""
     channel = PlainStream(plain, lambda: False)
     lines = ["[3]\n", "[1,2\n", "[0]<stdout>\n"]
-    assert [channel.feed(f"[1,0]<stdout>:{line}") for line in lines] == lines and not channel.rest()
+    assert [channel.feed(f"[1,0]<stdout>:{line}") for line in lines] == lines and not channel.flush()
 
 
 def test_a_bar_that_moves_does_not_wait_for_its_lines_end():
