@@ -431,7 +431,7 @@ def test_rank_0_of_more_than_a_thousand_may_open_a_file_for_each():
 
 def test_rank_0_serves_512_ranks_and_names_the_one_that_dies():
     """The hub and rank 0's own member are real; the other ranks are sockets that speak their protocol."""
-    rules = Rules(limit=60.0, beat_seconds=0.5)
+    rules = Rules(abort_seconds=60.0, beat_seconds=0.5)
     progress = Progress()
     status, process = (
         vars(progress.status()),
