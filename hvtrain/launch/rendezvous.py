@@ -102,7 +102,8 @@ class Store(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Binds as TCPServer does: HTTPServer also looks up this host's name, slow if DNS is broken."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        address, self.server_port = self.server_address[:2]
+        self.server_name = str(address)
 
     def get_request(self) -> Any:
         try:
