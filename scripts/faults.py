@@ -238,8 +238,8 @@ FAULTS = [
         "silence-unnamed",
         "the watchdog ends the run and does not name the rank that answers no more",
         "watchdog/progress.py",
-        "guilty = self.culprits()",
-        "guilty: list[RankState] = []",
+        "culprits = self.culprits()",
+        "culprits: list[RankState] = []",
         (
             "tests/watchdog/test_watchdog.py::test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks[1]",
         ),
