@@ -41,7 +41,9 @@ def test_a_line_that_ends_like_a_mark_is_shown_as_it_is():
     """Also where a read of the pipe ends with it."""
     channel = PlainStream(plain, lambda: False)
     lines = ["[3]\n", "[1,2\n", "[0]<stdout>\n"]
-    assert [channel.feed(f"[1,0]<stdout>:{line}") for line in lines] == lines and not channel.flush()
+    assert [
+        channel.feed(f"[1,0]<stdout>:{line}") for line in lines
+    ] == lines and not channel.flush()
 
 
 def test_a_bar_that_moves_does_not_wait_for_its_lines_end():
