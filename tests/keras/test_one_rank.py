@@ -11,11 +11,12 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
+from hvtrain.keras import ordered_reduction
 from hvtrain.keras.compression import sent_bytes
 from hvtrain.keras.gradients import group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.optimizer import gradient_norm
-from hvtrain.keras.ordered_reduction import ordered_means
+from hvtrain.keras.ordered_reduction import OrderedReducer, ordered_means
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
 
@@ -43,6 +44,15 @@ def test_an_ordered_mean_keeps_the_digits_of_float64():
     value = tf.constant([1 + 1e-12], tf.float64)
     (mean,) = ordered_means([[value]], "digits", hvd.global_process_set)
     assert mean.numpy() == value.numpy()
+
+
+def test_an_ordered_reduction_counts_the_bytes_of_float64(monkeypatch):
+    two_ranks = SimpleNamespace(size=lambda: 2, included=lambda: True, process_set_id=0)
+    monkeypatch.setattr(ordered_reduction, "compare_structure", lambda *_: None)
+    monkeypatch.setattr(ordered_reduction, "ordered_means", lambda parts, *_: parts[0])
+    reducer = OrderedReducer(process_set=two_ranks)
+    reducer([tf.zeros([3]), tf.zeros([2], tf.float64)])
+    assert reducer.sent_bytes == 5 * 8, "half of its part, and its half of the mean"
 
 
 def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
