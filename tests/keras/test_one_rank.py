@@ -13,10 +13,11 @@ import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
 from hvtrain.keras import ordered_reduction
 from hvtrain.keras.compression import sent_bytes
-from hvtrain.keras.gradients import group_by_message
+from hvtrain.keras.gradients import FiniteCheck, group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.keras.ordered_reduction import OrderedReducer, ordered_means
+from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
 
@@ -101,12 +102,24 @@ def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
         hvd.NoiseScale(optimizer)
 
 
-def test_weights_that_are_not_finite_do_not_become_zeros_on_gpus(monkeypatch):
+def test_on_gpus_weights_wait_for_their_check_and_gradients_of_the_warmup_do_not(monkeypatch):
+    """Zeros that replace values that are not finite must not become weights."""
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-    local = hvd.LocalSGD(keras.optimizers.SGD(), check_finite=True)
-    every_step = hvd.DistributedOptimizer(keras.optimizers.SGD(), check_finite=True)
-    waits = [optimizer._hvtrain.finite_check.waits for optimizer in (local, every_step)]
-    assert waits == [True, False]
+    monkeypatch.setattr(Reducer, "is_alone", False)
+    waits = []
+
+    class RecordingCheck(FiniteCheck):
+        def __call__(self, own, reduced, **options):
+            waits.append(self.waits or options.get("waits", False))
+            return reduced
+
+    optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, warmup_steps=1, check_finite=True)
+    check = optimizer._hvtrain.finite_check
+    check.__class__ = RecordingCheck
+    variables = [keras.Variable([1.0])]
+    for _ in range(2):
+        optimizer.apply([tf.constant([1.0])], variables)
+    assert waits == [False, True]
 
 
 def test_local_steps_with_a_sum_of_weights_are_refused():
