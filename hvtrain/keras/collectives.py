@@ -7,7 +7,7 @@ their shapes and types, and the objects of broadcast_object_fn, between the rank
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -366,3 +366,15 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
         total = hvd.allreduce(tf.constant(packed), op=hvd.Sum, name="hvtrain.sum").numpy()
     ends = np.cumsum([array.size for array in arrays])
     return [part.reshape(array.shape) for part, array in zip(np.split(total, ends[:-1]), arrays)]
+
+
+def assign_mean(variable: Any, ranks: Sequence[int] | None = None) -> None:
+    """Sets a variable to its mean over all ranks, or over these only, on all of them (every rank).
+
+    The mean is computed in double precision, so that the mean of equal values is exactly that value.
+    """
+    if ranks is None:
+        ranks = range(hvd.size())
+    own = variable.numpy()
+    (total,) = sum_arrays([own if hvd.rank() in ranks else np.zeros_like(own)])
+    variable.assign((total / len(ranks)).astype(own.dtype))

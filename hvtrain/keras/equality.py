@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.collectives import assign_mean
 from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizers import slot_prefix
@@ -98,8 +98,7 @@ class WeightCheck:
     def average_untrained(self) -> None:
         """Sets weights that no gradient trains, and accumulated gradients, to their mean over the ranks (every rank).
 
-        Means are computed in double precision, so that the mean of equal values is exactly that value,
-        on any number of ranks.
+        The mean of equal values is exactly that value, on any number of ranks.
         """
         if self._is_alone or not self._untrained:
             return
@@ -113,8 +112,7 @@ class WeightCheck:
             ]
             # One at a time, since accumulated gradients are as large as the weights.
             for variable in floating:
-                (total,) = sum_arrays([variable.numpy()])
-                variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
+                assign_mean(variable)
 
     @property
     def _is_alone(self) -> bool:

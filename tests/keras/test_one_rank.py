@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
-from hvtrain.keras import ordered_reduction
+from hvtrain.keras import collectives, ordered_reduction
 from hvtrain.keras.compression import sent_bytes
 from hvtrain.keras.gradients import FiniteCheck, group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
@@ -158,6 +158,24 @@ def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
     state.restore()
     state.sync()
     assert optimizer._hvtrain.have_diverged(10)
+
+
+def test_a_reset_keeps_the_gradients_that_all_ranks_have_accumulated(monkeypatch):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=4)
+    state = hvd.elastic.KerasState(model, optimizer)
+    for _ in range(3):
+        optimizer.apply([tf.constant([[1.0]])])
+
+    def gather(value, name=None, process_set=None):
+        # Rank 1 has taken as many calls as this rank, and rank 2 has just joined.
+        return [value, value, 0] if name == "hvtrain.accumulated" else [value]
+
+    monkeypatch.setattr(hvd.elastic.hvd, "allgather_object", gather)
+    monkeypatch.setattr(collectives, "sum_arrays", lambda arrays: [arrays[0] + 5.0])
+    state.sync()
+    (accumulator,) = optimizer._accumulated_gradients
+    assert accumulator.numpy().item() == (3 + 5) / 2
 
 
 def test_a_metric_with_a_value_for_each_class_is_averaged():
