@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
 from hvtrain.checkpoint.store import PIECE_BYTES, ShardedTable, whole_shape
 from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
+from hvtrain.system import resources
 
 
 class Rows(NamedTuple):
@@ -138,7 +138,7 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
     store["0"] = np.empty(0)
     del store["0"]
     group = store._h5_entry_group
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = resources.free_bytes()
     # The buffer is copied when it grows.
     if group.file.driver == "fileobj" and 2 * table.nbytes > free_bytes:
         raise MemoryError(
@@ -228,7 +228,7 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 def check_size(rows: Rows, row_bytes: int) -> None:
     """Raises ValueError if this rank's rows do not fit into free host memory. Checks nothing if there is a GPU."""
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = resources.free_bytes()
     num_bytes = rows.num_own * row_bytes
     if num_bytes > free_bytes and not tf.config.list_logical_devices("GPU"):
         raise ValueError(

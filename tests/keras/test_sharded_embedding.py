@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.keras.sharded_embedding import ShardedEmbedding, wrong_ids
-from hvtrain.keras.table_rows import Rows, make_rows
+from hvtrain.keras.table_rows import Rows, check_size, make_rows
+from hvtrain.system import resources
 from launching import run_worker
 
 pytestmark = pytest.mark.distributed
@@ -81,6 +82,14 @@ def test_first_rows_are_distributed_as_the_initializer_says():
     assert uniform.min() == pytest.approx(-0.05, rel=1e-3)
     assert np.histogram(uniform, 4, (-0.05, 0.05))[0] == pytest.approx([20_000] * 4, rel=0.03)
     assert abs(np.corrcoef(normal.T) - np.eye(8)).max() < 0.05
+
+
+def test_a_table_must_fit_into_the_memory_of_its_container(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda _: [])
+    monkeypatch.setattr(resources, "free_bytes", lambda: 100)
+    check_size(Rows("t", 20, rank=0, num_ranks=2), row_bytes=10)
+    with pytest.raises(ValueError, match="use more hosts, or fewer rows"):
+        check_size(Rows("t", 21, rank=0, num_ranks=2), row_bytes=10)
 
 
 def test_a_rank_may_look_up_nothing(ranks):
