@@ -146,9 +146,11 @@ class ShardedRows:
     def load_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
         saved = store["0"]
-        if saved.shape != (self.input_dim, self.output_dim):
+        shape = (self.input_dim, self.output_dim)
+        if saved.shape != shape:
             raise ValueError(
-                f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}"
+                f"table {self.name} has shape {shape}, but the file's table has {saved.shape}; build the layer with "
+                "the input_dim and output_dim that were saved"
             )
         rows = rows_of(variable)
         variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])

@@ -152,6 +152,14 @@ def test_evaluate_and_predict_equal_one_process(ranks):
     assert ranks[0]["saved"]["evaluated"] < 1e-6
 
 
+def test_a_saved_table_of_another_width_is_refused_with_both_shapes():
+    layer = ShardedEmbedding(5, 2, name="t")
+    layer.build()
+    message = r"has shape \(5, 2\), but the file's table has \(5, 3\); build the layer with"
+    with pytest.raises(ValueError, match=message):
+        layer.load_own_variables({"0": np.zeros((5, 3))})
+
+
 def test_an_error_about_ids_becomes_one_line():
     layer = ShardedEmbedding(5, 2, name="t")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
