@@ -64,11 +64,8 @@ class WireFormat(ABC):
         """
 
     @abstractmethod
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        """Returns the bytes that a rank sends to reduce tensors of these shapes.
-
-        Tensors of unknown size count as 0.
-        """
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        """Returns the bytes that a rank sends to reduce these tensors. Unknown sizes count as 0."""
 
 
 class ByteFormat(WireFormat):
@@ -137,8 +134,8 @@ class ByteFormat(WireFormat):
         other = self.decode(swap(encoded, f"{name}_bytes", process_set), blocks.dtype)
         return [(own + other) / 2, blocks - own]
 
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        blocks = sum(tensor.shape.num_elements() or 0 for tensor in tensors) / BLOCK
         return ring_bytes(blocks * self.block_bytes, num_ranks)
 
 
@@ -272,16 +269,17 @@ class PowerSGD(WireFormat):
         ]
         return means, errors
 
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        num_values = 0
-        for shape in shapes:
-            num_sent = shape.num_elements() or 0
-            projection_shape = self.projection_shape(shape)
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        num_bytes = 0
+        for tensor in tensors:
+            num_values = tensor.shape.num_elements() or 0
+            projection_shape = self.projection_shape(tensor.shape)
             if projection_shape:
                 num_columns, rank = projection_shape
-                num_sent = rank * (num_sent // num_columns + num_columns)
-            num_values += num_sent
-        return ring_bytes(4 * num_values, num_ranks)
+                num_values = rank * (num_values // num_columns + num_columns)
+            # All other types are sent as float32: see CompressedReduction.
+            num_bytes += num_values * (8 if tensor.dtype == tf.float64 else 4)
+        return ring_bytes(num_bytes, num_ranks)
 
 
 def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:

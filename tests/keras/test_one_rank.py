@@ -218,6 +218,13 @@ def test_gradients_of_bfloat16_are_sent_as_float32_and_counted_so(compression, i
     assert sent_bytes([gradient], getattr(hvd.Compression, compression), 2) == 1024 * item_bytes
 
 
+def test_powersgd_sends_float64_as_it_is_and_counts_it_so():
+    single, double = (tf.TensorSpec([64, 32], dtype) for dtype in (tf.float32, tf.float64))
+    compression = hvd.Compression.powersgd(1)
+    sent = sent_bytes([single], compression, 2)
+    assert sent_bytes([double], compression, 2) == 2 * sent == 2 * 4 * (64 + 32)
+
+
 def test_an_average_in_the_place_of_the_name_is_refused():
     with pytest.raises(TypeError, match="which is name here; pass average=False"):
         hvd.allreduce(1.0, False)
