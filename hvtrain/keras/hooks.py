@@ -48,6 +48,10 @@ class Hook:
     def weights_were_set(self) -> None:
         """Called after a broadcast of the weights."""
 
+    def have_diverged(self, step: int) -> bool:
+        """Returns True if the ranks' weights differ after this step, until they are synchronized."""
+        return False
+
 
 # Attribute `optimizers`: the stack of distributed optimizers whose step this thread has entered,
 # outermost first.

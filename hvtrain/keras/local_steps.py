@@ -141,7 +141,6 @@ class LocalHook(Hook):
     synchronized_step: int = 0
 
     def have_diverged(self, step: int) -> bool:
-        """True if the ranks' weights differ after this step."""
         if self.outer and not self.has_anchors:
             return False  # No step since the weights were set on all ranks.
         return (
