@@ -146,8 +146,8 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
             f"{free_bytes / 2**30:,.1f} GiB are free here; save the weights alone, as .weights.h5"
         )
     rows = group.create_dataset("0", table.shape, table.dtype)
-    for place, piece in table.pieces():
-        rows[place] = piece
+    for position, piece in table.pieces():
+        rows[position] = piece
 
 
 def whole_spec(variable: Any) -> tf.TensorSpec:
@@ -203,21 +203,21 @@ def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
 
 def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the function that turns uniform random numbers into an initializer's values."""
-    kinds = keras.initializers
-    initializer = kinds.get(initializer)
-    if isinstance(initializer, kinds.RandomUniform):
+    initializers = keras.initializers
+    initializer = initializers.get(initializer)
+    if isinstance(initializer, initializers.RandomUniform):
         return lambda uniform: (
             initializer.minval + uniform * (initializer.maxval - initializer.minval)
         )
-    if isinstance(initializer, kinds.RandomNormal):
+    if isinstance(initializer, initializers.RandomNormal):
         return lambda uniform: initializer.mean + initializer.stddev * ndtri(uniform)
-    if isinstance(initializer, kinds.TruncatedNormal):
+    if isinstance(initializer, initializers.TruncatedNormal):
         # Truncated at two standard deviations, as in Keras.
         low = ndtr(-2.0)
         return lambda uniform: (
             initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
         )
-    if isinstance(initializer, (kinds.Zeros, kinds.Ones, kinds.Constant)):
+    if isinstance(initializer, initializers.Zeros | initializers.Ones | initializers.Constant):
         constant = float(initializer((1,))[0])
         return lambda uniform: np.full_like(uniform, constant)
     raise ValueError(

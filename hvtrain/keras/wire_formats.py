@@ -89,27 +89,22 @@ class ByteFormat(WireFormat):
     def reduce(
         self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
-        dtype = tensors[0].dtype
+        num_ranks = process_set.size()
+        if num_ranks > 2:
+            # Each rank averages one slice. All slices have equally many blocks.
+            blocks = _pack(tensors, num_ranks)
+            means, errors = self._average_slices(blocks, name, process_set)
+        else:
+            # Two ranks swap everything, which takes the same number of bytes and rounds only once.
+            blocks = _pack(tensors, 1)
+            means, errors = self._swap_pieces(blocks, name, process_set)
+        return _unpack(means, tensors), _unpack(errors, tensors)
+
+    def _average_slices(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
+        """Returns the mean over the ranks of their blocks, and this rank's errors."""
+        dtype = blocks.dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
-        # With three ranks or more, each averages one slice. All slices have equally many blocks.
-        num_slices = num_ranks if num_ranks > 2 else 1
-        blocks = _pack(tensors, num_slices)
-        # Two ranks swap everything, which takes the same number of bytes and rounds only once. While
-        # a piece is on its way, others are encoded and decoded.
-        if num_slices == 1:
-            num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
-            pieces = [blocks]
-            # Eagerly, tf.split takes no -1 alone.
-            if num_pieces > 1:
-                pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
-            results = [
-                self._mean_of_two(piece, f"{name}_{number}", process_set)
-                for number, piece in enumerate(pieces)
-            ]
-            means, errors = (tf.concat(parts, axis=0) for parts in zip(*results))
-            return _unpack(means, tensors), _unpack(errors, tensors)
-
         encoded, own = self.encode(blocks)
         errors = blocks - own
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
@@ -126,10 +121,26 @@ class ByteFormat(WireFormat):
         blocks_before = process_set.rank() * slice_blocks
         blocks_after = tf.shape(blocks)[0] - blocks_before - slice_blocks
         errors += tf.pad(slice_error, [[blocks_before, blocks_after], [0, 0]])
-        return _unpack(means, tensors), _unpack(errors, tensors)
+        return [means, errors]
+
+    def _swap_pieces(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
+        """Returns the mean of two ranks' blocks, and this rank's errors.
+
+        While a piece is on its way, others are encoded and decoded.
+        """
+        num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
+        pieces = [blocks]
+        # Eagerly, tf.split takes no -1 alone.
+        if num_pieces > 1:
+            pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
+        results = [
+            self._mean_of_two(piece, f"{name}_{number}", process_set)
+            for number, piece in enumerate(pieces)
+        ]
+        return [tf.concat(parts, axis=0) for parts in zip(*results)]
 
     def _mean_of_two(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
-        """Returns the mean of two ranks' blocks, and this rank's errors."""
+        """Does what _swap_pieces does, for a single piece."""
         encoded, own = self.encode(blocks)
         other = self.decode(swap(encoded, f"{name}_bytes", process_set), blocks.dtype)
         return [(own + other) / 2, blocks - own]
@@ -260,8 +271,9 @@ class PowerSGD(WireFormat):
             # without gradients leave zeros: P would be the same columns of the identity ever after.
             sizes = tf.reduce_sum(tf.abs(coefficient), axis=0)
             is_usable = tf.math.is_finite(sizes) & (sizes > 0)
-            kept = tf.where(is_usable, tf.cast(coefficient, projections[i].dtype), projections[i])
-            projections[i].assign(kept)
+            projection = projections[i]
+            next_start = tf.where(is_usable, tf.cast(coefficient, projection.dtype), projection)
+            projection.assign(next_start)
         means = [means_by_index[i] for i in range(len(tensors))]
         errors = [
             tf.zeros_like(tensor) if projection is None else tensor - mean
