@@ -50,8 +50,6 @@ class Rows(NamedTuple):
     def gather(self, variable: Any, folder: Path | None = None) -> ShardedTable | None:
         """Returns the whole table on rank 0, and None elsewhere (every rank).
 
-        The shards are mapped from an unnamed temporary file, which is deleted with them.
-
         Args:
             variable: this rank's rows, [own, ...].
             folder: where rank 0 has space for the file; None: the system's temporary folder.
@@ -65,13 +63,7 @@ class Rows(NamedTuple):
         problem = None
         if self.rank == 0:
             try:
-                with TemporaryFile(dir=folder) as file:
-                    # Reserves the space: a write to mapped memory would kill the
-                    # process if the disk were full.
-                    os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
-                    rows = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
-                counts = [self._replace(rank=rank).num_own for rank in range(self.num_ranks)]
-                table = ShardedTable(np.split(rows, np.cumsum(counts)[:-1]))
+                table = self._empty_table(shape, value.dtype, folder)
             except OSError as error:
                 where = folder or gettempdir()
                 problem = (
@@ -92,6 +84,17 @@ class Rows(NamedTuple):
                 for shard, piece in zip(table.shards, pieces):
                     shard[begin : begin + len(piece)] = piece
         return table
+
+    def _empty_table(
+        self, shape: tuple[int, ...], dtype: tf.DType, folder: Path | None
+    ) -> ShardedTable:
+        """Returns a table in an unnamed temporary file, which is deleted with it; a shard has a rank's rows."""
+        with TemporaryFile(dir=folder) as file:
+            # Reserves the space: a write to mapped memory would kill the process if the disk were full.
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.size)
+            rows = np.memmap(file, dtype.as_numpy_dtype, "r+", shape=shape)
+        counts = [self._replace(rank=rank).num_own for rank in range(self.num_ranks)]
+        return ShardedTable(np.split(rows, np.cumsum(counts)[:-1]))
 
     def scatter(self, variable: Any, whole: np.ndarray | ShardedTable | None) -> None:
         """Sets this rank's rows to those of rank 0's table (every rank)."""
