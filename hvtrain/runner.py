@@ -294,7 +294,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
 
 
 def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
-    """Does what follows the last step, for a run whose training was complete before this start (every rank)."""
+    """Restores the final weights of a run whose training was complete before this start (every rank)."""
     run = context.run
     model = context.model
     # With train.ema, the weights become their averages.

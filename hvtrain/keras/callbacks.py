@@ -71,7 +71,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         # Keras's default build() sets `built` without creating any weights.
-        # A loop of the user's own may set no params.
+        # A custom training loop may set no params.
         num_steps = (self.params or {}).get("steps")
         is_built = bool(self.model.built and self.model.weights)
         by_rank = hvd.allgather_object((num_steps, is_built), name="hvtrain.steps")

@@ -305,7 +305,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             poison = tf.where(all_finite > 0, 0.0, float("nan"))
             first = next(i for i, gradient in enumerate(grads) if gradient is not None)
             poisoned[first] = with_nan(grads[first], poison)
-        # The inner optimizer checks what it steps on, and measures its norm.
+        # The inner optimizer checks the gradients of the step, and measures their norm.
         return self._check(grads, poisoned, loss_scale=None)
 
 

@@ -319,7 +319,7 @@ class Reducer:
         """
         done = []
         norms = []
-        # The result is so many times larger than the mean.
+        # How many times larger than the mean the result is.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
         # The flag is one more element of a message that is sent anyway, unless a WireFormat could
         # round it to 0.

@@ -3,7 +3,7 @@
 Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead:
 each rank receives its slice of every rank's gradients (alltoall), decodes and averages them, and
 sends the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower
-numbers. Two ranks swap their bytes. PowerSGD reduces two thin matrices in place of a large one.
+numbers. Two ranks swap their bytes. PowerSGD reduces two thin matrices instead of a large one.
 
 In each format all ranks decode the same values, so their weights stay equal to the last bit.
 """
@@ -267,8 +267,8 @@ class PowerSGD(WireFormat):
         for i, base, coefficient in zip(low_rank, bases, coefficients):
             approximation = tf.matmul(base, coefficient, transpose_b=True)
             means_by_index[i] = tf.reshape(approximation, tf.shape(tensors[i]))
-            # A step that overflows must not leave its NaNs in the next step's start. Nor must one
-            # without gradients leave zeros: P would be the same columns of the identity ever after.
+            # A step that overflows must not leave NaNs as the next step's start. A step without
+            # gradients must not leave zeros, with which P would stay columns of the identity forever.
             sizes = tf.reduce_sum(tf.abs(coefficient), axis=0)
             is_usable = tf.math.is_finite(sizes) & (sizes > 0)
             projection = projections[i]
