@@ -47,27 +47,19 @@ class WeightCheck:
         if model.optimizer:
             trained += model.optimizer.variables
         trained_ids = {id(variable) for variable in trained}
-        unshared_ids = _unshared_ids(model)
-        self._trained = [
-            variable
-            for variable in trained
-            if id(variable) not in unshared_ids
-            and not hasattr(variable, "rank_part")
-            # Each rank accumulates its own gradients; only their mean over the ranks is applied.
-            and not variable.name.endswith("gradient_accumulator")
-        ]
-        self._untrained = [
-            variable
-            for variable in model.weights
-            if id(variable) not in trained_ids and not hasattr(variable, "rank_part")
-        ]
+        untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
+        # Each rank has its own part of a sharded variable.
+        trained, untrained = (
+            [variable for variable in variables if not hasattr(variable, "rank_part")]
+            for variables in (trained, untrained)
+        )
+        # Each rank accumulates its own gradients; only their mean over the ranks is applied.
+        accumulators = [v for v in trained if v.name.endswith("gradient_accumulator")]
+        excluded_ids = _unshared_ids(model) | {id(variable) for variable in accumulators}
+        self._trained = [variable for variable in trained if id(variable) not in excluded_ids]
         # After steps that overflowed, a checkpoint may be due while gradients are still accumulated. It
         # stores one rank's, so they are averaged first, which does not change the step.
-        self._untrained += [
-            variable
-            for variable in trained
-            if variable.name.endswith("gradient_accumulator") and not hasattr(variable, "rank_part")
-        ]
+        self._untrained = untrained + accumulators
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting
