@@ -112,17 +112,17 @@ class WeightCheck:
 
     def _find_different(self, variables: list[Any]) -> dict[int, np.ndarray]:
         """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
-        own, whole = self._fingerprint([variable.value for variable in variables])
+        by_variable, combined = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
             # One reduction gives the largest fingerprint and, negated, the smallest.
             # If these two are equal, all are.
             largest = hvd.allreduce(
-                tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint"
+                tf.stack([combined, -combined]), op=hvd.Max, name="hvtrain.fingerprint"
             )
             if np.array_equal(largest[0], -largest[1]):
                 return {}
             # Only now do the ranks send the fingerprints of all variables.
-            by_rank = hvd.allgather(own[None], name="hvtrain.fingerprints").numpy()
+            by_rank = hvd.allgather(by_variable[None], name="hvtrain.fingerprints").numpy()
         differs = (by_rank != by_rank[:1]).any(axis=(0, 2))
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
@@ -153,12 +153,8 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     majority, _ = Counter(votes).most_common(1)[0]
     reference = votes.index(majority)
 
-    # Broadcast only the first variable that differs, not the whole model.
-    own = np.asarray(variables[position].numpy(), np.float64)
-    expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
-    with np.errstate(invalid="ignore"):  # The difference of two infinities.
-        gap = float(np.max(np.abs(own - expected), initial=0.0))
-    scale = np.max(np.abs(expected), initial=0.0)
+    # Only the first variable that differs is sent, not the whole model.
+    gap, scale = _distance(variables[position], reference)
     gathered = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
     gaps, hosts = zip(*gathered)
 
@@ -177,6 +173,15 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     )
 
 
+def _distance(variable: Any, reference: int) -> tuple[float, float]:
+    """Returns this rank's largest distance from the reference rank's values, and the largest of those (every rank)."""
+    own = np.asarray(variable.numpy(), np.float64)
+    expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
+    with np.errstate(invalid="ignore"):  # The difference of two infinities.
+        gap = np.max(np.abs(own - expected), initial=0.0)
+    return float(gap), float(np.max(np.abs(expected), initial=0.0))
+
+
 def fingerprint(tensors: list[Any]) -> bytes:
     """Returns an 8-byte fingerprint of the contents of all these tensors or arrays together."""
     return _fingerprints([tf.convert_to_tensor(tensor) for tensor in tensors])[1].numpy().tobytes()
@@ -189,6 +194,7 @@ def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
     """
     # TensorFlow computes fingerprints on the CPU only (fingerprint_op.cc).
     with tf.device("/CPU:0"):
-        own = tf.concat([tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors], axis=0)
-        whole = tf.bitcast(tf.fingerprint(tf.reshape(own, [1, -1]))[0], tf.int64)
-    return own, whole
+        rows = [tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors]
+        by_tensor = tf.concat(rows, axis=0)
+        combined = tf.bitcast(tf.fingerprint(tf.reshape(by_tensor, [1, -1]))[0], tf.int64)
+    return by_tensor, combined
