@@ -188,15 +188,15 @@ def open_inputs(
     """Opens the data set and the task, and plans the run; returns the Run (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
-    before = saved.meta if saved else {}
-    changed = changed_since(before, config)
+    saved_meta = saved.meta if saved else {}
+    changed = changed_since(saved_meta, config)
     fitted_files = None
     # On a resume, a tokenizer, for example, must not be fitted again, not even to other files.
     if saved and not any(re.match(r"dataset\.(?!(\w+_)?(dir|file)$)", name) for name in changed):
         fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
     source = comm.all_or_raise(lambda: open_data(config, strategy.topology.rank, fitted_files))
-    plan, topology = plan_run(config, source, strategy, before or None)
+    plan, topology = plan_run(config, source, strategy, saved_meta or None)
     # After the plan, which refuses too few examples: the task might blame something
     # else, such as missing classes.
     is_resized = plan.is_resized or strategy.cuts_batches
@@ -267,15 +267,15 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     lines = describe(run, model, start)
     log.info(summary(lines))
     hosts = strategy.hosts()
-    trains = start.step < run.plan.num_steps and not start.ended
-    if trains:
+    has_steps_left = start.step < run.plan.num_steps and not start.ended
+    if has_steps_left:
         fitted_parts = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
         strategy.comm.on_chief(lambda: fitted.write(fitted_parts, run.folder))
 
     metrics = Metrics(context, writer)
     callbacks = make_callbacks(context, start, interruption, writer, tracking, search, metrics)
     with copies, writer, metrics, explain_errors(context, search.find_origin if search else None):
-        if not trains:
+        if not has_steps_left:
             end_training(context, start, tracking)
             return
         if config.checkpoint.copies and run.topology.is_chief:
@@ -294,7 +294,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
 
 
 def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
-    """Does what follows the last step, for a run whose training was complete before this start (every rank)."""
+    """Restores the final weights of a run whose training was complete before this start (every rank)."""
     run = context.run
     model = context.model
     # With train.ema, the weights become their averages.

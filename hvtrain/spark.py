@@ -133,21 +133,7 @@ def run_ranks(
     """
     import horovod.spark
 
-    # A cluster's defaultParallelism grows while executors start, so there
-    # the user has to give the number.
-    is_local = re.fullmatch(r"local(\[[^,]*\])?", context.master)
-    num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
-    if not num_ranks and not is_local:
-        raise ConfigError(
-            "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
-        )
-    num_ranks = num_ranks or context.defaultParallelism
-    # Horovod would wait ten minutes for the other tasks.
-    if is_local and num_ranks > context.defaultParallelism:
-        raise ConfigError(
-            f"{num_ranks} ranks need as many tasks at once, and Spark's master {context.master} runs "
-            f"{context.defaultParallelism}; use fewer ranks, or the master local[{num_ranks}]"
-        )
+    num_ranks = _choose_num_ranks(context, num_ranks)
     _patch_horovod()
     try:
         horovod.spark.run(
@@ -174,6 +160,31 @@ def run_ranks(
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
         raise
     return 0
+
+
+def _choose_num_ranks(context: Any, num_ranks: int | None) -> int:
+    """Returns num_ranks, or Spark's own number of tasks if it is None.
+
+    Raises ConfigError if Spark has no such number, or cannot run that many tasks at once.
+    """
+    num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
+    is_local = re.fullmatch(r"local(\[[^,]*\])?", context.master)
+    if not is_local:
+        # A cluster's defaultParallelism grows while executors start, so the user has to give the number.
+        if not num_ranks:
+            raise ConfigError(
+                "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
+            )
+        return num_ranks
+
+    num_ranks = num_ranks or context.defaultParallelism
+    # Horovod would wait ten minutes for the other tasks.
+    if num_ranks > context.defaultParallelism:
+        raise ConfigError(
+            f"{num_ranks} ranks need as many tasks at once, and Spark's master {context.master} runs "
+            f"{context.defaultParallelism}; use fewer ranks, or the master local[{num_ranks}]"
+        )
+    return num_ranks
 
 
 @dataclass(frozen=True)

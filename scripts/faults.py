@@ -48,8 +48,8 @@ FAULTS = [
         "sparse-unreduced",
         "sparse gradients stay on their rank",
         "keras/reduction.py",
-        'reduced[i] = gather_rows(reduced[i], f"{self.name}_sparse_{i}", self.process_set)',
-        "reduced[i] = reduced[i]",
+        "rows = gather_rows(gradient, name, self.process_set)",
+        "rows = gradient",
         (f"{DROP_IN}::test_tapes_reduce_dense_and_sparse_gradients[mpi-2]",),
     ),
     Fault(

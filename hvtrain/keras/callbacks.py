@@ -1,7 +1,7 @@
 """Horovod's callbacks on Keras 3, two that check the training, and one that stops all ranks."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     Raises:
         RankError: if Keras knows that the ranks hold different numbers of batches, or if the model is
-            built on some ranks only, as where rank 0 alone has loaded it.
+            built on some ranks only, for example because rank 0 alone has loaded it.
         ValueError: if local_variables holds anything but variables.
     """
 
@@ -55,7 +55,7 @@ class BroadcastGlobalVariablesCallback(Callback):
                 continue
             if not isinstance(variable, keras.Variable | tf.Variable):
                 raise ValueError(
-                    f"local_variables holds a {type(variable).__name__}; variables are needed"
+                    f"local_variables holds a {type(variable).__name__}; pass Keras or TensorFlow variables"
                 )
             self.register_local_var(variable)
 
@@ -71,10 +71,12 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         # Keras's default build() sets `built` without creating any weights.
-        # A loop of the user's own may set no params.
-        own = (self.params or {}).get("steps"), bool(self.model.built and self.model.weights)
-        steps, are_built = zip(*hvd.allgather_object(own, name="hvtrain.steps"))
-        self._compare_steps(steps)
+        # A custom training loop may set no params.
+        num_steps = (self.params or {}).get("steps")
+        is_built = bool(self.model.built and self.model.weights)
+        by_rank = hvd.allgather_object((num_steps, is_built), name="hvtrain.steps")
+        steps_by_rank, are_built = zip(*by_rank)
+        self._compare_steps(steps_by_rank)
         self._tape_reductions_before = num_tape_reductions()
         self._is_first_step = True
         if self.broadcast_done:
@@ -103,8 +105,12 @@ class BroadcastGlobalVariablesCallback(Callback):
             )
         self._is_first_step = False
 
-    def _compare_steps(self, steps: Any) -> None:
-        """Raises RankError if Keras knows that the ranks hold different numbers of batches."""
+    def _compare_steps(self, steps: Sequence[int | None]) -> None:
+        """Raises RankError if Keras knows that the ranks hold different numbers of batches.
+
+        Args:
+            steps: each rank's number of steps in an epoch; None if Keras does not know it.
+        """
         different = [rank for rank, num_steps in enumerate(steps) if num_steps != steps[0]]
         if different and None not in steps:
             rank = different[0]
@@ -142,8 +148,10 @@ class BroadcastGlobalVariablesCallback(Callback):
         shared = [variable for key, variable in by_id.items() if key not in self._local]
         with tf.device(self.device or None):
             broadcast_variables(shared, self.root_rank)
-        for hook in filter(None, map(hook_of, self._optimizers())):
-            hook.weights_were_set()
+        for optimizer in self._optimizers():
+            hook = hook_of(optimizer)
+            if hook:
+                hook.weights_were_set()
         self.broadcast_done = True
 
 
@@ -377,12 +385,11 @@ class WeightCheckCallback(Callback):
         self._compare("at the end of the training")
 
     def _compare(self, when: str) -> None:
-        hook: Any = hook_of(self.model.optimizer)
-        have_diverged = (
-            hook
-            and hook.averages_weights
-            and hook.have_diverged(int(self.model.optimizer.iterations))
-        )
-        if self.check is not None and self._is_due and not have_diverged:
-            self.check(when)
-            self._is_due = False
+        if self.check is None or not self._is_due:
+            return
+        optimizer = self.model.optimizer
+        hook = hook_of(optimizer)
+        if hook and hook.have_diverged(int(optimizer.iterations)):
+            return
+        self.check(when)
+        self._is_due = False

@@ -7,8 +7,7 @@ their shapes and types, and the objects of broadcast_object_fn, between the rank
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,7 +19,12 @@ from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras import gradients
 from hvtrain.keras.in_graph import positional_name, tf_variable
-from hvtrain.keras.same_gradients import compare_structure, weights_made_equal
+from hvtrain.keras.same_gradients import (
+    compare_structure,
+    first_difference,
+    ranks_of,
+    weights_made_equal,
+)
 from hvtrain.keras.table_rows import distribute_whole
 
 # A message of broadcast_variables is full once it has this many bytes.
@@ -201,7 +205,7 @@ def broadcast_variables(
     """
     variables = list(variables)
     weights_made_equal()
-    tensors = [tf_variable(variable) for variable in variables if not _is_each_ranks_own(variable)]
+    tensors = [tf_variable(variable) for variable in variables if not _differs_by_rank(variable)]
     # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
     with tf.init_scope():
         if tf.executing_eagerly():
@@ -221,11 +225,9 @@ def broadcast_variables(
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
-    assigned = [
-        op
-        for same_type in by_type.values()
-        for op in _broadcast_packed(same_type, root_rank, process_set)
-    ]
+    assigned = []
+    for same_type in by_type.values():
+        assigned += _broadcast_packed(same_type, root_rank, process_set)
     for tensor in tensors:
         # A copy of the weight's new value: see DiLoCo.
         if hasattr(tensor, "anchor"):
@@ -233,7 +235,7 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(assigned)
 
 
-def _is_each_ranks_own(variable: Any) -> bool:
+def _differs_by_rank(variable: Any) -> bool:
     """Returns True for a Keras seed generator's state, and for a part of a sharded variable."""
     # The path of a Keras variable, or the name of a TensorFlow variable, which ends in ":0".
     name = getattr(variable, "path", None) or variable.name
@@ -242,15 +244,13 @@ def _is_each_ranks_own(variable: Any) -> bool:
 
 def _compare_variables(own: list[tuple[tuple[int, ...], str]], process_set: Any) -> None:
     """Raises RankError unless these ranks hold variables of the same shapes and types."""
-    options = {"name": "hvtrain.broadcast.kinds", "process_set": process_set}
-    ranks = getattr(process_set, "ranks", None) or range(process_set.size())
-    for rank, other in zip(ranks, hvd.allgather_object(own, **options)):
+    by_rank = hvd.allgather_object(own, name="hvtrain.broadcast.kinds", process_set=process_set)
+    for rank, other in zip(ranks_of(process_set), by_rank):
         if other != own:
-            pairs = enumerate(zip_longest(own, other, fillvalue="none"))
-            position, (first, second) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            position, own_kind, other_kind = first_difference(own, other)
             raise RankError(
                 f"ranks {hvd.rank()} and {rank} hold different variables at position {position}: "
-                f"{first} and {second}; build the same model and optimizer on all ranks"
+                f"{own_kind} and {other_kind}; build the same model and optimizer on all ranks"
             )
 
 
@@ -317,9 +317,9 @@ def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
 def steps_per_epoch(num_batches: int) -> int:
     """Returns the smallest number of batches that any rank has (every rank).
 
-    Give each rank so many: fit(dataset.take(n)), or fit(x[: n * batch_size], ...). fit's steps_per_epoch=n is
-    enough only for data that repeat: if a rank has more batches, Keras begins the next epoch with the
-    rest, and ends it once they are used up, so the ranks take unlike numbers of steps.
+    Give each rank that many: fit(dataset.take(n)), or fit(x[: n * batch_size], ...). fit's
+    steps_per_epoch=n is enough only for data that repeat: if a rank has more batches, Keras begins the
+    next epoch with the rest, and ends it once they are used up, so the numbers of steps differ.
 
     Raises:
         RankError: on all ranks, if a rank has no batch, or does not know their number (cardinality() of a
@@ -366,3 +366,15 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
         total = hvd.allreduce(tf.constant(packed), op=hvd.Sum, name="hvtrain.sum").numpy()
     ends = np.cumsum([array.size for array in arrays])
     return [part.reshape(array.shape) for part, array in zip(np.split(total, ends[:-1]), arrays)]
+
+
+def assign_mean(variable: Any, ranks: Sequence[int] | None = None) -> None:
+    """Sets a variable to its mean over all ranks, or over these only, on all of them (every rank).
+
+    The mean is computed in double precision, so that the mean of equal values is exactly that value.
+    """
+    if ranks is None:
+        ranks = range(hvd.size())
+    own = variable.numpy()
+    (total,) = sum_arrays([own if hvd.rank() in ranks else np.zeros_like(own)])
+    variable.assign((total / len(ranks)).astype(own.dtype))

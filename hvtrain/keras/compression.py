@@ -111,7 +111,7 @@ class CompressedReduction:
 def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
     """Returns the bytes that a rank sends to reduce dense tensors. Unknown sizes count as 0."""
     if isinstance(compression, WireFormat):
-        return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
+        return compression.sent_bytes(tensors, num_ranks)
     num_bytes = 0
     for tensor in tensors:
         # Horovod cannot add bfloat16, so it is sent as float32.

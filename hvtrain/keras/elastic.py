@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
 from keras.callbacks import Callback
 
-from hvtrain.keras.collectives import broadcast_variables, built_optimizer
+from hvtrain.keras.collectives import assign_mean, broadcast_variables, built_optimizer
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.process import raise_for_elastic
@@ -106,8 +106,12 @@ class KerasState(ObjectState):
         self.__dict__.update(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Broadcasts the state of rank 0, and saves it (every rank)."""
+        """Broadcasts the state of rank 0, and saves it (every rank).
+
+        Partly accumulated gradients are averaged instead, so that no rank's are lost.
+        """
         with raise_for_elastic():
+            self._average_accumulated()
             variables = self._variables()
             if variables:
                 broadcast_variables(variables, root_rank=0)
@@ -125,6 +129,24 @@ class KerasState(ObjectState):
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
+
+    def _average_accumulated(self) -> None:
+        """Sets gradients that are accumulated for the next step to their mean over the ranks (every rank).
+
+        The broadcast alone would replace the other ranks' gradients by those of rank 0. A rank that has
+        just joined has accumulated none and does not count.
+        """
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        accumulation_steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        if not accumulation_steps:
+            return
+        # Keras counts the calls that only accumulate in _iterations too.
+        calls = hvd.allgather_object(int(optimizer._iterations), name="hvtrain.accumulated")
+        if calls[0] % accumulation_steps == 0:
+            return
+        ranks = [rank for rank, num_calls in enumerate(calls) if num_calls == calls[0]]
+        for accumulator in optimizer._accumulated_gradients:
+            assign_mean(accumulator, ranks)
 
     def _variables(self) -> list[tf.Variable]:
         variables = list(self.model.weights)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.collectives import assign_mean
 from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizers import slot_prefix
@@ -47,27 +47,19 @@ class WeightCheck:
         if model.optimizer:
             trained += model.optimizer.variables
         trained_ids = {id(variable) for variable in trained}
-        unshared_ids = _unshared_ids(model)
-        self._trained = [
-            variable
-            for variable in trained
-            if id(variable) not in unshared_ids
-            and not hasattr(variable, "rank_part")
-            # Each rank accumulates its own gradients; only their mean over the ranks is applied.
-            and not variable.name.endswith("gradient_accumulator")
-        ]
-        self._untrained = [
-            variable
-            for variable in model.weights
-            if id(variable) not in trained_ids and not hasattr(variable, "rank_part")
-        ]
+        untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
+        # Each rank has its own part of a sharded variable.
+        trained, untrained = (
+            [variable for variable in variables if not hasattr(variable, "rank_part")]
+            for variables in (trained, untrained)
+        )
+        # Each rank accumulates its own gradients; only their mean over the ranks is applied.
+        accumulators = [v for v in trained if v.name.endswith("gradient_accumulator")]
+        excluded_ids = _unshared_ids(model) | {id(variable) for variable in accumulators}
+        self._trained = [variable for variable in trained if id(variable) not in excluded_ids]
         # After steps that overflowed, a checkpoint may be due while gradients are still accumulated. It
         # stores one rank's, so they are averaged first, which does not change the step.
-        self._untrained += [
-            variable
-            for variable in trained
-            if variable.name.endswith("gradient_accumulator") and not hasattr(variable, "rank_part")
-        ]
+        self._untrained = untrained + accumulators
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting
@@ -98,8 +90,7 @@ class WeightCheck:
     def average_untrained(self) -> None:
         """Sets weights that no gradient trains, and accumulated gradients, to their mean over the ranks (every rank).
 
-        Means are computed in double precision, so that the mean of equal values is exactly that value,
-        on any number of ranks.
+        The mean of equal values is exactly that value, on any number of ranks.
         """
         if self._is_alone or not self._untrained:
             return
@@ -113,8 +104,7 @@ class WeightCheck:
             ]
             # One at a time, since accumulated gradients are as large as the weights.
             for variable in floating:
-                (total,) = sum_arrays([variable.numpy()])
-                variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
+                assign_mean(variable)
 
     @property
     def _is_alone(self) -> bool:
@@ -122,17 +112,17 @@ class WeightCheck:
 
     def _find_different(self, variables: list[Any]) -> dict[int, np.ndarray]:
         """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
-        own, whole = self._fingerprint([variable.value for variable in variables])
+        by_variable, combined = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
             # One reduction gives the largest fingerprint and, negated, the smallest.
             # If these two are equal, all are.
             largest = hvd.allreduce(
-                tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint"
+                tf.stack([combined, -combined]), op=hvd.Max, name="hvtrain.fingerprint"
             )
             if np.array_equal(largest[0], -largest[1]):
                 return {}
             # Only now do the ranks send the fingerprints of all variables.
-            by_rank = hvd.allgather(own[None], name="hvtrain.fingerprints").numpy()
+            by_rank = hvd.allgather(by_variable[None], name="hvtrain.fingerprints").numpy()
         differs = (by_rank != by_rank[:1]).any(axis=(0, 2))
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
@@ -163,12 +153,8 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     majority, _ = Counter(votes).most_common(1)[0]
     reference = votes.index(majority)
 
-    # Broadcast only the first variable that differs, not the whole model.
-    own = np.asarray(variables[position].numpy(), np.float64)
-    expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
-    with np.errstate(invalid="ignore"):  # The difference of two infinities.
-        gap = float(np.max(np.abs(own - expected), initial=0.0))
-    scale = np.max(np.abs(expected), initial=0.0)
+    # Only the first variable that differs is sent, not the whole model.
+    gap, scale = _distance(variables[position], reference)
     gathered = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
     gaps, hosts = zip(*gathered)
 
@@ -187,6 +173,15 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     )
 
 
+def _distance(variable: Any, reference: int) -> tuple[float, float]:
+    """Returns this rank's largest distance from the reference rank's values, and the largest of those (every rank)."""
+    own = np.asarray(variable.numpy(), np.float64)
+    expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
+    with np.errstate(invalid="ignore"):  # The difference of two infinities.
+        gap = np.max(np.abs(own - expected), initial=0.0)
+    return float(gap), float(np.max(np.abs(expected), initial=0.0))
+
+
 def fingerprint(tensors: list[Any]) -> bytes:
     """Returns an 8-byte fingerprint of the contents of all these tensors or arrays together."""
     return _fingerprints([tf.convert_to_tensor(tensor) for tensor in tensors])[1].numpy().tobytes()
@@ -199,6 +194,7 @@ def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
     """
     # TensorFlow computes fingerprints on the CPU only (fingerprint_op.cc).
     with tf.device("/CPU:0"):
-        own = tf.concat([tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors], axis=0)
-        whole = tf.bitcast(tf.fingerprint(tf.reshape(own, [1, -1]))[0], tf.int64)
-    return own, whole
+        rows = [tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors]
+        by_tensor = tf.concat(rows, axis=0)
+        combined = tf.bitcast(tf.fingerprint(tf.reshape(by_tensor, [1, -1]))[0], tf.int64)
+    return by_tensor, combined

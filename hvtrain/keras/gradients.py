@@ -26,11 +26,10 @@ class FiniteCheck:
     tf.errors.InvalidArgumentError, whose message contains NOT_FINITE.
     """
 
-    def __init__(self, waits: bool = False) -> None:
-        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so by
-        # default the update there begins at once: non-finite gradients are replaced by zeros, and the
-        # step still fails.
-        self.waits = waits or not tf.config.list_logical_devices("GPU")
+    def __init__(self) -> None:
+        # If True, every update waits until the check has passed. A GPU would be idle meanwhile, so there
+        # the update begins at once: non-finite gradients are replaced by zeros, and the step still fails.
+        self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
             no_faults = tf.zeros([self.num_processes], tf.int32)
@@ -50,6 +49,7 @@ class FiniteCheck:
         reduced: Sequence[Any],
         excused: Any = False,
         loss_scale: Any = 1.0,
+        waits: bool = False,
     ) -> list[Any]:
         """Returns the gradients in `reduced`, and fails the step if they are not finite.
 
@@ -59,6 +59,7 @@ class FiniteCheck:
             excused: a boolean, the same on all ranks; True lets non-finite gradients pass.
             loss_scale: the scale of the loss; the norm is that of the unscaled gradients. None: keeps the
                 last step's norm, as for gradients that are only accumulated.
+            waits: wait until the check has passed on GPUs too, so that zeros replace no value.
         """
 
         def fail():
@@ -82,7 +83,7 @@ class FiniteCheck:
         def zeros_if_failed(values):
             return tf.where(passes, values, tf.zeros_like(values))
 
-        if not self.waits:
+        if not (waits or self.waits):
             return [map_values(zeros_if_failed, gradient) for gradient in reduced]
         with tf.control_dependencies([check]):
             return [map_values(tf.identity, gradient) for gradient in reduced]

@@ -48,6 +48,10 @@ class Hook:
     def weights_were_set(self) -> None:
         """Called after a broadcast of the weights."""
 
+    def have_diverged(self, step: int) -> bool:
+        """Returns True if the ranks' weights differ after this step, until they are synchronized."""
+        return False
+
 
 # Attribute `optimizers`: the stack of distributed optimizers whose step this thread has entered,
 # outermost first.
@@ -301,7 +305,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             poison = tf.where(all_finite > 0, 0.0, float("nan"))
             first = next(i for i, gradient in enumerate(grads) if gradient is not None)
             poisoned[first] = with_nan(grads[first], poison)
-        # The inner optimizer checks what it steps on, and measures its norm.
+        # The inner optimizer checks the gradients of the step, and measures their norm.
         return self._check(grads, poisoned, loss_scale=None)
 
 

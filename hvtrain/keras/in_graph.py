@@ -70,7 +70,8 @@ def new_counter() -> tf.Variable:
 def refuse_xla(exchange: str) -> None:
     """Raises ValueError while a tf.function(jit_compile=True) is traced, because XLA cannot compile an exchange.
 
-    exchange: what the ranks would exchange, for the message.
+    Args:
+        exchange: a noun phrase for the exchange between ranks, for the message.
     """
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(

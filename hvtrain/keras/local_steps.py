@@ -141,7 +141,6 @@ class LocalHook(Hook):
     synchronized_step: int = 0
 
     def have_diverged(self, step: int) -> bool:
-        """True if the ranks' weights differ after this step."""
         if self.outer and not self.has_anchors:
             return False  # No step since the weights were set on all ranks.
         return (
@@ -207,14 +206,20 @@ class LocalHook(Hook):
         variables = optimizer._trainable_variables
         own = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         if not self.outer:
-            means = optimizer._check(own, self.reducer(own, variables))
+            means = self._check(own, self.reducer(own, variables))
             for variable, mean in zip(variables, means):
                 variable.assign(variable.constraint(mean) if variable.constraint else mean)
             return
         changes = [tf_variable(anchor) - value for anchor, value in zip(self.anchors, own)]
-        self.outer.apply(optimizer._check(changes, self.reducer(changes, variables)), self.anchors)
+        self.outer.apply(self._check(changes, self.reducer(changes, variables)), self.anchors)
         for variable, anchor in zip(variables, self.anchors):
             variable.assign(tf_variable(anchor))
+
+    def _check(self, own: list[tf.Tensor], means: list[tf.Tensor]) -> list[tf.Tensor]:
+        if not self.finite_check:
+            return means
+        # Without waiting, the zeros that replace non-finite values would become the weights.
+        return self.finite_check(own, means, waits=True)
 
 
 class LocalSteps(Distributed):
@@ -344,8 +349,7 @@ def _make_local(
 
     hook = LocalHook(
         reducer,
-        # Without waiting, the zeros that replace non-finite values would become the weights.
-        FiniteCheck(waits=True) if check_finite else None,
+        FiniteCheck() if check_finite else None,
         every=every,
         warmup_steps=warmup_steps,
         outer=outer,

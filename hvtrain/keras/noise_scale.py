@@ -96,7 +96,7 @@ class NoiseScale:
     def estimate(self, batch_size: int) -> float | None:
         """Returns the noise scale in examples; None if there is not enough data yet (every rank).
 
-        It is that of the ranks that exchange gradients, and None on ranks that exchange none.
+        Only ranks that exchange gradients count. On a rank outside the process set it is None.
 
         Args:
             batch_size: examples in a rank's gradient, the same on all ranks.

@@ -119,11 +119,6 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             "check_finite=True needs gradients that all ranks share; leave process_set out"
         )
 
-    if backward_passes_per_step < 1:
-        raise ValueError(
-            f"backward_passes_per_step={backward_passes_per_step} is out of range; it must be at least 1"
-        )
-
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
     # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its
     # scale_loss.
@@ -133,17 +128,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         is_scaled = True
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if backward_passes_per_step > 1:
-        # Keras creates the accumulators when it builds the optimizer.
-        if inner.built or inner.gradient_accumulation_steps:
-            raise ValueError(
-                f"backward_passes_per_step={backward_passes_per_step} needs an optimizer that is not built yet and has "
-                "no gradient_accumulation_steps of its own; set one of the two, before the first step"
-            )
-        inner.gradient_accumulation_steps = backward_passes_per_step
+    _accumulate(inner, backward_passes_per_step)
     if name:
         optimizer.name = name
-    accumulation_steps = inner.gradient_accumulation_steps
 
     reducer = Reducer(
         op=op,
@@ -160,15 +147,6 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         scale_local_gradients=scale_local_gradients,
         gathers_weights=shard,
     )
-    # An overridden step need not be linear in the gradients; the mean of the ranks' steps would
-    # then not be the step of the joint batch.
-    own_steps = overridden_steps(type(inner))
-    if accumulation_steps and own_steps:
-        raise ValueError(
-            f"{type(inner).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
-            f"{accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
-        )
-
     if is_scaled and getattr(compression, "keeps_errors", False):
         raise ValueError(
             f"compression {compression.name} keeps errors from step to step, but a loss scale changes their unit; use "
@@ -180,7 +158,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     clip_tables(inner)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if not accumulation_steps:
+    if not inner.gradient_accumulation_steps:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     else:
         # The inner optimizer accumulates, so it is the one that reduces. A loss scale around it sees
@@ -208,6 +186,35 @@ def check_is_plain(optimizer: Any) -> None:
     if any(map(is_distributed, parts)):
         raise ValueError(
             f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost"
+        )
+
+
+def _accumulate(optimizer: Optimizer, num_passes: int) -> None:
+    """Makes an optimizer accumulate the gradients of this many backward passes, if there are several.
+
+    Raises:
+        ValueError: the number is out of range, or the optimizer cannot accumulate.
+    """
+    if num_passes < 1:
+        raise ValueError(
+            f"backward_passes_per_step={num_passes} is out of range; it must be at least 1"
+        )
+    if num_passes > 1:
+        # Keras creates the accumulators when it builds the optimizer.
+        if optimizer.built or optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                f"backward_passes_per_step={num_passes} needs an optimizer that is not built yet and has no "
+                "gradient_accumulation_steps of its own; set one of the two, before the first step"
+            )
+        optimizer.gradient_accumulation_steps = num_passes
+
+    # An overridden step need not be linear in the gradients; the mean of the ranks' steps would
+    # then not be the step of the joint batch.
+    own_steps = overridden_steps(type(optimizer))
+    if optimizer.gradient_accumulation_steps and own_steps:
+        raise ValueError(
+            f"{type(optimizer).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
         )
 
 
@@ -247,9 +254,7 @@ def local_weights(local_layers: Any) -> list[Any]:
     layers = list(local_layers or [])
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(
-                f"local_layers holds a {type(layer).__name__}; Keras layers are needed"
-            )
+            raise ValueError(f"local_layers holds a {type(layer).__name__}; pass Keras layers")
         if not layer.built:
             raise ValueError(
                 f"local layer {layer.name} has no weights yet; build the model before its optimizer"

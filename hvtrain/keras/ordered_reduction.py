@@ -53,9 +53,10 @@ class OrderedReducer(Reducer):
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
             # A rank sends the other ranks' slices of its parts, and then the mean of its own slice to each
-            # of them. An element has 4 bytes.
+            # of them.
             num_elements = sum(value.shape.num_elements() or 0 for value in own[0])
-            self.sent_bytes = 4.0 * num_elements * (len(own) + 1) * (size - 1) / size
+            part_bytes = num_elements * _message_type(own[0]).size
+            self.sent_bytes = part_bytes * (len(own) + 1) * (size - 1) / size
 
         ready = self.marks.ready([value for part in own for value in part]) if self.marks else None
         means = ordered_means(own, self.name, self.process_set)
@@ -87,9 +88,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     """
     first_part = parts[0]
     size = process_set.size()
-    # All values share one message, so a single float64 tensor widens the others.
-    is_wide = any(value.dtype == tf.float64 for value in first_part)
-    dtype = tf.float64 if is_wide else tf.float32
+    dtype = _message_type(first_part)
     flat = [
         tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in part], axis=0)
         for part in parts
@@ -114,3 +113,9 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
         tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype)
         for piece, value in zip(pieces, first_part)
     ]
+
+
+def _message_type(part: list[tf.Tensor]) -> tf.DType:
+    """Returns the type of the message that holds all of a part: a single float64 tensor widens the others."""
+    has_float64 = any(value.dtype == tf.float64 for value in part)
+    return tf.float64 if has_float64 else tf.float32

@@ -45,9 +45,9 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
     """Returns this rank's share of the joint weighted mean, times the number of ranks (every rank).
 
-    The mean over the ranks of what they return is sum(values x weights) / sum(weights) over the joint
-    batch. A DistributedGradientTape or DistributedOptimizer, which averages gradients, therefore gets the
-    joint gradient. The result is 0 if the weights of all ranks sum to 0.
+    The mean of the ranks' results is sum(values x weights) / sum(weights) over the joint batch. So a
+    DistributedGradientTape or DistributedOptimizer, which averages gradients, gets the joint gradient.
+    The result is 0 if the weights of all ranks sum to 0.
 
     Args:
         values: a tensor of any shape, such as a loss for each example or token.
@@ -269,8 +269,8 @@ def _own_row_of_sum(gradients):
 
 def _sum_over_ranks(tensor):
     # Not named after the layer, since a model that uses it twice would send two messages of one
-    # name. Nor does the backward pass use Horovod's registered gradient, whose name comes from
-    # Keras's names.
+    # name. The backward pass does not use Horovod's registered gradient, whose name comes from
+    # Keras's names: these may differ between ranks.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
     )

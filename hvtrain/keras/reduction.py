@@ -238,13 +238,7 @@ class Reducer:
         if overwriting:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
-            expect_rows(self.op)
-            with tf.device(self.device_sparse):
-                reduced[i] = gather_rows(reduced[i], f"{self.name}_sparse_{i}", self.process_set)
-            if self.sums_duplicates:
-                reduced[i] = merge_rows(reduced[i])
-            # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
-            reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
+            reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
 
         done += tf.nest.flatten([reduced[i] for i in shared + tables], expand_composites=True)
         if done:
@@ -325,7 +319,7 @@ class Reducer:
         """
         done = []
         norms = []
-        # The result is so many times larger than the mean.
+        # How many times larger than the mean the result is.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
         # The flag is one more element of a message that is sent anyway, unless a WireFormat could
         # round it to 0.
@@ -354,6 +348,15 @@ class Reducer:
         if self.compressed:
             done += self.compressed.end_step()
         return done
+
+    def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        expect_rows(self.op)
+        with tf.device(self.device_sparse):
+            rows = gather_rows(gradient, name, self.process_set)
+        if self.sums_duplicates:
+            rows = merge_rows(rows)
+        # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
+        return self._scaled(rows, averages=self.op == hvd.Average)
 
     def _reduce_flag(self) -> list[Any]:
         """Reduces the flag, if any, in its own message; returns the operation that updates it."""

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -22,6 +22,7 @@ from hvtrain.keras.in_graph import tf_variable
 from hvtrain.keras.table_rows import rows_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ADVICE = {
     "gradient": "build the same model, loss and optimizers",
@@ -92,8 +93,7 @@ def compare_structure(
         if len(set(structures)) > 1:
             # The ranks send whole lines only for the error message.
             lines_by_rank = hvd.allgather_object(lines, **options)
-            ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
-            raise RankError(difference(lines_by_rank, ranks, noun))
+            raise RankError(difference(lines_by_rank, ranks_of(process_set), noun))
         _compared.add(key)
         is_first = process_set.rank() == 0
         if num_steps and is_first and None not in all_weights and len(set(all_weights)) > 1:
@@ -195,13 +195,27 @@ def difference(
     other, other_lines = next(
         (rank, lines) for rank, lines in zip(ranks, lines_by_rank) if lines != first_lines
     )
-    pairs = enumerate(zip_longest(first_lines, other_lines, fillvalue="missing"))
-    line, (first, second) = next((line, pair) for line, pair in pairs if pair[0] != pair[1])
+    line, first, second = first_difference(first_lines, other_lines)
     subject = f"{noun} {line - 1} is" if line else "the reduction is set to"
     return (
         f"cannot reduce the {noun}s of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
         f"{second} on rank {other}; {_ADVICE[noun]}, in the same order, on every rank"
     )
+
+
+def first_difference(first: Sequence[T], second: Sequence[T]) -> tuple[int, T | str, T | str]:
+    """Returns the first position at which two sequences differ, and what each holds there.
+
+    >>> first_difference("ab", "abc")
+    (2, 'missing', 'c')
+    """
+    pairs = zip_longest(first, second, fillvalue="missing")
+    return next((position, *pair) for position, pair in enumerate(pairs) if pair[0] != pair[1])
+
+
+def ranks_of(process_set: Any) -> Sequence[int]:
+    """Returns the numbers of the ranks in a process set; the set of all ranks may not list them."""
+    return getattr(process_set, "ranks", None) or range(process_set.size())
 
 
 def _dimensions(shape: tf.TensorShape) -> str:

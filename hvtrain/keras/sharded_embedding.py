@@ -54,7 +54,8 @@ class ShardedRows:
         rank, size = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
         if size > 1 and is_elastic():
             raise ValueError(
-                f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows"
+                f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows; use "
+                "keras.layers.Embedding, or a job with a fixed number of ranks"
             )
         rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
@@ -146,9 +147,11 @@ class ShardedRows:
     def load_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
         saved = store["0"]
-        if saved.shape != (self.input_dim, self.output_dim):
+        shape = (self.input_dim, self.output_dim)
+        if saved.shape != shape:
             raise ValueError(
-                f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}"
+                f"table {self.name} has shape {shape}, but the file's table has {saved.shape}; build the layer with "
+                "the input_dim and output_dim that were saved"
             )
         rows = rows_of(variable)
         variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])
@@ -168,10 +171,10 @@ def wrong_ids(error: Exception) -> str | None:
     match = re.search(
         r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error)
     )
-    return (
-        match
-        and f"{match[1]}, but got ids from {match[2]} to {match[3]}; give it more rows, or check the data"
-    )
+    if not match:
+        return None
+    rows, smallest, largest = match.groups()
+    return f"{rows}, but got ids from {smallest} to {largest}; give it more rows, or check the data"
 
 
 def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
@@ -196,14 +199,14 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
         counts = tf.math.bincount(owners, minlength=num_ranks, maxlength=num_ranks)
         # From each id to its position among the ids that are sent.
         positions = tf.gather(tf.math.invert_permutation(order), positions)
-        wanted, wanted_counts = hvd.alltoall(
+        requested, requested_counts = hvd.alltoall(
             tf.gather(unique, order), counts, name=f"{name}_ids", **options
         )
-    own = tf.gather(tf_variable(variable), wanted // num_ranks)
+    own = tf.gather(tf_variable(variable), requested // num_ranks)
 
     @tf.custom_gradient
     def exchange(own):
-        received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
+        received, _ = hvd.alltoall(own, requested_counts, name=name, **options)
         # Keeps the exchange in the graph: unused operations are pruned from some graphs and not
         # from others, but an Assert never is.
         tf.debugging.Assert(tf.size(received) >= 0, [name])

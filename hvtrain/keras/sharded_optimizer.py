@@ -125,7 +125,7 @@ class Part(NamedTuple):
 
         `folder` has no effect here; Rows.gather needs it.
         """
-        flat = self._joined(tf.reshape(tf.convert_to_tensor(slot), [-1]))
+        flat = self._join(tf.reshape(tf.convert_to_tensor(slot), [-1]))
         # A slot without a reference variable is whole on each rank, or empty on ranks that have no
         # part of its variable.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
@@ -138,10 +138,10 @@ class Part(NamedTuple):
         own: Any = []
         if whole is not None and self.process_set.rank() == 0:
             own = np.ravel(whole)
-        flat = self._joined(tf.constant(own, slot.dtype))
+        flat = self._join(tf.constant(own, slot.dtype))
         slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
 
-    def _joined(self, own: tf.Tensor) -> tf.Tensor:
+    def _join(self, own: tf.Tensor) -> tf.Tensor:
         """Joins the ranks' values [n], in the order of the ranks (every rank)."""
         # As bytes, since Horovod cannot gather bfloat16.
         joined = hvd.allgather(

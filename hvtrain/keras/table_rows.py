@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
 from hvtrain.checkpoint.store import PIECE_BYTES, ShardedTable, whole_shape
 from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
+from hvtrain.system import resources
 
 
 class Rows(NamedTuple):
@@ -50,8 +50,6 @@ class Rows(NamedTuple):
     def gather(self, variable: Any, folder: Path | None = None) -> ShardedTable | None:
         """Returns the whole table on rank 0, and None elsewhere (every rank).
 
-        The shards are mapped from an unnamed temporary file, which is deleted with them.
-
         Args:
             variable: this rank's rows, [own, ...].
             folder: where rank 0 has space for the file; None: the system's temporary folder.
@@ -65,13 +63,7 @@ class Rows(NamedTuple):
         problem = None
         if self.rank == 0:
             try:
-                with TemporaryFile(dir=folder) as file:
-                    # Reserves the space: a write to mapped memory would kill the
-                    # process if the disk were full.
-                    os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
-                    rows = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
-                counts = [self._replace(rank=rank).num_own for rank in range(self.num_ranks)]
-                table = ShardedTable(np.split(rows, np.cumsum(counts)[:-1]))
+                table = self._empty_table(shape, value.dtype, folder)
             except OSError as error:
                 where = folder or gettempdir()
                 problem = (
@@ -92,6 +84,17 @@ class Rows(NamedTuple):
                 for shard, piece in zip(table.shards, pieces):
                     shard[begin : begin + len(piece)] = piece
         return table
+
+    def _empty_table(
+        self, shape: tuple[int, ...], dtype: tf.DType, folder: Path | None
+    ) -> ShardedTable:
+        """Returns a table in an unnamed temporary file, which is deleted with it; a shard has a rank's rows."""
+        with TemporaryFile(dir=folder) as file:
+            # Reserves the space: a write to mapped memory would kill the process if the disk were full.
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.size)
+            rows = np.memmap(file, dtype.as_numpy_dtype, "r+", shape=shape)
+        counts = [self._replace(rank=rank).num_own for rank in range(self.num_ranks)]
+        return ShardedTable(np.split(rows, np.cumsum(counts)[:-1]))
 
     def scatter(self, variable: Any, whole: np.ndarray | ShardedTable | None) -> None:
         """Sets this rank's rows to those of rank 0's table (every rank)."""
@@ -138,7 +141,7 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
     store["0"] = np.empty(0)
     del store["0"]
     group = store._h5_entry_group
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = resources.free_bytes()
     # The buffer is copied when it grows.
     if group.file.driver == "fileobj" and 2 * table.nbytes > free_bytes:
         raise MemoryError(
@@ -146,8 +149,8 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
             f"{free_bytes / 2**30:,.1f} GiB are free here; save the weights alone, as .weights.h5"
         )
     rows = group.create_dataset("0", table.shape, table.dtype)
-    for place, piece in table.pieces():
-        rows[place] = piece
+    for position, piece in table.pieces():
+        rows[position] = piece
 
 
 def whole_spec(variable: Any) -> tf.TensorSpec:
@@ -203,21 +206,21 @@ def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
 
 def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the function that turns uniform random numbers into an initializer's values."""
-    kinds = keras.initializers
-    initializer = kinds.get(initializer)
-    if isinstance(initializer, kinds.RandomUniform):
+    initializers = keras.initializers
+    initializer = initializers.get(initializer)
+    if isinstance(initializer, initializers.RandomUniform):
         return lambda uniform: (
             initializer.minval + uniform * (initializer.maxval - initializer.minval)
         )
-    if isinstance(initializer, kinds.RandomNormal):
+    if isinstance(initializer, initializers.RandomNormal):
         return lambda uniform: initializer.mean + initializer.stddev * ndtri(uniform)
-    if isinstance(initializer, kinds.TruncatedNormal):
+    if isinstance(initializer, initializers.TruncatedNormal):
         # Truncated at two standard deviations, as in Keras.
         low = ndtr(-2.0)
         return lambda uniform: (
             initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
         )
-    if isinstance(initializer, (kinds.Zeros, kinds.Ones, kinds.Constant)):
+    if isinstance(initializer, initializers.Zeros | initializers.Ones | initializers.Constant):
         constant = float(initializer((1,))[0])
         return lambda uniform: np.full_like(uniform, constant)
     raise ValueError(
@@ -228,7 +231,7 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 def check_size(rows: Rows, row_bytes: int) -> None:
     """Raises ValueError if this rank's rows do not fit into free host memory. Checks nothing if there is a GPU."""
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = resources.free_bytes()
     num_bytes = rows.num_own * row_bytes
     if num_bytes > free_bytes and not tf.config.list_logical_devices("GPU"):
         raise ValueError(

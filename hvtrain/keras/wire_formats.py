@@ -3,7 +3,7 @@
 Horovod's all-reduce can only carry types that it can add. BFloat16 and Int8 move bytes instead:
 each rank receives its slice of every rank's gradients (alltoall), decodes and averages them, and
 sends the mean to all ranks (allgather). That is the traffic of a ring all-reduce, in narrower
-numbers. Two ranks swap their bytes. PowerSGD reduces two thin matrices in place of a large one.
+numbers. Two ranks swap their bytes. PowerSGD reduces two thin matrices instead of a large one.
 
 In each format all ranks decode the same values, so their weights stay equal to the last bit.
 """
@@ -64,11 +64,8 @@ class WireFormat(ABC):
         """
 
     @abstractmethod
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        """Returns the bytes that a rank sends to reduce tensors of these shapes.
-
-        Tensors of unknown size count as 0.
-        """
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        """Returns the bytes that a rank sends to reduce these tensors. Unknown sizes count as 0."""
 
 
 class ByteFormat(WireFormat):
@@ -92,27 +89,22 @@ class ByteFormat(WireFormat):
     def reduce(
         self, tensors: Tensors, projections: list[Any], name: str, process_set: Any
     ) -> tuple[Tensors, Tensors]:
-        dtype = tensors[0].dtype
+        num_ranks = process_set.size()
+        if num_ranks > 2:
+            # Each rank averages one slice. All slices have equally many blocks.
+            blocks = _pack(tensors, num_ranks)
+            means, errors = self._average_slices(blocks, name, process_set)
+        else:
+            # Two ranks swap everything, which takes the same number of bytes and rounds only once.
+            blocks = _pack(tensors, 1)
+            means, errors = self._swap_pieces(blocks, name, process_set)
+        return _unpack(means, tensors), _unpack(errors, tensors)
+
+    def _average_slices(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
+        """Returns the mean over the ranks of their blocks, and this rank's errors."""
+        dtype = blocks.dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
-        # With three ranks or more, each averages one slice. All slices have equally many blocks.
-        num_slices = num_ranks if num_ranks > 2 else 1
-        blocks = _pack(tensors, num_slices)
-        # Two ranks swap everything, which takes the same number of bytes and rounds only once. While
-        # a piece is on its way, others are encoded and decoded.
-        if num_slices == 1:
-            num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
-            pieces = [blocks]
-            # Eagerly, tf.split takes no -1 alone.
-            if num_pieces > 1:
-                pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
-            results = [
-                self._mean_of_two(piece, f"{name}_{number}", process_set)
-                for number, piece in enumerate(pieces)
-            ]
-            means, errors = (tf.concat(parts, axis=0) for parts in zip(*results))
-            return _unpack(means, tensors), _unpack(errors, tensors)
-
         encoded, own = self.encode(blocks)
         errors = blocks - own
         received = tf.split(hvd.alltoall(encoded, name=f"{name}_pieces", **options), num_ranks)
@@ -129,16 +121,32 @@ class ByteFormat(WireFormat):
         blocks_before = process_set.rank() * slice_blocks
         blocks_after = tf.shape(blocks)[0] - blocks_before - slice_blocks
         errors += tf.pad(slice_error, [[blocks_before, blocks_after], [0, 0]])
-        return _unpack(means, tensors), _unpack(errors, tensors)
+        return [means, errors]
+
+    def _swap_pieces(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
+        """Returns the mean of two ranks' blocks, and this rank's errors.
+
+        While a piece is on its way, others are encoded and decoded.
+        """
+        num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
+        pieces = [blocks]
+        # Eagerly, tf.split takes no -1 alone.
+        if num_pieces > 1:
+            pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
+        results = [
+            self._mean_of_two(piece, f"{name}_{number}", process_set)
+            for number, piece in enumerate(pieces)
+        ]
+        return [tf.concat(parts, axis=0) for parts in zip(*results)]
 
     def _mean_of_two(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
-        """Returns the mean of two ranks' blocks, and this rank's errors."""
+        """Does what _swap_pieces does, for a single piece."""
         encoded, own = self.encode(blocks)
         other = self.decode(swap(encoded, f"{name}_bytes", process_set), blocks.dtype)
         return [(own + other) / 2, blocks - own]
 
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        blocks = sum(shape.num_elements() or 0 for shape in shapes) / BLOCK
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        blocks = sum(tensor.shape.num_elements() or 0 for tensor in tensors) / BLOCK
         return ring_bytes(blocks * self.block_bytes, num_ranks)
 
 
@@ -259,12 +267,13 @@ class PowerSGD(WireFormat):
         for i, base, coefficient in zip(low_rank, bases, coefficients):
             approximation = tf.matmul(base, coefficient, transpose_b=True)
             means_by_index[i] = tf.reshape(approximation, tf.shape(tensors[i]))
-            # A step that overflows must not leave its NaNs in the next step's start. Nor must one
-            # without gradients leave zeros: P would be the same columns of the identity ever after.
+            # A step that overflows must not leave NaNs as the next step's start. A step without
+            # gradients must not leave zeros, with which P would stay columns of the identity forever.
             sizes = tf.reduce_sum(tf.abs(coefficient), axis=0)
             is_usable = tf.math.is_finite(sizes) & (sizes > 0)
-            kept = tf.where(is_usable, tf.cast(coefficient, projections[i].dtype), projections[i])
-            projections[i].assign(kept)
+            projection = projections[i]
+            next_start = tf.where(is_usable, tf.cast(coefficient, projection.dtype), projection)
+            projection.assign(next_start)
         means = [means_by_index[i] for i in range(len(tensors))]
         errors = [
             tf.zeros_like(tensor) if projection is None else tensor - mean
@@ -272,16 +281,17 @@ class PowerSGD(WireFormat):
         ]
         return means, errors
 
-    def sent_bytes(self, shapes: list[tf.TensorShape], num_ranks: int) -> float:
-        num_values = 0
-        for shape in shapes:
-            num_sent = shape.num_elements() or 0
-            projection_shape = self.projection_shape(shape)
+    def sent_bytes(self, tensors: Tensors, num_ranks: int) -> float:
+        num_bytes = 0
+        for tensor in tensors:
+            num_values = tensor.shape.num_elements() or 0
+            projection_shape = self.projection_shape(tensor.shape)
             if projection_shape:
                 num_columns, rank = projection_shape
-                num_sent = rank * (num_sent // num_columns + num_columns)
-            num_values += num_sent
-        return ring_bytes(4 * num_values, num_ranks)
+                num_values = rank * (num_values // num_columns + num_columns)
+            # All other types are sent as float32: see CompressedReduction.
+            num_bytes += num_values * (8 if tensor.dtype == tf.float64 else 4)
+        return ring_bytes(num_bytes, num_ranks)
 
 
 def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:

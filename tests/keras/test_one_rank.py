@@ -11,11 +11,13 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
+from hvtrain.keras import collectives, ordered_reduction
 from hvtrain.keras.compression import sent_bytes
-from hvtrain.keras.gradients import group_by_message
+from hvtrain.keras.gradients import FiniteCheck, group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.optimizer import gradient_norm
-from hvtrain.keras.ordered_reduction import ordered_means
+from hvtrain.keras.ordered_reduction import OrderedReducer, ordered_means
+from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
 
@@ -43,6 +45,15 @@ def test_an_ordered_mean_keeps_the_digits_of_float64():
     value = tf.constant([1 + 1e-12], tf.float64)
     (mean,) = ordered_means([[value]], "digits", hvd.global_process_set)
     assert mean.numpy() == value.numpy()
+
+
+def test_an_ordered_reduction_counts_the_bytes_of_float64(monkeypatch):
+    two_ranks = SimpleNamespace(size=lambda: 2, included=lambda: True, process_set_id=0)
+    monkeypatch.setattr(ordered_reduction, "compare_structure", lambda *_: None)
+    monkeypatch.setattr(ordered_reduction, "ordered_means", lambda parts, *_: parts[0])
+    reducer = OrderedReducer(process_set=two_ranks)
+    reducer([tf.zeros([3]), tf.zeros([2], tf.float64)])
+    assert reducer.sent_bytes == 5 * 8, "half of its part, and its half of the mean"
 
 
 def test_a_loss_that_is_not_scaled_has_no_overflow(monkeypatch):
@@ -91,12 +102,24 @@ def test_weights_averaged_in_every_step_are_not_taken_for_gradients():
         hvd.NoiseScale(optimizer)
 
 
-def test_weights_that_are_not_finite_do_not_become_zeros_on_gpus(monkeypatch):
+def test_on_gpus_weights_wait_for_their_check_and_gradients_of_the_warmup_do_not(monkeypatch):
+    """Zeros that replace values that are not finite must not become weights."""
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-    local = hvd.LocalSGD(keras.optimizers.SGD(), check_finite=True)
-    every_step = hvd.DistributedOptimizer(keras.optimizers.SGD(), check_finite=True)
-    waits = [optimizer._hvtrain.finite_check.waits for optimizer in (local, every_step)]
-    assert waits == [True, False]
+    monkeypatch.setattr(Reducer, "is_alone", False)
+    waits = []
+
+    class RecordingCheck(FiniteCheck):
+        def __call__(self, own, reduced, **options):
+            waits.append(self.waits or options.get("waits", False))
+            return reduced
+
+    optimizer = hvd.LocalSGD(keras.optimizers.SGD(), every=1, warmup_steps=1, check_finite=True)
+    check = optimizer._hvtrain.finite_check
+    check.__class__ = RecordingCheck
+    variables = [keras.Variable([1.0])]
+    for _ in range(2):
+        optimizer.apply([tf.constant([1.0])], variables)
+    assert waits == [False, True]
 
 
 def test_local_steps_with_a_sum_of_weights_are_refused():
@@ -137,6 +160,24 @@ def test_after_a_reset_local_steps_synchronize_again_at_the_same_step():
     assert optimizer._hvtrain.have_diverged(10)
 
 
+def test_a_reset_keeps_the_gradients_that_all_ranks_have_accumulated(monkeypatch):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=4)
+    state = hvd.elastic.KerasState(model, optimizer)
+    for _ in range(3):
+        optimizer.apply([tf.constant([[1.0]])])
+
+    def gather(value, name=None, process_set=None):
+        # Rank 1 has taken as many calls as this rank, and rank 2 has just joined.
+        return [value, value, 0] if name == "hvtrain.accumulated" else [value]
+
+    monkeypatch.setattr(hvd.elastic.hvd, "allgather_object", gather)
+    monkeypatch.setattr(collectives, "sum_arrays", lambda arrays: [arrays[0] + 5.0])
+    state.sync()
+    (accumulator,) = optimizer._accumulated_gradients
+    assert accumulator.numpy().item() == (3 + 5) / 2
+
+
 def test_a_metric_with_a_value_for_each_class_is_averaged():
     logs = {"f1_score": tf.constant([0.5, 1.0]), "loss": 2.0}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
@@ -175,6 +216,13 @@ def test_a_gradient_of_unknown_shape_counts_as_no_bytes(compression):
 def test_gradients_of_bfloat16_are_sent_as_float32_and_counted_so(compression, item_bytes):
     gradient = tf.TensorSpec([1024], tf.bfloat16)
     assert sent_bytes([gradient], getattr(hvd.Compression, compression), 2) == 1024 * item_bytes
+
+
+def test_powersgd_sends_float64_as_it_is_and_counts_it_so():
+    single, double = (tf.TensorSpec([64, 32], dtype) for dtype in (tf.float32, tf.float64))
+    compression = hvd.Compression.powersgd(1)
+    sent = sent_bytes([single], compression, 2)
+    assert sent_bytes([double], compression, 2) == 2 * sent == 2 * 4 * (64 + 32)
 
 
 def test_an_average_in_the_place_of_the_name_is_refused():

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.keras.sharded_embedding import ShardedEmbedding, wrong_ids
-from hvtrain.keras.table_rows import Rows, make_rows
+from hvtrain.keras.table_rows import Rows, check_size, make_rows
+from hvtrain.system import resources
 from launching import run_worker
 
 pytestmark = pytest.mark.distributed
@@ -83,6 +84,14 @@ def test_first_rows_are_distributed_as_the_initializer_says():
     assert abs(np.corrcoef(normal.T) - np.eye(8)).max() < 0.05
 
 
+def test_a_table_must_fit_into_the_memory_of_its_container(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda _: [])
+    monkeypatch.setattr(resources, "free_bytes", lambda: 100)
+    check_size(Rows("t", 20, rank=0, num_ranks=2), row_bytes=10)
+    with pytest.raises(ValueError, match="use more hosts, or fewer rows"):
+        check_size(Rows("t", 21, rank=0, num_ranks=2), row_bytes=10)
+
+
 def test_a_rank_may_look_up_nothing(ranks):
     assert all(rank["empty batch"] for rank in ranks)
 
@@ -141,6 +150,14 @@ def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
 
 def test_evaluate_and_predict_equal_one_process(ranks):
     assert ranks[0]["saved"]["evaluated"] < 1e-6
+
+
+def test_a_saved_table_of_another_width_is_refused_with_both_shapes():
+    layer = ShardedEmbedding(5, 2, name="t")
+    layer.build()
+    message = r"has shape \(5, 2\), but the file's table has \(5, 3\); build the layer with"
+    with pytest.raises(ValueError, match=message):
+        layer.load_own_variables({"0": np.zeros((5, 3))})
 
 
 def test_an_error_about_ids_becomes_one_line():
