@@ -576,3 +576,15 @@ def test_a_target_may_have_a_number_for_a_name(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(PLAIN.replace("y", "60", 1))
     source = Table(str(tmp_path / "t.csv"), 60, num_test=0)
     assert source.num_examples("train") == ROWS and source.class_names == ["no", "yes"]
+
+
+def test_spaces_may_precede_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('n, "place, land", "note"\n1, "Bonn, D", "he says, ""yes"""\n2, Ulm, ""\n')
+    assert read_table(path, "dataset.file").to_pydict() == {
+        "n": ["1", "2"],
+        "place, land": ["Bonn, D", "Ulm"],
+        "note": ['he says, "yes"', ""],
+    }
+    path.write_text('x,y\n"a, ""b""", 1\n')
+    assert read_table(path, "dataset.file")["y"].to_pylist() == [" 1"], "nothing is rewritten"

@@ -55,6 +55,7 @@ def read_csv(
 
     Raises:
         ValueError: The file is damaged, or its quotes or encoding are of no known kind.
+        csv.Error: Quotes after spaces are not closed, or text follows them.
     """
     data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
@@ -64,6 +65,8 @@ def read_csv(
         quote = False
     elif ESCAPED_QUOTE.search(sample):
         raise ValueError('a quote in a cell is written as \\", and "" is needed')
+    elif _has_spaces_before_quotes(sample, layout.delimiter):
+        data = _without_spaces_before_quotes(data, layout.delimiter)
 
     # Numbers stand in for names, since two columns may share a name, or have none.
     types = {str(number): pa.string() for number in range(len(layout.names))}
@@ -126,6 +129,24 @@ def _is_quoted(data: pa.Buffer, sample: str) -> bool:
         num_quoted = len(re.findall(r'(?m)(?:^|\t)"', sample))
         return 2 * num_quoted > sample.count("\t") + sample.count("\n")
     return True
+
+
+def _has_spaces_before_quotes(sample: str, delimiter: str) -> bool:
+    """True if a cell is written as in `1, "a, b"`; to Arrow, that is the start of two unquoted cells."""
+    if delimiter == " " or not re.search(rf'(?m)(?:^|{re.escape(delimiter)}) +"', sample):
+        return False
+    # The match may be inside a quoted cell, as in "he says, ""hello"".".
+    rows = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
+    return any(re.match(' +"', cell) for row in rows for cell in row)
+
+
+def _without_spaces_before_quotes(data: pa.Buffer, delimiter: str) -> pa.Buffer:
+    """Rewrites a CSV file without the spaces between delimiters and cells. Raises csv.Error for odd quotes."""
+    lines = io.TextIOWrapper(pa.BufferReader(data), "utf-8", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    rewritten = io.StringIO(newline="")
+    csv.writer(rewritten, delimiter=delimiter).writerows(rows)
+    return pa.py_buffer(rewritten.getvalue().encode())
 
 
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
@@ -212,7 +233,11 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     """Returns the layout of a file's first characters with a delimiter."""
-    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
+    # With a space as the delimiter, csv would not tell the two apart.
+    skips_spaces = delimiter != " "
+    reader = csv.reader(
+        io.StringIO(sample, newline=""), delimiter=delimiter, skipinitialspace=skips_spaces
+    )
     # Empty lines before the header are skipped.
     names = next(filter(None, reader), [])
     num_lines = reader.line_num
