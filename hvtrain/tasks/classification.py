@@ -168,9 +168,10 @@ class Multilabel(Task):
     ) -> list[Figure]:
         """Returns a table with each label's accuracy, precision and recall."""
         predictions = self.decode(reviewed.outputs) > 0.5
+        names = output_names(source, predictions.shape[-1], "label_names")
 
         rows = []
-        for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
+        for name, true, predicted in zip(names, reviewed.targets.T > 0.5, predictions.T):
             num_true = int(true.sum())
             num_correct = (true & predicted).sum()
             accuracy = np.mean(true == predicted)
@@ -178,7 +179,7 @@ class Multilabel(Task):
             # Precision is 0 for a label that is never predicted; recall, for one that never occurs.
             precision = num_correct / max(predicted.sum(), 1)
             recall = num_correct / max(num_true, 1)
-            rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
+            rows.append([name, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
 
         columns = ["label", "examples", "accuracy", "precision", "recall"]
         return [Table("Labels", f"On {reviewed.description}.", columns, rows)]
