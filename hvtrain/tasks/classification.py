@@ -208,9 +208,11 @@ class Binary(Multilabel):
         return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """Returns 0 or 1 for each example, and the probability of 1."""
+        """Returns each example's class, 0 or 1, its name, and the probability of 1."""
+        classes = self.decode(outputs)
         return {
-            "class": self.decode(outputs),
+            "class": classes,
+            "name": np.array(output_names(source, 2), object)[classes],
             "probability": ops.convert_to_numpy(ops.sigmoid(outputs)),
         }
 
