@@ -10,6 +10,8 @@ import tensorflow as tf
 from PIL import ImageColor
 
 from hvtrain.core.figures import Figure, Pictures, Table
+from hvtrain.data.pipeline.streams import StreamedSource
+from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import output_names
@@ -66,6 +68,13 @@ class Segmentation(ClassTask):
 
     def check_targets(self, source: Source) -> None:
         super().check_targets(source)
+        fills_masks = isinstance(source, StreamedSource) and source.fills_masks
+        if fills_masks and self.ignored_label != IGNORED:
+            label = "null" if self.ignored_label is None else self.ignored_label
+            raise ConfigError(
+                f"task.ignored_label={label}, and {source.name} fills the borders of masks with {IGNORED}; set "
+                f"task.ignored_label={IGNORED}, or dataset.shift_pixels=0 and another dataset.fit than pad"
+            )
         image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
             return  # If there are several inputs, any of them may be the image.
