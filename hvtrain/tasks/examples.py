@@ -127,15 +127,34 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
     while history and getattr(history.operation, "outputs", None):
         history = history.operation.outputs[history.tensor_index]._keras_history
     operation = history and history.operation
-    # In a layer of the user's own, an activation need not come last.
-    if not type(operation).__module__.startswith("keras."):
+    if operation is None:
         return
     function = getattr(operation, "activation", operation)
     activation = getattr(function, "__name__", type(function).__name__).lower()
+    if not type(operation).__module__.startswith("keras."):
+        # In a user's own layer or model, an activation need not come last.
+        activation = _last_operation(operation._inbound_nodes[history.node_index])
     if activation in ("sigmoid", "softmax"):
         raise ConfigError(
             f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
         )
+
+
+def _last_operation(node: Any) -> str:
+    """Traces the call of a layer, a node of Keras; returns TensorFlow's name of what computes its first output."""
+
+    def spec(argument):
+        if not isinstance(argument, keras.KerasTensor):
+            return argument
+        return tf.TensorSpec(argument.shape, argument.dtype)
+
+    arguments = node.arguments
+    args, kwargs = keras.tree.map_structure(spec, (arguments.args, arguments.kwargs))
+    function = tf.function(node.operation, autograph=False)
+    operation = function.get_concrete_function(*args, **kwargs).outputs[0].op
+    while operation.type in ("Identity", "Cast", "Reshape"):
+        operation = operation.inputs[0].op
+    return operation.type.lower()
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
