@@ -1,4 +1,4 @@
-"""Reads CSV files as people have them: their encoding, delimiter, header and quotes are found."""
+"""Reads CSV files as people have them: detects their encoding, delimiter, header and quotes."""
 
 import csv
 import io
@@ -18,27 +18,35 @@ SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells; a few may be malformed.
 MOSTLY = 0.9
-# Letters of Western languages that are not ASCII stand mostly alone; in words of other alphabets
-# they follow each other. This is the longest that such runs may be in Windows-1252, on average.
+# In Western languages, letters that are not ASCII mostly stand alone; in other alphabets, they follow
+# each other. Text in Windows-1252 may have runs of such letters of this length on average.
 LONGEST_RUNS = 2
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
-# A quote in a cell as Spark writes it. For CSV, the cell ends there, or goes on unquoted.
+# A quote within a cell as Spark writes it, with a backslash. In CSV, such a quote ends the cell.
 ESCAPED_QUOTE = re.compile(r'(?m)(?:^|[,;|\t])"[^"\n]*\\"[^",;|\s]')
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
+
+
+class Fit(NamedTuple):
+    """How well a delimiter fits a file. The largest fits best."""
+
+    is_regular: bool
+    """True if most rows have the same number of cells, and more than one."""
+    is_header: bool
+    """True if the first line has a name for each column."""
+    share: float
+    """The share of rows with the most frequent number of cells."""
+    width: int
+    """The most frequent number of cells."""
 
 
 class Layout(NamedTuple):
     """The layout of a CSV file, if `delimiter` separates its cells."""
 
     delimiter: str
-    fit: tuple[bool, bool, float, int]
-    """How well the delimiter fits; the largest fits best.
-
-    True if most rows have the same width and several cells, True if the first line has a name for each column, the
-    share of rows with that width, and the width in cells.
-    """
+    fit: Fit
     names: list[str]
     num_lines: int
     """The number of lines before the first row."""
@@ -51,10 +59,10 @@ def read_csv(
 
     Args:
         data: The file, not compressed.
-        delimiter, encoding: The user's choice; None: found.
+        delimiter, encoding: The user's choice; None: detected.
 
     Raises:
-        ValueError: The file is damaged, or its quotes or encoding are of no known kind.
+        ValueError: The file is damaged, or its quotes or encoding are not supported.
         csv.Error: Quotes after spaces are not closed, or text follows them.
     """
     data = _as_utf8(data, encoding)
@@ -97,8 +105,8 @@ def read_csv(
 
 
 def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
-    """Raises ValueError for a row that holds the names of the columns, as files have that were joined as text."""
-    # One column is no sure sign, and numbers may be names by chance.
+    """Raises ValueError if a row repeats the names of the columns, as in files that were concatenated as text."""
+    # In a single column, or with numbers as names, a row may equal the header by chance.
     if len(names) < 2 or not re.search(r"[^\W\d]", "".join(names)):
         return
     is_header = pc.equal(table[-1], names[-1])
@@ -106,7 +114,7 @@ def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
         # Most files end here: no row has even the last name.
         if not pc.any(is_header).as_py():
             return
-        # Columns without a name are called so.
+        # _find_layout() calls a column without a name "Unnamed: 3", for example.
         cells = [name, ""] if name.startswith("Unnamed: ") else [name]
         is_header = pc.and_(is_header, pc.is_in(column, pa.array(cells)))
     row = pc.index(is_header, True).as_py()
@@ -200,35 +208,37 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
         is_cut: True if the file has more.
         delimiter: The user's choice; None: one of DELIMITERS.
     """
-    num_before = 0
-    begin, _, rest = sample.partition("\n")
-    begin = begin.strip(" \r")
+    num_skipped = 0
+    first, _, rest = sample.partition("\n")
+    first = first.strip(" \r")
     # Excel writes the delimiter on a line of its own, such as sep=;
-    if begin.lower().startswith("sep=") and len(begin) == 5:
-        delimiter = delimiter or begin[4]
+    if first.lower().startswith("sep=") and len(first) == 5:
+        delimiter = delimiter or first[4]
         sample = rest
-        num_before = 1
+        num_skipped = 1
 
     # If rows begin with # as well, it does not mark comments.
     has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
-    while True:
-        layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
-        best = max(layouts, key=lambda layout: layout.fit)
+    best = _best_layout(sample, is_cut, delimiter)
+    while has_comments and sample.startswith("#"):
         rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last if it names the columns, as NumPy writes it.
-        if not has_comments or not sample.startswith("#"):
-            break
-        _, is_header, *_ = best.fit
-        if is_header and not rest.startswith("#"):
+        # The last comment may name the columns, as NumPy writes it.
+        if best.fit.is_header and not rest.startswith("#"):
             break
         sample = rest
-        num_before += 1
+        num_skipped += 1
+        best = _best_layout(sample, is_cut, delimiter)
     names = best.names
     if not names:
         raise ValueError("its first lines are empty")
     names[0] = names[0].removeprefix("# ")
     names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(names)]
-    return best._replace(names=names, num_lines=num_before + best.num_lines)
+    return best._replace(names=names, num_lines=num_skipped + best.num_lines)
+
+
+def _best_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
+    layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
+    return max(layouts, key=lambda layout: layout.fit)
 
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
@@ -252,7 +262,7 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter
-    fit = (width > 1 and share >= MOSTLY, is_header, share, width)
+    fit = Fit(width > 1 and share >= MOSTLY, is_header, share, width)
 
     if ends_with_delimiter:
         names = [*names, ""]

@@ -70,11 +70,11 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     texts = [document for document in documents if document and document.strip()]
     if not texts:
-        raise _no_text(file)
+        raise _no_text_error(file)
     return texts
 
 
-def _no_text(file: str) -> DataError:
+def _no_text_error(file: str) -> DataError:
     return DataError(
         f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
     )
@@ -118,7 +118,7 @@ def read_labelled(
         if text and text.strip()
     ]
     if not rows:
-        raise _no_text(file)
+        raise _no_text_error(file)
     num_gaps = sum(value is None for _, value in rows)
     if num_gaps:
         raise DataError(

@@ -18,7 +18,7 @@ MAX_CLASS_PHRASES = 5
 # At most this many odd cells of a column are shown.
 MAX_ODD = 3
 # At most this many distinct names of a column are searched for odd ones.
-MAX_LOOKED_AT = 10_000
+MAX_NAMES_SEARCHED = 10_000
 # Numbers that people write in place of missing ones.
 PLACEHOLDERS = {-99, -999, -9999, -99999, 99, 999, 9999, 99999}
 
@@ -80,7 +80,7 @@ def _odd_names(values: pa.Array) -> list[str]:
     """
     if not pa.types.is_string(values.type):
         return []
-    names = pc.unique(values).drop_null()[:MAX_LOOKED_AT]
+    names = pc.unique(values).drop_null()[:MAX_NAMES_SEARCHED]
     is_number = numbers_in(names).is_valid()
     details = []
     if 0.5 <= share(is_number) < 1:

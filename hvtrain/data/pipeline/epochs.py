@@ -69,12 +69,12 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the last two data sets are kept alive.
-    kept: deque[Dataset] = deque(maxlen=2)
+    alive: deque[Dataset] = deque(maxlen=2)
 
     def open_as_variant(epoch):
         with tf.device("CPU:0"):
-            kept.append(ready.pop() if ready else open_epoch(int(epoch)))
-            return tf.data.experimental.to_variant(kept[-1])
+            alive.append(ready.pop() if ready else open_epoch(int(epoch)))
+            return tf.data.experimental.to_variant(alive[-1])
 
     # Python is called once per epoch; TensorFlow itself reads the data set.
     @unconverted

@@ -41,7 +41,7 @@ NUMBERS = "numbers"
 # Instead of Keras's [UNK], which could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
-TAKEN = re.compile(
+RESERVED_NAMES = re.compile(
     r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|subtract|true_divide|discretization|hashing"
     r"|string_lookup|integer_lookup|category_encoding|mlp|numbers)(_\d+)?$"
 )
@@ -202,7 +202,7 @@ class TableFeatures:
             if self.has_block and not column.is_looked_up:
                 continue
             name = column.name.replace("/", "_")
-            while name in names or TAKEN.match(name):
+            while name in names or RESERVED_NAMES.match(name):
                 name += "_"
             names.add(name)
             yield name, [column]
