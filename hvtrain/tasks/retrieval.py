@@ -63,10 +63,11 @@ class InBatchSoftmax(keras.losses.Loss):
 
         items = self.joint_batch(targets)
         scores = queries @ tf.transpose(self.joint_batch(y_pred[:, 1]))
-        own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
+        own_scores = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
         # The query's own item is in the first column, and is masked in all others.
-        others = tf.where(targets[:, None] == items, scores.dtype.min, scores)
-        return tf.reduce_logsumexp(tf.concat([own[:, None], others], axis=1), axis=1) - own
+        other_scores = tf.where(targets[:, None] == items, scores.dtype.min, scores)
+        all_scores = tf.concat([own_scores[:, None], other_scores], axis=1)
+        return tf.reduce_logsumexp(all_scores, axis=1) - own_scores
 
 
 class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):

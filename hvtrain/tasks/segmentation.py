@@ -47,7 +47,7 @@ class Segmentation(ClassTask):
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
     head = "keras.layers.Conv2D({0}, 1) and the size of the image"
     best = "mean_iou"
-    rank = 2
+    target_rank = 2
     has_classes = True
     targets_are_masks = True
     num_reviewed = 200

@@ -18,8 +18,8 @@ SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells; a few may be malformed.
 MOSTLY = 0.9
-# In Western languages, letters that are not ASCII mostly stand alone; in other alphabets, they follow
-# each other. Text in Windows-1252 may have runs of such letters of this length on average.
+# The longest average run of letters that are not ASCII in Windows-1252. In Western languages, such
+# letters mostly stand alone; in other alphabets, they follow each other.
 LONGEST_RUNS = 2
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26

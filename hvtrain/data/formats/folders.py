@@ -182,8 +182,8 @@ def with_labels(
         for row in rows:
             text = row[-1] if row[-1] in labels else row[-1].partition(" ")[0]
             by_name[PurePath(row[0]).name].add(text)
-        # Files that are not in the list get an empty text, and those of one name but several
-        # classes all of them, as in "cat or dog". Neither names a class.
+        # A file that is not in the list gets an empty text, and one that is listed with several
+        # classes gets them all, as in "cat or dog". Neither text names a class.
         texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
     elif list(paths) != sorted(paths, key=_number_key):
         raise DataError(
