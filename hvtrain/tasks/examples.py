@@ -197,14 +197,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
-    # Without a threshold, F1Score takes the largest output for yes.
-    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
-    number = metric.k if isinstance(metric, TOP_K) else int(is_score)
-    if number >= outputs.shape[-1]:
-        raise ConfigError(
-            f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
-            "set its k or threshold, or leave it out"
-        )
+    _check_k(metric, name, outputs.shape[-1])
     for initial, first, rest, whole in zip(*states):
         # Both parts' states include the initial state, so it is subtracted once. The tolerance is
         # for float32 sums in a different order.
@@ -213,6 +206,18 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
                 "finite sum over examples; choose a metric that counts or averages, or compute it from the saved model"
             )
+
+
+def _check_k(metric: Metric, name: str, num_outputs: int) -> None:
+    """Raises ConfigError for a metric that takes the k largest outputs of an example if it has no more than k."""
+    # Without a threshold, F1Score takes the largest output for yes.
+    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
+    k = metric.k if isinstance(metric, TOP_K) else int(is_score)
+    if k >= num_outputs:
+        raise ConfigError(
+            f"task.metrics.{name} takes the {k} largest of {num_outputs} outputs, whatever they are; "
+            "set its k or threshold, or leave it out"
+        )
 
 
 def of_logits(metric: Metric, setting: str) -> Metric:

@@ -76,10 +76,22 @@ def read_csv(
     elif _has_spaces_before_quotes(sample, layout.delimiter):
         data = _without_spaces_before_quotes(data, layout.delimiter)
 
+    table = _parse(data, layout, quote)
+    if table.num_rows:
+        _refuse_repeated_names(table, layout.names)
+        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
+        last = table[-1][-1].as_py()
+        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
+            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
+    return table.rename_columns(layout.names)
+
+
+def _parse(data: pa.Buffer, layout: Layout, quote: Any) -> pa.Table:
+    """Parses a file with Arrow as a table of texts, whose columns are named by their numbers."""
     # Numbers stand in for names, since two columns may share a name, or have none.
     types = {str(number): pa.string() for number in range(len(layout.names))}
     try:
-        table = pa.csv.read_csv(
+        return pa.csv.read_csv(
             pa.BufferReader(data),
             pa.csv.ReadOptions(
                 column_names=list(types), skip_rows=layout.num_lines, block_size=BLOCK_BYTES
@@ -94,14 +106,7 @@ def read_csv(
         if "Empty CSV file" not in str(error):
             raise
         # The file has names, but no rows.
-        table = pa.schema(types).empty_table()
-    if table.num_rows:
-        _refuse_repeated_names(table, layout.names)
-        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
-        last = table[-1][-1].as_py()
-        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
-            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
-    return table.rename_columns(layout.names)
+        return pa.schema(types).empty_table()
 
 
 def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -119,27 +120,31 @@ def read_labelled(
     ]
     if not rows:
         raise _no_text_error(file)
-    num_gaps = sum(value is None for _, value in rows)
+    names = _class_names([value for _, value in rows], label, path)
+    numbers = {name: number for number, name in enumerate(names)}
+    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+
+
+def _class_names(labels: Sequence[Any], label: str, path: Path) -> list[str]:
+    """Returns the distinct labels of all texts, sorted. Raises the errors of read_labelled()."""
+    num_gaps = labels.count(None)
     if num_gaps:
         raise DataError(
-            f"{path}: {num_gaps:,} of {len(rows):,} texts have no {label}; fill the column, or leave those rows out"
+            f"{path}: {num_gaps:,} of {len(labels):,} texts have no {label}; fill the column, or leave those rows out"
         )
-    names = sorted({value for _, value in rows})
+    names = sorted(set(labels))
     if len(names) == 1:
         raise DataError(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
     # Classes with few texts are common, but a column of mostly unique values is not a label.
-    if len(names) > max(FEW_NAMES, len(rows) // 2):
+    if len(names) > max(FEW_NAMES, len(labels) // 2):
         raise ConfigError(
-            f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
+            f"dataset.label={label} has {len(names):,} values for {len(labels):,} texts, too many for classes; "
             "choose another column"
         )
-    if not numbers_in(pa.array(names)).null_count:
-        names = by_value(names)
-    numbers = {name: number for number, name in enumerate(names)}
-    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+    return names if numbers_in(pa.array(names)).null_count else by_value(names)
 
 
 def has_columns(path: Path) -> bool:
