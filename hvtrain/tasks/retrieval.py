@@ -30,10 +30,10 @@ class InBatchSoftmax(keras.losses.Loss):
     catalogue, so the loss depends neither on batches nor on the number of ranks.
 
     Args:
-        temperature: the number by which scores are divided.
+        temperature: The number by which scores are divided.
 
     Raises:
-        ConfigError: the temperature is not above 0.
+        ConfigError: The temperature is not above 0.
     """
 
     joint_batch = staticmethod(lambda rows: rows)
@@ -77,8 +77,8 @@ class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
     items, in training too.
 
     Args:
-        k: number of best items, as in the Keras metric.
-        name: name of the metric, as in the Keras metric.
+        k: Number of best items, as in the Keras metric.
+        name: Name of the metric, as in the Keras metric.
     """
 
     item_vectors: Callable[[], Any]

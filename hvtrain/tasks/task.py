@@ -367,9 +367,8 @@ class ClassTask(Task):
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact(
-            self.num_classes_fact, f"task={self.name}"
-        )
+        num_classes = source.fact(self.num_classes_fact, f"task={self.name}")
+        return *source.element_spec[1].shape, num_classes
 
     def takes(self, target: Any) -> bool:
         return is_integer(target, self.target_rank)

@@ -90,8 +90,8 @@ def number_formats(
     """Returns pairs of decimal sign and thousands separator, in the order in which to try them on a file.
 
     Args:
-        columns: the file's text columns.
-        decimal, thousands: the user's choice; None: inferred from the cells.
+        columns: The file's text columns.
+        decimal, thousands: The user's choice; None: inferred from the cells.
     """
     formats = [
         pair

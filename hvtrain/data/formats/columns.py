@@ -159,9 +159,9 @@ def infer(
     """Infers, from all its cells, how to read a column; returns the reason instead if it cannot be used.
 
     Args:
-        name: name of the column.
-        values: its cells, from plain().
-        number_formats: the formats to try, from cell_texts.number_formats().
+        name: Name of the column.
+        values: Its cells, from plain().
+        number_formats: The formats to try, from cell_texts.number_formats().
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
@@ -254,9 +254,9 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     """Reads the cells of a column in the same way as in the training table.
 
     Args:
-        column: the column, from infer().
-        values: its cells, from plain().
-        where: the file, for messages.
+        column: The column, from infer().
+        values: Its cells, from plain().
+        where: The file, for messages.
 
     Raises:
         DataError: The cells are not of the column's kind.

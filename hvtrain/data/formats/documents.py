@@ -199,8 +199,8 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
     A document may be spread over several splits.
 
     Args:
-        documents: all texts of the data set.
-        validation, test: shares of the characters.
+        documents: All texts of the data set.
+        validation, test: Shares of the characters.
 
     Returns:
         The texts of each split, without empty splits.

@@ -160,17 +160,17 @@ def with_labels(
     """Looks up the labels of files in a folder without class folders, such as ImageNet's validation images.
 
     Args:
-        paths: paths of the files, sorted.
-        labels: the label of each class, by class name.
-        class_file: a text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
+        paths: Paths of the files, sorted.
+        labels: The label of each class, by class name.
+        class_file: A text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
             files in the order of their names. Anything else on a line is ignored.
-        number_file: a similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
+        number_file: A similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
         The paths with their labels.
 
     Raises:
-        DataError: a file has no known class, or class_file has too few or too many lines, or no names
+        DataError: A file has no known class, or class_file has too few or too many lines, or no names
             although it is unclear whether 10.jpg comes before 2.jpg.
     """
     rows = _rows(class_file)

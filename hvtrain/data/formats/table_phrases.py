@@ -27,8 +27,8 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     """Describes how each column is used and what is odd in it, then what is left out.
 
     Args:
-        schema: the fitted schema.
-        cells: cells of the columns, by name.
+        schema: The fitted schema.
+        cells: Cells of the columns, by name.
     """
     phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
@@ -154,8 +154,8 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     """Describes the target: its classes with their shares, or the range of its numbers.
 
     Args:
-        schema: the inferred schema.
-        targets: targets of the training rows, as the model takes them: class indices or numbers, [n].
+        schema: The inferred schema.
+        targets: Targets of the training rows, as the model takes them: class indices or numbers, [n].
     """
     name = schema.target.name
     if not schema.classes:

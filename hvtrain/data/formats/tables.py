@@ -56,8 +56,8 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     """Lists the files of a table, each with the columns in its folders' names, such as year=2024/a.parquet.
 
     Args:
-        location: a file, a folder with tables in it, or a glob pattern.
-        setting: the setting that names it, for messages.
+        location: A file, a folder with tables in it, or a glob pattern.
+        setting: The setting that names it, for messages.
 
     Raises:
         DataError: There is no table, or a folder for dataset.file also holds those of other splits.
@@ -106,10 +106,10 @@ def read_table(
     """Reads a table from one or several files, concatenating their rows.
 
     Args:
-        locations: as in table_files(), one or several.
-        setting: the setting that names them, for messages.
-        column: the only column that is needed; a Parquet file's other columns are not read. None: all.
-        text_format: delimiter and encoding of CSV files. None: detected from the file.
+        locations: As in table_files(), one or several.
+        setting: The setting that names them, for messages.
+        column: The only column that is needed; a Parquet file's other columns are not read. None: all.
+        text_format: Delimiter and encoding of CSV files. None: detected from the file.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.

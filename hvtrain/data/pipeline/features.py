@@ -110,10 +110,10 @@ def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) ->
     """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
-        column: the fitted column.
-        cells: its cells.
-        where: the file, for messages.
-        rows: indices of the rows that are used; by default all.
+        column: The fitted column.
+        cells: Its cells.
+        where: The file, for messages.
+        rows: Indices of the rows that are used; by default all.
 
     Raises:
         DataError: There are gaps, and nothing to fill them with.
@@ -221,7 +221,7 @@ class TableFeatures:
 
         Args:
             values: Cells.values of all columns, by name.
-            rows: indices of the rows, int64.
+            rows: Indices of the rows, int64.
         """
         raw = {}
         for name, columns in self.inputs.items():
