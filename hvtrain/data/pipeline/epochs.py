@@ -188,7 +188,7 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
         return sorted({-(-longest // 2**halvings) for halvings in range(max(chosen, 1))})
     if list(chosen) != sorted(set(chosen)) or min(chosen, default=0) < 1:
         raise ConfigError(
-            f"data.bucket_by_length={list(chosen)} does not rise from at least 1; give [64,128,256]"
+            f"data.bucket_by_length={list(chosen)} must ascend from at least 1; give, for example, [64,128,256]"
         )
     return [*(boundary for boundary in chosen if boundary < longest), longest]
 
