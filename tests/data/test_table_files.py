@@ -586,5 +586,7 @@ def test_spaces_may_precede_quotes(tmp_path: Path) -> None:
         "place, land": ["Bonn, D", "Ulm"],
         "note": ['he says, "yes"', ""],
     }
-    path.write_text('x,y\n"a, ""b""", 1\n')
-    assert read_table(path, "dataset.file")["y"].to_pylist() == [" 1"], "nothing is rewritten"
+    # Nothing is rewritten: the quotes are in a quoted cell, or part of the text.
+    for row, cell in (('"a, ""b""", 1', " 1"), ('a, "b" c', ' "b" c')):
+        path.write_text(f"x,y\n{row}\n")
+        assert read_table(path, "dataset.file")["y"].to_pylist() == [cell]

@@ -63,7 +63,6 @@ def read_csv(
 
     Raises:
         ValueError: The file is damaged, or its quotes or encoding are not supported.
-        csv.Error: Quotes after spaces are not closed, or text follows them.
     """
     data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
@@ -154,11 +153,15 @@ def _has_spaces_before_quotes(sample: str, delimiter: str) -> bool:
 
 
 def _without_spaces_before_quotes(data: pa.Buffer, delimiter: str) -> pa.Buffer:
-    """Rewrites a CSV file without the spaces between delimiters and cells. Raises csv.Error for odd quotes."""
+    """Rewrites a CSV file without spaces between delimiters and cells."""
     lines = io.TextIOWrapper(pa.BufferReader(data), "utf-8", newline="")
     rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     rewritten = io.StringIO(newline="")
-    csv.writer(rewritten, delimiter=delimiter).writerows(rows)
+    try:
+        csv.writer(rewritten, delimiter=delimiter).writerows(rows)
+    except csv.Error:
+        # A quote is not closed, or text follows it, so quotes after spaces are part of the text.
+        return data
     return pa.py_buffer(rewritten.getvalue().encode())
 
 
