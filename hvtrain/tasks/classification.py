@@ -59,8 +59,8 @@ class Classification(ClassTask):
     has_classes = True
     num_reviewed = 2000
 
-    def __init__(self, *settings: Any, label_smoothing: float = 0.0, **more: Any) -> None:
-        super().__init__(*settings, **more)
+    def __init__(self, *args: Any, label_smoothing: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task.label_smoothing={label_smoothing} is out of range; "

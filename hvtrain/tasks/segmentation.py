@@ -52,9 +52,9 @@ class Segmentation(ClassTask):
     targets_are_masks = True
     num_reviewed = 200
 
-    def __init__(self, *settings: Any, ignored_label: int | None = 255, **more: Any) -> None:
+    def __init__(self, *args: Any, ignored_label: int | None = IGNORED, **kwargs: Any) -> None:
         self.ignored_label = ignored_label
-        super().__init__(*settings, **more)
+        super().__init__(*args, **kwargs)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(
@@ -99,14 +99,12 @@ class Segmentation(ClassTask):
         names = output_names(source, reviewed.outputs.shape[-1])
 
         # Numbers of pixels that count: [examples, true classes, predicted classes].
-        confusion = np.stack(
-            [
-                tf.math.confusion_matrix(mask[counts], prediction[counts], len(names))
-                for mask, prediction, counts in zip(
-                    targets, predicted, targets != self.ignored_label
-                )
-            ]
-        )
+        counts = targets != self.ignored_label
+        matrices = [
+            tf.math.confusion_matrix(target[pixels], prediction[pixels], len(names))
+            for target, prediction, pixels in zip(targets, predicted, counts)
+        ]
+        confusion = np.stack(matrices)
         # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
         union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection

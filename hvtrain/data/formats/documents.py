@@ -229,9 +229,9 @@ def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, li
     for sizes in (lengths, [1] * len(lengths)):
         # Documents are laid end to end in random order; each goes to the
         # split that contains its middle.
-        in_row = np.take(sizes, order)
+        shuffled = np.take(sizes, order)
         middles = np.empty(len(sizes), np.int64)
-        middles[order] = np.cumsum(in_row) - in_row + in_row // 2
+        middles[order] = np.cumsum(shuffled) - shuffled + shuffled // 2
         # Within a split, documents keep their original order.
         parts = {
             split: [number for number, middle in enumerate(middles.tolist()) if middle in span]

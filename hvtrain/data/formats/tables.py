@@ -171,10 +171,10 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     columns: dict[str, pa.ChunkedArray] = {}
     needed = names if column is None else [column]
     for start in range(0, len(needed), COLUMNS_AT_ONCE):
-        some = needed[start : start + COLUMNS_AT_ONCE]
-        block = file.read(some)
+        block_names = needed[start : start + COLUMNS_AT_ONCE]
+        block = file.read(block_names)
         # Asked for a column `a`, pyarrow also returns a column `a.b`.
-        columns |= {name: block[name] for name in some}
+        columns |= {name: block[name] for name in block_names}
     return pa.table(columns)
 
 
