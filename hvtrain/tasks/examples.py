@@ -141,17 +141,15 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
 
 
 def _last_operation(node: Any) -> str:
-    """Traces the call of a layer, a node of Keras; returns TensorFlow's name of what computes its first output."""
+    """Traces a layer's call, and returns the name of the TensorFlow operation that computes its first output.
 
-    def spec(argument):
-        if not isinstance(argument, keras.KerasTensor):
-            return argument
-        return tf.TensorSpec(argument.shape, argument.dtype)
-
-    arguments = node.arguments
-    args, kwargs = keras.tree.map_structure(spec, (arguments.args, arguments.kwargs))
-    function = tf.function(node.operation, autograph=False)
-    operation = function.get_concrete_function(*args, **kwargs).outputs[0].op
+    Args:
+        node: The keras.src.ops.node.Node of the call.
+    """
+    specs = {id(tensor): tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in node.input_tensors}
+    args, kwargs = node.arguments.fill_in(specs)
+    traced = tf.function(node.operation, autograph=False).get_concrete_function(*args, **kwargs)
+    operation = traced.outputs[0].op
     while operation.type in ("Identity", "Cast", "Reshape"):
         operation = operation.inputs[0].op
     return operation.type.lower()

@@ -145,7 +145,7 @@ def _is_quoted(data: pa.Buffer, sample: str) -> bool:
 
 def _has_spaces_before_quotes(sample: str, delimiter: str) -> bool:
     """True if a cell is written as in `1, "a, b"`; to Arrow, that is the start of two unquoted cells."""
-    if delimiter == " " or not re.search(rf'(?m)(?:^|{re.escape(delimiter)}) +"', sample):
+    if not re.search(rf'(?m)(?:^|{re.escape(delimiter)}) +"', sample):
         return False
     # The match may be inside a quoted cell, as in "he says, ""hello"".".
     rows = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
