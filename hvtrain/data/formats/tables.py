@@ -74,13 +74,8 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
-        by_split = {split_of(file.relative_to(path)): file for file in reversed(files)}
-        if setting == "dataset.file" and len(by_split) > 1 and by_split.keys() - {"", "train"}:
-            names = sorted(str(file.relative_to(path)) for file in by_split.values())
-            raise DataError(
-                f"{setting}={location} holds tables of several splits ({', '.join(names)}), which would all be trained "
-                "on; give dataset.file, dataset.validation_file and dataset.test_file one each"
-            )
+        if setting == "dataset.file":
+            _refuse_other_splits([file.relative_to(path) for file in files], location)
     elif base != path:
         files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
     if not files:
@@ -88,6 +83,17 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
             f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"
         )
     return [(file, dict(_partitions(file.relative_to(base)))) for file in sorted(files)]
+
+
+def _refuse_other_splits(files: Sequence[Path], location: str | Path) -> None:
+    """Raises DataError if the training table's files, by their names, include those of other splits."""
+    by_split = {split_of(file): file for file in reversed(files)}
+    if len(by_split) > 1 and by_split.keys() - {"", "train"}:
+        names = ", ".join(sorted(map(str, by_split.values())))
+        raise DataError(
+            f"dataset.file={location} holds tables of several splits ({names}), which would all be trained on; "
+            "give dataset.file, dataset.validation_file and dataset.test_file one each"
+        )
 
 
 def _partitions(file: Path) -> Iterator[tuple[str, str]]:
