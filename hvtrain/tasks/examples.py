@@ -126,9 +126,9 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
     # A model of layers gives what one of its layers gave, which may be a model too.
     while history and getattr(history.operation, "outputs", None):
         history = history.operation.outputs[history.tensor_index]._keras_history
-    operation = history and history.operation
-    if operation is None:
+    if history is None or history.operation is None:
         return
+    operation = history.operation
     function = getattr(operation, "activation", operation)
     activation = getattr(function, "__name__", type(function).__name__).lower()
     if not type(operation).__module__.startswith("keras."):
