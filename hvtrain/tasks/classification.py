@@ -59,8 +59,8 @@ class Classification(ClassTask):
     has_classes = True
     num_reviewed = 2000
 
-    def __init__(self, *settings: Any, label_smoothing: float = 0.0, **more: Any) -> None:
-        super().__init__(*settings, **more)
+    def __init__(self, *args: Any, label_smoothing: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task.label_smoothing={label_smoothing} is out of range; "
@@ -168,9 +168,10 @@ class Multilabel(Task):
     ) -> list[Figure]:
         """Returns a table with each label's accuracy, precision and recall."""
         predictions = self.decode(reviewed.outputs) > 0.5
+        names = output_names(source, predictions.shape[-1], "label_names")
 
         rows = []
-        for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
+        for name, true, predicted in zip(names, reviewed.targets.T > 0.5, predictions.T):
             num_true = int(true.sum())
             num_correct = (true & predicted).sum()
             accuracy = np.mean(true == predicted)
@@ -178,7 +179,7 @@ class Multilabel(Task):
             # Precision is 0 for a label that is never predicted; recall, for one that never occurs.
             precision = num_correct / max(predicted.sum(), 1)
             recall = num_correct / max(num_true, 1)
-            rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
+            rows.append([name, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
 
         columns = ["label", "examples", "accuracy", "precision", "recall"]
         return [Table("Labels", f"On {reviewed.description}.", columns, rows)]
@@ -207,9 +208,11 @@ class Binary(Multilabel):
         return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """Returns 0 or 1 for each example, and the probability of 1."""
+        """Returns each example's class, 0 or 1, its name, and the probability of 1."""
+        classes = self.decode(outputs)
         return {
-            "class": self.decode(outputs),
+            "class": classes,
+            "name": np.array(output_names(source, 2), object)[classes],
             "probability": ops.convert_to_numpy(ops.sigmoid(outputs)),
         }
 

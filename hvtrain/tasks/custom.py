@@ -43,9 +43,9 @@ class Custom(Task):
     output = "as the model's builder says"
 
     def __init__(
-        self, *settings: Any, loss_weights: Mapping[str, float] | None = None, **more: Any
+        self, *args: Any, loss_weights: Mapping[str, float] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(*settings, **more)
+        super().__init__(*args, **kwargs)
         if loss_weights is None:
             return
 

@@ -126,16 +126,33 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
     # A model of layers gives what one of its layers gave, which may be a model too.
     while history and getattr(history.operation, "outputs", None):
         history = history.operation.outputs[history.tensor_index]._keras_history
-    operation = history and history.operation
-    # In a layer of the user's own, an activation need not come last.
-    if not type(operation).__module__.startswith("keras."):
+    if history is None or history.operation is None:
         return
+    operation = history.operation
     function = getattr(operation, "activation", operation)
     activation = getattr(function, "__name__", type(function).__name__).lower()
+    if not type(operation).__module__.startswith("keras."):
+        # In a user's own layer or model, an activation need not come last.
+        activation = _last_operation(operation._inbound_nodes[history.node_index])
     if activation in ("sigmoid", "softmax"):
         raise ConfigError(
             f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
         )
+
+
+def _last_operation(node: Any) -> str:
+    """Traces a layer's call, and returns the name of the TensorFlow operation that computes its first output.
+
+    Args:
+        node: The keras.src.ops.node.Node of the call.
+    """
+    specs = {id(tensor): tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in node.input_tensors}
+    args, kwargs = node.arguments.fill_in(specs)
+    traced = tf.function(node.operation, autograph=False).get_concrete_function(*args, **kwargs)
+    operation = traced.outputs[0].op
+    while operation.type in ("Identity", "Cast", "Reshape"):
+        operation = operation.inputs[0].op
+    return operation.type.lower()
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
@@ -178,14 +195,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
-    # Without a threshold, F1Score takes the largest output for yes.
-    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
-    number = metric.k if isinstance(metric, TOP_K) else int(is_score)
-    if number >= outputs.shape[-1]:
-        raise ConfigError(
-            f"task.metrics.{name} takes the {number} largest of {outputs.shape[-1]} outputs, whatever they are; "
-            "set its k or threshold, or leave it out"
-        )
+    _check_k(metric, name, outputs.shape[-1])
     for initial, first, rest, whole in zip(*states):
         # Both parts' states include the initial state, so it is subtracted once. The tolerance is
         # for float32 sums in a different order.
@@ -194,6 +204,18 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
                 "finite sum over examples; choose a metric that counts or averages, or compute it from the saved model"
             )
+
+
+def _check_k(metric: Metric, name: str, num_outputs: int) -> None:
+    """Raises ConfigError for a metric that takes the k largest outputs of an example if it has no more than k."""
+    # Without a threshold, F1Score takes the largest output for yes.
+    is_score = isinstance(metric, FBetaScore) and metric.threshold is None
+    k = metric.k if isinstance(metric, TOP_K) else int(is_score)
+    if k >= num_outputs:
+        raise ConfigError(
+            f"task.metrics.{name} takes the {k} largest of {num_outputs} outputs, whatever they are; "
+            "set its k or threshold, or leave it out"
+        )
 
 
 def of_logits(metric: Metric, setting: str) -> Metric:

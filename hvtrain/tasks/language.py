@@ -44,8 +44,8 @@ class Language(ClassTask):
     target = "a row of tokens as whole numbers"
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
-    rank = 1
-    num_classes = "vocabulary_size"
+    target_rank = 1
+    num_classes_fact = "vocabulary_size"
     num_reviewed = 3
     has_lengths = False
     """True if batches are padded to different lengths. prepare() sets it."""

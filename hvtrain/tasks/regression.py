@@ -70,16 +70,7 @@ class Regression(Task):
         # Half of the residuals lie between these quartiles.
         low, high = np.quantile(residuals, (0.25, 0.75))
 
-        worst = np.argsort(-abs(residuals), kind="stable")[:NUM_WORST].tolist()
-        examples = [row * reviewed.step for row in worst]
-        cells = source.cells(reviewed.split, examples)
-        numbers = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
-        rows = [list(row) for row in zip(examples, *numbers, *cells.values())]
-        columns = ["example", "target", "prediction", *cells]
-        note = f"The largest residuals, on {reviewed.description}.{suffix}"
-        tables = [Table("Worst examples", note, columns, rows)] if cells else []
-
-        return [
+        figures: list[Figure] = [
             Scatter(
                 "Targets and predictions",
                 f"On {reviewed.description}.{suffix}",
@@ -96,8 +87,21 @@ class Regression(Task):
                 list(zip(predictions.tolist(), residuals.tolist())),
                 "zero",
             ),
-            *tables,
         ]
+
+        worst = np.argsort(-abs(residuals), kind="stable")[:NUM_WORST].tolist()
+        examples = [row * reviewed.step for row in worst]
+        cells = source.cells(reviewed.split, examples)
+        # Numbers alone, without the examples' own values, would say less than the plots.
+        if cells:
+            numbers = [
+                [f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)
+            ]
+            rows = [list(row) for row in zip(examples, *numbers, *cells.values())]
+            columns = ["example", "target", "prediction", *cells]
+            note = f"The largest residuals, on {reviewed.description}.{suffix}"
+            figures.append(Table("Worst examples", note, columns, rows))
+        return figures
 
 
 def _first_numbers(values: np.ndarray) -> np.ndarray:

@@ -30,10 +30,10 @@ class InBatchSoftmax(keras.losses.Loss):
     catalogue, so the loss depends neither on batches nor on the number of ranks.
 
     Args:
-        temperature: the number by which scores are divided.
+        temperature: The number by which scores are divided.
 
     Raises:
-        ConfigError: the temperature is not above 0.
+        ConfigError: The temperature is not above 0.
     """
 
     joint_batch = staticmethod(lambda rows: rows)
@@ -63,10 +63,11 @@ class InBatchSoftmax(keras.losses.Loss):
 
         items = self.joint_batch(targets)
         scores = queries @ tf.transpose(self.joint_batch(y_pred[:, 1]))
-        own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
+        own_scores = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
         # The query's own item is in the first column, and is masked in all others.
-        others = tf.where(targets[:, None] == items, scores.dtype.min, scores)
-        return tf.reduce_logsumexp(tf.concat([own[:, None], others], axis=1), axis=1) - own
+        other_scores = tf.where(targets[:, None] == items, scores.dtype.min, scores)
+        all_scores = tf.concat([own_scores[:, None], other_scores], axis=1)
+        return tf.reduce_logsumexp(all_scores, axis=1) - own_scores
 
 
 class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
@@ -76,8 +77,8 @@ class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
     items, in training too.
 
     Args:
-        k: number of best items, as in the Keras metric.
-        name: name of the metric, as in the Keras metric.
+        k: Number of best items, as in the Keras metric.
+        name: Name of the metric, as in the Keras metric.
     """
 
     item_vectors: Callable[[], Any]

@@ -10,6 +10,8 @@ import tensorflow as tf
 from PIL import ImageColor
 
 from hvtrain.core.figures import Figure, Pictures, Table
+from hvtrain.data.pipeline.streams import StreamedSource
+from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import output_names
@@ -45,14 +47,14 @@ class Segmentation(ClassTask):
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
     head = "keras.layers.Conv2D({0}, 1) and the size of the image"
     best = "mean_iou"
-    rank = 2
+    target_rank = 2
     has_classes = True
     targets_are_masks = True
     num_reviewed = 200
 
-    def __init__(self, *settings: Any, ignored_label: int | None = 255, **more: Any) -> None:
+    def __init__(self, *args: Any, ignored_label: int | None = IGNORED, **kwargs: Any) -> None:
         self.ignored_label = ignored_label
-        super().__init__(*settings, **more)
+        super().__init__(*args, **kwargs)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(
@@ -66,6 +68,13 @@ class Segmentation(ClassTask):
 
     def check_targets(self, source: Source) -> None:
         super().check_targets(source)
+        fills_masks = isinstance(source, StreamedSource) and source.fills_masks
+        if fills_masks and self.ignored_label != IGNORED:
+            label = "null" if self.ignored_label is None else self.ignored_label
+            raise ConfigError(
+                f"task.ignored_label={label}, and {source.name} fills the borders of masks with {IGNORED}; set "
+                f"task.ignored_label={IGNORED}, or dataset.shift_pixels=0 and another dataset.fit than pad"
+            )
         image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
             return  # If there are several inputs, any of them may be the image.
@@ -90,14 +99,12 @@ class Segmentation(ClassTask):
         names = output_names(source, reviewed.outputs.shape[-1])
 
         # Numbers of pixels that count: [examples, true classes, predicted classes].
-        confusion = np.stack(
-            [
-                tf.math.confusion_matrix(mask[counts], prediction[counts], len(names))
-                for mask, prediction, counts in zip(
-                    targets, predicted, targets != self.ignored_label
-                )
-            ]
-        )
+        counts = targets != self.ignored_label
+        matrices = [
+            tf.math.confusion_matrix(target[pixels], prediction[pixels], len(names))
+            for target, prediction, pixels in zip(targets, predicted, counts)
+        ]
+        confusion = np.stack(matrices)
         # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
         union = confusion.sum(axis=1) + confusion.sum(axis=2) - intersection

@@ -356,9 +356,9 @@ class ClassTask(Task):
     """A task whose targets are class indices or arrays of them; outputs have a logit per class."""
 
     gives_logits = True
-    rank = 0
+    target_rank = 0
     """The number of axes of a target; 0 for one class per example."""
-    num_classes = "num_classes"
+    num_classes_fact = "num_classes"
     """The name of the data set's fact with the number of classes."""
     ignored_label: int | None = None
     """The label of targets that do not count, if any."""
@@ -367,17 +367,18 @@ class ClassTask(Task):
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact(self.num_classes, f"task={self.name}")
+        num_classes = source.fact(self.num_classes_fact, f"task={self.name}")
+        return *source.element_spec[1].shape, num_classes
 
     def takes(self, target: Any) -> bool:
-        return is_integer(target, self.rank)
+        return is_integer(target, self.target_rank)
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
         return out_of_range(targets, self.output_shape(source)[-1], self.ignored_label)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # Small targets suffice, since metrics treat all positions alike.
-        return draw_classes((4,) * self.rank, self.output_shape(source)[-1])
+        return draw_classes((4,) * self.target_rank, self.output_shape(source)[-1])
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)

@@ -154,11 +154,11 @@ def test_layers_of_the_user():
         (lambda: Careless("variable"), "uses TensorFlow's AssignAddVariableOp, which keeps state"),
         (
             lambda: Careless("python"),
-            "draws random numbers from Python or NumPy: the same for all steps of a run",
+            "draws random numbers from Python or NumPy, which would be the same in all steps",
         ),
         (
             lambda: Careless("numpy"),
-            "draws random numbers from Python or NumPy: the same for all steps of a run",
+            "draws random numbers from Python or NumPy, which would be the same in all steps",
         ),
         (layers.AugMix, r"augment.x \(AugMix\) draws random numbers from Python or NumPy"),
         (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),

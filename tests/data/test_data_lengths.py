@@ -133,7 +133,7 @@ def test_each_boundary_is_half_of_the_next_unless_they_are_given():
 def test_boundaries_that_do_not_rise_are_refused(file, boundaries):
     with pytest.raises(
         ConfigError,
-        match=r"data.bucket_by_length=\[.*\] does not rise from at least 1; give \[64,128",
+        match=r"data.bucket_by_length=\[.*\] must ascend from at least 1; give, for example, \[64,128",
     ):
         next(texts(file, boundaries).evaluation("test", Topology(), 2).as_numpy_iterator())
 

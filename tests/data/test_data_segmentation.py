@@ -53,6 +53,19 @@ def make(folder, voc=False, count=6):
     return folder
 
 
+@pytest.mark.parametrize("border", [{"shift_pixels": 1}, {"fit": "pad"}])
+def test_a_filled_border_has_to_be_ignored(tmp_path, border):
+    folder = str(make(tmp_path, count=1))
+    filled = SegmentationFolder(folder, **OPTIONS, **border)
+    Segmentation().check_targets(filled)
+    for label, shown in ((None, "null"), (0, "0")):
+        task = Segmentation(ignored_label=label)
+        task.check_targets(SegmentationFolder(folder, **OPTIONS))
+        message = f"task.ignored_label={shown}, and segmentation_folder fills the borders of masks"
+        with pytest.raises(ConfigError, match=message):
+            task.check_targets(filled)
+
+
 def test_a_white_foreground_that_few_masks_show_is_class_1(tmp_path):
     """In none of the masks that are counted; and a run keeps it for data whose masks show none."""
     for index in range(70):

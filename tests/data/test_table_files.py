@@ -576,3 +576,17 @@ def test_a_target_may_have_a_number_for_a_name(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(PLAIN.replace("y", "60", 1))
     source = Table(str(tmp_path / "t.csv"), 60, num_test=0)
     assert source.num_examples("train") == ROWS and source.class_names == ["no", "yes"]
+
+
+def test_spaces_may_precede_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('n, "place, land", "note"\n1, "Bonn, D", "he says, ""yes"""\n2, Ulm, ""\n')
+    assert read_table(path, "dataset.file").to_pydict() == {
+        "n": ["1", "2"],
+        "place, land": ["Bonn, D", "Ulm"],
+        "note": ['he says, "yes"', ""],
+    }
+    # Nothing is rewritten: the quotes are in a quoted cell, or part of the text.
+    for row, cell in (('"a, ""b""", 1', " 1"), ('a, "b" c', ' "b" c')):
+        path.write_text(f"x,y\n{row}\n")
+        assert read_table(path, "dataset.file")["y"].to_pylist() == [cell]

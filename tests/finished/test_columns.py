@@ -39,8 +39,10 @@ def test_each_class_has_a_column(names, columns):
 
 
 def test_one_of_two_has_the_probability_of_the_second():
-    rows = flat(Binary().columns(np.array([[ODDS], [-ODDS]], np.float32), digits_traits()))
+    source = SimpleNamespace(facts=lambda: {"class_names": ["no", "yes"]})
+    rows = flat(Binary().columns(np.array([[ODDS], [-ODDS]], np.float32), source))
     assert rows["class"].tolist() == [1, 0] and rows["probability"] == pytest.approx([0.75, 0.25])
+    assert rows["name"].tolist() == ["yes", "no"]
 
 
 def test_numbers_are_taken_as_they_are():

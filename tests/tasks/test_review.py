@@ -107,7 +107,17 @@ def test_labels_have_precision_and_recall():
     targets = np.array([[1, 0], [1, 1], [0, 0]], np.float32)
     outputs = np.array([[1, 1], [-1, 1], [1, -1]], np.float32)
     (table,) = reviewed(Multilabel(), np.zeros((3, 5), np.float32), targets, outputs)
-    assert table.rows == [[0, 2, "33.3%", "50.0%", "50.0%"], [1, 1, "66.7%", "50.0%", "100.0%"]]
+    assert table.rows == [
+        ["0", 2, "33.3%", "50.0%", "50.0%"],
+        ["1", 1, "66.7%", "50.0%", "100.0%"],
+    ]
+
+
+def test_labels_are_shown_by_name():
+    targets = np.array([[1, 0], [0, 1]], np.float32)
+    inputs = np.zeros((2, 5), np.float32)
+    (table,) = reviewed(Multilabel(), inputs, targets, targets, label_names=["even", "prime"])
+    assert [row[0] for row in table.rows] == ["even", "prime"]
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,26 @@ def test_a_model_that_ends_with_probabilities_is_refused(end):
     check_model(keras.Model(inputs, keras.layers.Dense(1)(inputs)), "m", source, Binary())
 
 
+class Subclassed(keras.Model):
+    """A model whose call() ends with a function."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.end = end
+
+    def call(self, inputs):
+        return self.end(self.dense(keras.ops.sigmoid(inputs)))
+
+
+def test_a_subclassed_model_that_ends_with_probabilities_is_refused():
+    source = Given(spec("float32", 5), spec("int32"))
+    for end in (keras.ops.sigmoid, keras.layers.Dense(1, "sigmoid"), keras.layers.Softmax()):
+        with pytest.raises(ConfigError, match=r"m ends with a (sigmoid|softmax), and task=binary"):
+            check_model(Subclassed(end), "m", source, Binary())
+    check_model(Subclassed(keras.layers.Dense(1)), "m", source, Binary())
+
+
 @pytest.mark.parametrize(
     "loss", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), Own(2.0)]
 )

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 MOSTLY = 0.9
 # Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
-# Symbols that may precede or follow a number; those that end like another come first.
+# Symbols that may precede or follow a number. US$ and R$ come before the $ that they contain.
 UNITS = ("US$", "R$", *"%$€£¥₹₽₩₺₫₱₪₴฿")
 # The unit of times of day and durations, such as 12:34 or 1:02:03.5, which are read as seconds.
 CLOCK = "hours:minutes"
@@ -79,7 +79,7 @@ def unit_in(text: pa.Array) -> str:
             return unit
     if share(pc.match_substring_regex(text, CLOCK_TIME)) >= MOSTLY:
         return CLOCK
-    # A word, °C or km/h.
+    # Any word after a number, such as °C or km/h.
     suffix = re.search(r"\d ?((?:°|[^\W\d_])[^\d\s]*)$", text[0].as_py())
     return suffix[1] if suffix and pc.all(pc.ends_with(text, suffix[1])).as_py() else ""
 
@@ -90,8 +90,8 @@ def number_formats(
     """Returns pairs of decimal sign and thousands separator, in the order in which to try them on a file.
 
     Args:
-        columns: the file's text columns.
-        decimal, thousands: the user's choice; None: inferred from the cells.
+        columns: The file's text columns.
+        decimal, thousands: The user's choice; None: inferred from the cells.
     """
     formats = [
         pair
@@ -124,7 +124,7 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     sign = re.escape(decimal)
     digits = r"\d+"
     if thousands:
-        # India writes 12,34,567. With dots, such groups would be addresses of the internet.
+        # India writes 12,34,567. With dots, such a text is more likely an IP address.
         group = r"\d{2,3}" if thousands == "," else r"\d{3}"
         mark = re.escape(thousands)
         digits = rf"\d{{1,3}}(?:{mark}{group})*{mark}\d{{3}}|\d+"

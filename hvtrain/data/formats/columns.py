@@ -47,7 +47,7 @@ LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
 # Interval between lines of progress in the log.
-SECONDS_BETWEEN = 5.0
+PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def with_progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yields the items, logging every few seconds how many are done; quick work logs nothing."""
     logged_at = time.monotonic()
     for num_done, item in enumerate(items):
-        if time.monotonic() - logged_at >= SECONDS_BETWEEN:
+        if time.monotonic() - logged_at >= PROGRESS_SECONDS:
             logged_at = time.monotonic()
             log.info("%s, %s of %s", label, f"{num_done:,}", f"{len(items):,}")
         yield item
@@ -159,9 +159,9 @@ def infer(
     """Infers, from all its cells, how to read a column; returns the reason instead if it cannot be used.
 
     Args:
-        name: name of the column.
-        values: its cells, from plain().
-        number_formats: the formats to try, from cell_texts.number_formats().
+        name: Name of the column.
+        values: Its cells, from plain().
+        number_formats: The formats to try, from cell_texts.number_formats().
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
@@ -254,9 +254,9 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     """Reads the cells of a column in the same way as in the training table.
 
     Args:
-        column: the column, from infer().
-        values: its cells, from plain().
-        where: the file, for messages.
+        column: The column, from infer().
+        values: Its cells, from plain().
+        where: The file, for messages.
 
     Raises:
         DataError: The cells are not of the column's kind.
@@ -265,7 +265,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     if column.kind == "vector":
         return Cells(_vectors_in(values, column, where))
     if types.is_nested(values.type) or types.is_binary(values.type):
-        raise _other_kind(column, values, where)
+        raise _wrong_kind_error(column, values, where)
     if column.kind == "name":
         return Cells(_names_in(values, column.names))
 
@@ -279,7 +279,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     # can be parsed is of another kind.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
-        raise _other_kind(column, values, where)
+        raise _wrong_kind_error(column, values, where)
 
     if column.kind == "integer" and types.is_integer(parsed.type):
         return Cells(parsed.cast(pa.int64()), odd)
@@ -298,7 +298,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     return Cells(numbers[:, None], odd)
 
 
-def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
+def _wrong_kind_error(column: Column, values: pa.Array, where: str) -> DataError:
     example = next(iter(values.drop_null()[:1].to_pylist()), None)
     return DataError(
         f"{where}: the column {column.source} holds {example!r}, which cannot be read as {column.feature}; "

@@ -1,4 +1,4 @@
-"""Reads CSV files as people have them: their encoding, delimiter, header and quotes are found."""
+"""Reads CSV files as people have them: detects their encoding, delimiter, header and quotes."""
 
 import csv
 import io
@@ -18,27 +18,35 @@ SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells; a few may be malformed.
 MOSTLY = 0.9
-# Letters of Western languages that are not ASCII stand mostly alone; in words of other alphabets
-# they follow each other. This is the longest that such runs may be in Windows-1252, on average.
+# The longest average run of letters that are not ASCII in Windows-1252. In Western languages, such
+# letters mostly stand alone; in other alphabets, they follow each other.
 LONGEST_RUNS = 2
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
-# A quote in a cell as Spark writes it. For CSV, the cell ends there, or goes on unquoted.
+# A quote within a cell as Spark writes it, with a backslash. In CSV, such a quote ends the cell.
 ESCAPED_QUOTE = re.compile(r'(?m)(?:^|[,;|\t])"[^"\n]*\\"[^",;|\s]')
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
+
+
+class Fit(NamedTuple):
+    """How well a delimiter fits a file. The largest fits best."""
+
+    is_regular: bool
+    """True if most rows have the same number of cells, and more than one."""
+    is_header: bool
+    """True if the first line has a name for each column."""
+    share: float
+    """The share of rows with the most frequent number of cells."""
+    width: int
+    """The most frequent number of cells."""
 
 
 class Layout(NamedTuple):
     """The layout of a CSV file, if `delimiter` separates its cells."""
 
     delimiter: str
-    fit: tuple[bool, bool, float, int]
-    """How well the delimiter fits; the largest fits best.
-
-    True if most rows have the same width and several cells, True if the first line has a name for each column, the
-    share of rows with that width, and the width in cells.
-    """
+    fit: Fit
     names: list[str]
     num_lines: int
     """The number of lines before the first row."""
@@ -51,10 +59,10 @@ def read_csv(
 
     Args:
         data: The file, not compressed.
-        delimiter, encoding: The user's choice; None: found.
+        delimiter, encoding: The user's choice; None: detected.
 
     Raises:
-        ValueError: The file is damaged, or its quotes or encoding are of no known kind.
+        ValueError: The file is damaged, or its quotes or encoding are not supported.
     """
     data = _as_utf8(data, encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
@@ -64,11 +72,25 @@ def read_csv(
         quote = False
     elif ESCAPED_QUOTE.search(sample):
         raise ValueError('a quote in a cell is written as \\", and "" is needed')
+    elif _has_spaces_before_quotes(sample, layout.delimiter):
+        data = _without_spaces_before_quotes(data, layout.delimiter)
 
+    table = _parse(data, layout, quote)
+    if table.num_rows:
+        _refuse_repeated_names(table, layout.names)
+        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
+        last = table[-1][-1].as_py()
+        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
+            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
+    return table.rename_columns(layout.names)
+
+
+def _parse(data: pa.Buffer, layout: Layout, quote: Any) -> pa.Table:
+    """Parses a file with Arrow as a table of texts, whose columns are named by their numbers."""
     # Numbers stand in for names, since two columns may share a name, or have none.
     types = {str(number): pa.string() for number in range(len(layout.names))}
     try:
-        table = pa.csv.read_csv(
+        return pa.csv.read_csv(
             pa.BufferReader(data),
             pa.csv.ReadOptions(
                 column_names=list(types), skip_rows=layout.num_lines, block_size=BLOCK_BYTES
@@ -83,19 +105,12 @@ def read_csv(
         if "Empty CSV file" not in str(error):
             raise
         # The file has names, but no rows.
-        table = pa.schema(types).empty_table()
-    if table.num_rows:
-        _refuse_repeated_names(table, layout.names)
-        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
-        last = table[-1][-1].as_py()
-        if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
-            raise ValueError('a cell in its last column begins with a quote (") that is not closed')
-    return table.rename_columns(layout.names)
+        return pa.schema(types).empty_table()
 
 
 def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
-    """Raises ValueError for a row that holds the names of the columns, as files have that were joined as text."""
-    # One column is no sure sign, and numbers may be names by chance.
+    """Raises ValueError if a row repeats the names of the columns, as in files that were concatenated as text."""
+    # In a single column, or with numbers as names, a row may equal the header by chance.
     if len(names) < 2 or not re.search(r"[^\W\d]", "".join(names)):
         return
     is_header = pc.equal(table[-1], names[-1])
@@ -103,7 +118,7 @@ def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
         # Most files end here: no row has even the last name.
         if not pc.any(is_header).as_py():
             return
-        # Columns without a name are called so.
+        # _find_layout() calls a column without a name "Unnamed: 3", for example.
         cells = [name, ""] if name.startswith("Unnamed: ") else [name]
         is_header = pc.and_(is_header, pc.is_in(column, pa.array(cells)))
     row = pc.index(is_header, True).as_py()
@@ -126,6 +141,28 @@ def _is_quoted(data: pa.Buffer, sample: str) -> bool:
         num_quoted = len(re.findall(r'(?m)(?:^|\t)"', sample))
         return 2 * num_quoted > sample.count("\t") + sample.count("\n")
     return True
+
+
+def _has_spaces_before_quotes(sample: str, delimiter: str) -> bool:
+    """True if a cell is written as in `1, "a, b"`; to Arrow, that is the start of two unquoted cells."""
+    if not re.search(rf'(?m)(?:^|{re.escape(delimiter)}) +"', sample):
+        return False
+    # The match may be inside a quoted cell, as in "he says, ""hello"".".
+    rows = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
+    return any(re.match(' +"', cell) for row in rows for cell in row)
+
+
+def _without_spaces_before_quotes(data: pa.Buffer, delimiter: str) -> pa.Buffer:
+    """Rewrites a CSV file without spaces between delimiters and cells."""
+    lines = io.TextIOWrapper(pa.BufferReader(data), "utf-8", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    rewritten = io.StringIO(newline="")
+    try:
+        csv.writer(rewritten, delimiter=delimiter).writerows(rows)
+    except csv.Error:
+        # A quote is not closed, or text follows it, so quotes after spaces are part of the text.
+        return data
+    return pa.py_buffer(rewritten.getvalue().encode())
 
 
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
@@ -179,40 +216,46 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
         is_cut: True if the file has more.
         delimiter: The user's choice; None: one of DELIMITERS.
     """
-    num_before = 0
-    begin, _, rest = sample.partition("\n")
-    begin = begin.strip(" \r")
+    num_skipped = 0
+    first, _, rest = sample.partition("\n")
+    first = first.strip(" \r")
     # Excel writes the delimiter on a line of its own, such as sep=;
-    if begin.lower().startswith("sep=") and len(begin) == 5:
-        delimiter = delimiter or begin[4]
+    if first.lower().startswith("sep=") and len(first) == 5:
+        delimiter = delimiter or first[4]
         sample = rest
-        num_before = 1
+        num_skipped = 1
 
     # If rows begin with # as well, it does not mark comments.
     has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
-    while True:
-        layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
-        best = max(layouts, key=lambda layout: layout.fit)
+    best = _best_layout(sample, is_cut, delimiter)
+    while has_comments and sample.startswith("#"):
         rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last if it names the columns, as NumPy writes it.
-        if not has_comments or not sample.startswith("#"):
-            break
-        _, is_header, *_ = best.fit
-        if is_header and not rest.startswith("#"):
+        # The last comment may name the columns, as NumPy writes it.
+        if best.fit.is_header and not rest.startswith("#"):
             break
         sample = rest
-        num_before += 1
+        num_skipped += 1
+        best = _best_layout(sample, is_cut, delimiter)
     names = best.names
     if not names:
         raise ValueError("its first lines are empty")
     names[0] = names[0].removeprefix("# ")
     names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(names)]
-    return best._replace(names=names, num_lines=num_before + best.num_lines)
+    return best._replace(names=names, num_lines=num_skipped + best.num_lines)
+
+
+def _best_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
+    layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
+    return max(layouts, key=lambda layout: layout.fit)
 
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     """Returns the layout of a file's first characters with a delimiter."""
-    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
+    # With a space as the delimiter, csv would not tell the two apart.
+    skips_spaces = delimiter != " "
+    reader = csv.reader(
+        io.StringIO(sample, newline=""), delimiter=delimiter, skipinitialspace=skips_spaces
+    )
     # Empty lines before the header are skipped.
     names = next(filter(None, reader), [])
     num_lines = reader.line_num
@@ -227,7 +270,7 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter
-    fit = (width > 1 and share >= MOSTLY, is_header, share, width)
+    fit = Fit(width > 1 and share >= MOSTLY, is_header, share, width)
 
     if ends_with_delimiter:
         names = [*names, ""]

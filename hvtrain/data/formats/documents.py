@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,11 +71,11 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     texts = [document for document in documents if document and document.strip()]
     if not texts:
-        raise _no_text(file)
+        raise _no_text_error(file)
     return texts
 
 
-def _no_text(file: str) -> DataError:
+def _no_text_error(file: str) -> DataError:
     return DataError(
         f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
     )
@@ -118,28 +119,32 @@ def read_labelled(
         if text and text.strip()
     ]
     if not rows:
-        raise _no_text(file)
-    num_gaps = sum(value is None for _, value in rows)
+        raise _no_text_error(file)
+    names = _class_names([value for _, value in rows], label, path)
+    numbers = {name: number for number, name in enumerate(names)}
+    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+
+
+def _class_names(labels: Sequence[Any], label: str, path: Path) -> list[str]:
+    """Returns the distinct labels of all texts, sorted. Raises the errors of read_labelled()."""
+    num_gaps = labels.count(None)
     if num_gaps:
         raise DataError(
-            f"{path}: {num_gaps:,} of {len(rows):,} texts have no {label}; fill the column, or leave those rows out"
+            f"{path}: {num_gaps:,} of {len(labels):,} texts have no {label}; fill the column, or leave those rows out"
         )
-    names = sorted({value for _, value in rows})
+    names = sorted(set(labels))
     if len(names) == 1:
         raise DataError(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
     # Classes with few texts are common, but a column of mostly unique values is not a label.
-    if len(names) > max(FEW_NAMES, len(rows) // 2):
+    if len(names) > max(FEW_NAMES, len(labels) // 2):
         raise ConfigError(
-            f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
+            f"dataset.label={label} has {len(names):,} values for {len(labels):,} texts, too many for classes; "
             "choose another column"
         )
-    if not numbers_in(pa.array(names)).null_count:
-        names = by_value(names)
-    numbers = {name: number for number, name in enumerate(names)}
-    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+    return names if numbers_in(pa.array(names)).null_count else by_value(names)
 
 
 def has_columns(path: Path) -> bool:
@@ -194,8 +199,8 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
     A document may be spread over several splits.
 
     Args:
-        documents: all texts of the data set.
-        validation, test: shares of the characters.
+        documents: All texts of the data set.
+        validation, test: Shares of the characters.
 
     Returns:
         The texts of each split, without empty splits.
@@ -224,9 +229,9 @@ def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, li
     for sizes in (lengths, [1] * len(lengths)):
         # Documents are laid end to end in random order; each goes to the
         # split that contains its middle.
-        in_row = np.take(sizes, order)
+        shuffled = np.take(sizes, order)
         middles = np.empty(len(sizes), np.int64)
-        middles[order] = np.cumsum(in_row) - in_row + in_row // 2
+        middles[order] = np.cumsum(shuffled) - shuffled + shuffled // 2
         # Within a split, documents keep their original order.
         parts = {
             split: [number for number, middle in enumerate(middles.tolist()) if middle in span]

@@ -160,17 +160,17 @@ def with_labels(
     """Looks up the labels of files in a folder without class folders, such as ImageNet's validation images.
 
     Args:
-        paths: paths of the files, sorted.
-        labels: the label of each class, by class name.
-        class_file: a text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
+        paths: Paths of the files, sorted.
+        labels: The label of each class, by class name.
+        class_file: A text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
             files in the order of their names. Anything else on a line is ignored.
-        number_file: a similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
+        number_file: A similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
         The paths with their labels.
 
     Raises:
-        DataError: a file has no known class, or class_file has too few or too many lines, or no names
+        DataError: A file has no known class, or class_file has too few or too many lines, or no names
             although it is unclear whether 10.jpg comes before 2.jpg.
     """
     rows = _rows(class_file)
@@ -182,8 +182,8 @@ def with_labels(
         for row in rows:
             text = row[-1] if row[-1] in labels else row[-1].partition(" ")[0]
             by_name[PurePath(row[0]).name].add(text)
-        # Files that are not in the list get an empty text, and those of one name but several
-        # classes all of them, as in "cat or dog". Neither names a class.
+        # A file that is not in the list gets an empty text, and one that is listed with several
+        # classes gets them all, as in "cat or dog". Neither text names a class.
         texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
     elif list(paths) != sorted(paths, key=_number_key):
         raise DataError(

@@ -123,8 +123,8 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
 
 def upright(image: Image.Image) -> Image.Image:
     """Turns an image upright, as its EXIF orientation says."""
-    # Pillow also writes all other entries anew, if they are in info, and fails if one is odd, as some phones'
-    # exposure bias of -2/0 is (python-pillow/Pillow#8965).
+    # If info held the EXIF data, Pillow would rewrite all entries, and would fail on an odd one, such as the
+    # exposure bias of -2/0 that some phones write (python-pillow/Pillow#8965).
     image.getexif()
     image.info.pop("exif", None)
     return ImageOps.exif_transpose(image)

@@ -73,8 +73,10 @@ def scan_records(
         file_bytes = path.stat().st_size
         # Unbuffered, so that only the header of a large record is read.
         with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
-            header = file.read(HEADER_BYTES)
-            while header and len(offsets) < limit:
+            while len(offsets) < limit:
+                header = file.read(HEADER_BYTES)
+                if not header:
+                    break
                 record = f"record {len(offsets)} at byte {offset}"
                 if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
                     problem = "has a length whose CRC is wrong: it is truncated or damaged"
@@ -98,7 +100,6 @@ def scan_records(
                 offsets.append(offset)
                 offset = end
                 file.seek(end)
-                header = file.read(HEADER_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         progress = f" after record {len(offsets) - 1}" if offsets else ""
         return offsets, f"cannot be read{progress} ({getattr(error, 'strerror', None) or error})"

@@ -62,26 +62,26 @@ class Settings:
     """The user's settings for columns.
 
     Attributes:
-        target: the column to predict. Names and whole numbers are classes; other numbers stay numbers.
-        features: columns to use, and how, in the terms of FeatureSpace: {age: float_normalized,
+        target: The column to predict. Names and whole numbers are classes; other numbers stay numbers.
+        features: Columns to use, and how, in the terms of FeatureSpace: {age: float_normalized,
             city: string_categorical}; null: all but the target, numbers normalized and names as
             categories.
         target_is: "class" or "number"; null: by the column's type.
-        missing: one of MISSING for all gaps, or one for each column ("refuse" for those not named): {age: median,
+        missing: One of MISSING for all gaps, or one for each column ("refuse" for those not named): {age: median,
             city: indicator}. All but "refuse" leave out rows without a target.
-        drop: columns to leave out.
-        id: a column that is not a feature, but is shown beside each prediction.
+        drop: Columns to leave out.
+        id: A column that is not a feature, but is shown beside each prediction.
         dates: "number", the days since 1970-01-01; "parts", which are year, month, day, weekday and hour; or "drop".
-        decimal, thousands: decimal sign and thousands separator in text; null: inferred from the cells.
-        log_numbers: without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
+        decimal, thousands: Decimal sign and thousands separator in text; null: inferred from the cells.
+        log_numbers: Without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
             instead of float_normalized.
-        category_ids: categories are ids for embedding tables instead of one-hot. The inputs are
+        category_ids: Categories are ids for embedding tables instead of one-hot. The inputs are
             then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
             one range; the fact category_sizes has the number of ids of each column.
-        hash_buckets: number of buckets into which a column of more than MAX_NAMES names is hashed.
+        hash_buckets: Number of buckets into which a column of more than MAX_NAMES names is hashed.
 
     Raises:
-        ConfigError: a setting is out of range or is not one of its choices.
+        ConfigError: A setting is out of range or is not one of its choices.
     """
 
     target: str
@@ -159,9 +159,9 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     """Infers the schema of a training table, without the statistics of its columns.
 
     Args:
-        arrays: the columns, from plain_columns().
-        settings: the user's settings, which take precedence over what the cells show.
-        name: name of the table, for messages.
+        arrays: The columns, from plain_columns().
+        settings: The user's settings, which take precedence over what the cells show.
+        name: Name of the table, for messages.
 
     Raises:
         ConfigError: A setting does not fit the table.
@@ -355,9 +355,9 @@ def read_cells(
     """Reads a table's columns as the schema says, and returns their cells by column name.
 
     Args:
-        columns: columns of the schema.
-        arrays: the table's columns, from plain_columns().
-        where: the file, for messages.
+        columns: Columns of the schema.
+        arrays: The table's columns, from plain_columns().
+        where: The file, for messages.
 
     Raises:
         DataError: A column is missing, or is not of the kind that it was in training.

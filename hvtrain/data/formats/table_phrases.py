@@ -18,7 +18,7 @@ MAX_CLASS_PHRASES = 5
 # At most this many odd cells of a column are shown.
 MAX_ODD = 3
 # At most this many distinct names of a column are searched for odd ones.
-MAX_LOOKED_AT = 10_000
+MAX_NAMES_SEARCHED = 10_000
 # Numbers that people write in place of missing ones.
 PLACEHOLDERS = {-99, -999, -9999, -99999, 99, 999, 9999, 99999}
 
@@ -27,8 +27,8 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     """Describes how each column is used and what is odd in it, then what is left out.
 
     Args:
-        schema: the fitted schema.
-        cells: cells of the columns, by name.
+        schema: The fitted schema.
+        cells: Cells of the columns, by name.
     """
     phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
@@ -80,7 +80,7 @@ def _odd_names(values: pa.Array) -> list[str]:
     """
     if not pa.types.is_string(values.type):
         return []
-    names = pc.unique(values).drop_null()[:MAX_LOOKED_AT]
+    names = pc.unique(values).drop_null()[:MAX_NAMES_SEARCHED]
     is_number = numbers_in(names).is_valid()
     details = []
     if 0.5 <= share(is_number) < 1:
@@ -154,8 +154,8 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     """Describes the target: its classes with their shares, or the range of its numbers.
 
     Args:
-        schema: the inferred schema.
-        targets: targets of the training rows, as the model takes them: class indices or numbers, [n].
+        schema: The inferred schema.
+        targets: Targets of the training rows, as the model takes them: class indices or numbers, [n].
     """
     name = schema.target.name
     if not schema.classes:

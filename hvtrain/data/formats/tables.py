@@ -56,8 +56,8 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     """Lists the files of a table, each with the columns in its folders' names, such as year=2024/a.parquet.
 
     Args:
-        location: a file, a folder with tables in it, or a glob pattern.
-        setting: the setting that names it, for messages.
+        location: A file, a folder with tables in it, or a glob pattern.
+        setting: The setting that names it, for messages.
 
     Raises:
         DataError: There is no table, or a folder for dataset.file also holds those of other splits.
@@ -74,13 +74,8 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_dir():
         base = path
         files = [file for file in files_below(path) if is_table(file)]
-        by_split = {split_of(file.relative_to(path)): file for file in reversed(files)}
-        if setting == "dataset.file" and len(by_split) > 1 and by_split.keys() - {"", "train"}:
-            names = sorted(str(file.relative_to(path)) for file in by_split.values())
-            raise DataError(
-                f"{setting}={location} holds tables of several splits ({', '.join(names)}), which would all be trained "
-                "on; give dataset.file, dataset.validation_file and dataset.test_file one each"
-            )
+        if setting == "dataset.file":
+            _refuse_other_splits([file.relative_to(path) for file in files], location)
     elif base != path:
         files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
     if not files:
@@ -88,6 +83,17 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
             f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"
         )
     return [(file, dict(_partitions(file.relative_to(base)))) for file in sorted(files)]
+
+
+def _refuse_other_splits(files: Sequence[Path], location: str | Path) -> None:
+    """Raises DataError if the training table's files, by their names, include those of other splits."""
+    by_split = {split_of(file): file for file in reversed(files)}
+    if len(by_split) > 1 and by_split.keys() - {"", "train"}:
+        names = ", ".join(sorted(map(str, by_split.values())))
+        raise DataError(
+            f"dataset.file={location} holds tables of several splits ({names}), which would all be trained on; "
+            "give dataset.file, dataset.validation_file and dataset.test_file one each"
+        )
 
 
 def _partitions(file: Path) -> Iterator[tuple[str, str]]:
@@ -106,10 +112,10 @@ def read_table(
     """Reads a table from one or several files, concatenating their rows.
 
     Args:
-        locations: as in table_files(), one or several.
-        setting: the setting that names them, for messages.
-        column: the only column that is needed; a Parquet file's other columns are not read. None: all.
-        text_format: delimiter and encoding of CSV files. None: detected from the file.
+        locations: As in table_files(), one or several.
+        setting: The setting that names them, for messages.
+        column: The only column that is needed; a Parquet file's other columns are not read. None: all.
+        text_format: Delimiter and encoding of CSV files. None: detected from the file.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.
@@ -171,10 +177,10 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     columns: dict[str, pa.ChunkedArray] = {}
     needed = names if column is None else [column]
     for start in range(0, len(needed), COLUMNS_AT_ONCE):
-        some = needed[start : start + COLUMNS_AT_ONCE]
-        block = file.read(some)
+        block_names = needed[start : start + COLUMNS_AT_ONCE]
+        block = file.read(block_names)
         # Asked for a column `a`, pyarrow also returns a column `a.b`.
-        columns |= {name: block[name] for name in some}
+        columns |= {name: block[name] for name in block_names}
     return pa.table(columns)
 
 

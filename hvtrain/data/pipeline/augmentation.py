@@ -138,8 +138,8 @@ class PureLayer:
         # A number that Python or NumPy draws during tracing becomes a constant in the graph.
         if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
             raise ConfigError(
-                f"{self.name} draws random numbers from Python or NumPy: the same for all steps of a run, and "
-                "others after a resume; use keras.random, or choose another layer"
+                f"{self.name} draws random numbers from Python or NumPy, which would be the same in all steps and "
+                "would change after a resume; use keras.random, or choose another layer"
             )
         operations = _stateful_operations(traced)
         if operations:

@@ -69,12 +69,12 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the last two data sets are kept alive.
-    kept: deque[Dataset] = deque(maxlen=2)
+    alive: deque[Dataset] = deque(maxlen=2)
 
     def open_as_variant(epoch):
         with tf.device("CPU:0"):
-            kept.append(ready.pop() if ready else open_epoch(int(epoch)))
-            return tf.data.experimental.to_variant(kept[-1])
+            alive.append(ready.pop() if ready else open_epoch(int(epoch)))
+            return tf.data.experimental.to_variant(alive[-1])
 
     # Python is called once per epoch; TensorFlow itself reads the data set.
     @unconverted
@@ -188,7 +188,7 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
         return sorted({-(-longest // 2**halvings) for halvings in range(max(chosen, 1))})
     if list(chosen) != sorted(set(chosen)) or min(chosen, default=0) < 1:
         raise ConfigError(
-            f"data.bucket_by_length={list(chosen)} does not rise from at least 1; give [64,128,256]"
+            f"data.bucket_by_length={list(chosen)} must ascend from at least 1; give, for example, [64,128,256]"
         )
     return [*(boundary for boundary in chosen if boundary < longest), longest]
 

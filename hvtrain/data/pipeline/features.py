@@ -41,7 +41,7 @@ NUMBERS = "numbers"
 # Instead of Keras's [UNK], which could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
-TAKEN = re.compile(
+RESERVED_NAMES = re.compile(
     r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|subtract|true_divide|discretization|hashing"
     r"|string_lookup|integer_lookup|category_encoding|mlp|numbers)(_\d+)?$"
 )
@@ -110,10 +110,10 @@ def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) ->
     """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
-        column: the fitted column.
-        cells: its cells.
-        where: the file, for messages.
-        rows: indices of the rows that are used; by default all.
+        column: The fitted column.
+        cells: Its cells.
+        where: The file, for messages.
+        rows: Indices of the rows that are used; by default all.
 
     Raises:
         DataError: There are gaps, and nothing to fill them with.
@@ -202,7 +202,7 @@ class TableFeatures:
             if self.has_block and not column.is_looked_up:
                 continue
             name = column.name.replace("/", "_")
-            while name in names or TAKEN.match(name):
+            while name in names or RESERVED_NAMES.match(name):
                 name += "_"
             names.add(name)
             yield name, [column]
@@ -221,7 +221,7 @@ class TableFeatures:
 
         Args:
             values: Cells.values of all columns, by name.
-            rows: indices of the rows, int64.
+            rows: Indices of the rows, int64.
         """
         raw = {}
         for name, columns in self.inputs.items():

@@ -143,6 +143,12 @@ class StreamedSource(Source):
     has_masks = False
     """True if targets are masks, which are augmented together with their images."""
 
+    @property
+    def fills_masks(self) -> bool:
+        """True if masks get the label IGNORED where a shift or padding adds pixels."""
+        is_padded = self.sizing is not None and self.sizing.fit == "pad"
+        return self.has_masks and (is_padded or self.transform.shift_pixels > 0)
+
     @abstractmethod
     def reader(self, split: str, topology: Topology) -> Read:
         """Opens this rank's shard of a split and returns the function that reads its batches."""

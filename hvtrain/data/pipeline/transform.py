@@ -74,9 +74,9 @@ class Transform:
 
         Pixels that a shift brings in at a border get the label IGNORED.
         """
-        # The same seed moves masks as their images. They keep their type, since bool images could hold no
-        # labels. Labels are stored plus one: a shift fills borders with 0, and 0 - 1 is 255, which is
-        # IGNORED, in uint8.
+        # The same seed moves masks like their images. Masks are not cast to the images' type, which may
+        # be bool. Labels are augmented plus one: a shift fills borders with 0, and 0 - 1 is 255, which
+        # is IGNORED, in uint8.
         labels = self.augment((masks + 1)[..., None], seed)
         return self.augment(images, seed), labels[..., 0] - 1
 
