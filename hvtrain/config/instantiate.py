@@ -138,7 +138,7 @@ def declared(
 
 
 def _parameters(function: Any) -> list[inspect.Parameter] | None:
-    """Returns a callable's parameters; None if it has no signature, as some built-in functions, or could not be imported."""
+    """Returns a callable's parameters; None if it has no signature (some built-in functions) or is None."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
