@@ -93,7 +93,7 @@ def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
     """Returns a figure of images with their class names or masks."""
     pictures = []
     for number, inputs, target in facts.shown:
-        (pixels,) = _painted([(inputs, target)])
+        (pixels,) = _with_masks([(inputs, target)])
         caption = f"{number * facts.step}: {_caption(target, class_names)}"
         pictures.append((png(pixels), caption.rstrip(": ")))
     return Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)
@@ -104,16 +104,16 @@ def _views(findings: Findings) -> Figure:
     pictures = []
     for view in findings.views:
         _, target = view[-1]
-        seen = view[-NUM_DRAWS - 1 :]
-        wholes = [image_of(inputs) for inputs, _ in view[: -len(seen)]]
-        panels = [as_bytes(image) for image in wholes if image is not None]
-        panels += _painted(seen)
+        model_inputs = view[-NUM_DRAWS - 1 :]
+        whole_images = [image_of(inputs) for inputs, _ in view[: -len(model_inputs)]]
+        panels = [as_bytes(image) for image in whole_images if image is not None]
+        panels += _with_masks(model_inputs)
         pictures.append((png(*panels), _caption(target, findings.class_names)))
 
     # All views are of the same form, so the last one stands for them.
     legend = []
     note = "The first training batch, with the augmentation of these settings."
-    if len(seen) > 1:
+    if len(model_inputs) > 1:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
     if np.ndim(target) > 1:
         note += " Masks are painted over it, but for class 0; ignored pixels are white."
@@ -122,7 +122,7 @@ def _views(findings: Findings) -> Figure:
     return Pictures("As the model sees them", note, pictures, legend, len(panels))
 
 
-def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
+def _with_masks(rows: Sequence[Row]) -> list[np.ndarray]:
     """Returns the images as uint8, with masks painted on; scaled together, so that their brightness can be compared."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
