@@ -47,8 +47,8 @@ sys.exit(code or (3 if "horovod" in sys.modules else 0))
 
 def python(*arguments, cwd):
     line = [sys.executable, *arguments]
-    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout, done.stderr
+    result = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return result.returncode, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     assert re.search(
         r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output
     ), output
-    assert "\nadvice         none pays: the reduction adds 7% to a step" in output
+    assert "\nadvice         none pays off: the reduction adds 7% to a step" in output
 
 
 def test_a_run_is_measured_without_what_an_experiment_sets_for_its_files(tmp_path, monkeypatch):
