@@ -155,18 +155,26 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     if options.examples is not None:
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides = [
-            *(text for text in overrides if not re.match(r"[+~]*dataset[=.]", text)),
-            "dataset=synthetic",
+            *_with_choice(overrides, "dataset=synthetic"),
             override("dataset.image_shape", [*shape]),
             f"dataset.num_classes={run.source.num_classes}",
+            # Callbacks may monitor validation, although none takes place.
+            "dataset.num_validation=1",
         ]
-        # An experiment may set what only files take, such as dataset.flip.
-        synthetic = composed(["dataset=synthetic"]).dataset
-        unknown = composed(overrides).dataset.keys() - synthetic.keys()
-        overrides += [f"~dataset.{name}" for name in unknown]
         if "random_resized_crop" in run.config.augment:
             overrides.append("~augment.random_resized_crop")
     return measured_step_seconds(overrides, max(run.plan.batch_sizes), run.config.train.accumulate)
+
+
+def _with_choice(overrides: list[str], choice: str) -> list[str]:
+    """Replaces a group's choice and its settings by another choice, such as "strategy=single"."""
+    group, _, _ = choice.partition("=")
+    overrides = [text for text in overrides if not re.match(rf"[+~]*{group}[=.]", text)]
+    overrides.append(choice)
+    # An experiment may set what only another choice takes, such as dataset.flip.
+    known = getattr(composed([choice]), group)
+    unknown = getattr(composed(overrides), group).keys() - known.keys()
+    return [*overrides, *(f"~{group}.{name}" for name in sorted(unknown))]
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
@@ -182,12 +190,11 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
     Raises:
         LostRankError: The training failed. The message quotes the line of its output that says why.
     """
+    # The run's folder and trackers must not be touched.
+    overrides = [text for text in overrides if not re.match(r"[+~]*(run\.dir=|tracker)", text)]
     settings = [
-        # The run's folder and trackers must not be touched, and a strategy's settings do not apply
-        # here.
-        *(text for text in overrides if not re.match(r"[+~]*(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod, which takes its steps without interruption.
-        "strategy=single",
+        *_with_choice(overrides, "strategy=single"),
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         *ONLY_STEPS,
         "train.max_time=null",
