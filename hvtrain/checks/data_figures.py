@@ -70,13 +70,14 @@ def tables_of(findings: Findings) -> list[Table]:
 
 def _value_rows(facts: SplitFacts) -> Iterable[list[str]]:
     for name, values in list(facts.values.items())[:MAX_ROWS]:
-        cells = [facts.name, name, values.kind, "", "", ""]
+        low = high = mean = ""
         if values.num_finite:
-            cells[3:5] = [f"{values.low:.4g}", f"{values.high:.4g}"]
-        # The mean of class numbers or token ids is meaningless.
-        if values.num_finite and values.kind.startswith("numbers"):
-            cells[5] = f"{values.total / values.num_finite:.4g}"
-        yield cells
+            low = f"{values.low:.4g}"
+            high = f"{values.high:.4g}"
+            # The mean of class numbers or token ids is meaningless.
+            if values.kind.startswith("numbers"):
+                mean = f"{values.total / values.num_finite:.4g}"
+        yield [facts.name, name, values.kind, low, high, mean]
 
 
 def scope(findings: Findings) -> str:

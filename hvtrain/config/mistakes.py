@@ -109,7 +109,7 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
     if mark:
         return (
             f"{mark.name}, line {mark.line + 1}, is not valid YAML; check its indentation (spaces, no tabs), brackets "
-            "and quotes, and that no name is there twice"
+            "and quotes, and that no name occurs twice"
         )
     text = " ".join(str(error).split())
     # Hydra's messages repeat the arguments, which may hold secrets.
