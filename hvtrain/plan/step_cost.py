@@ -153,9 +153,8 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
         # Computation is slowed down only while data moves, not during the latency.
-        transfer_seconds = max(
-            0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0]
-        )
+        latency_seconds, _ = allreduce_seconds(0, num_ranks, machine, (algorithm,))
+        transfer_seconds = max(0.0, seconds - latency_seconds)
         ready = [_delayed(moment, begin, transfer_seconds, rules.interference) for moment in ready]
         computed_at = _delayed(computed_at, begin, transfer_seconds, rules.interference)
         buffers.append((num_bytes, algorithm))
