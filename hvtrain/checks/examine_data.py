@@ -353,9 +353,8 @@ def _training_rows(
     rows = []
     for inputs, *others in batches.take(steps):
         # With augmentation layers, inputs are normalized in the step, not in the pipeline.
-        if source.raw_batches:
-            inputs = source.finish(inputs)
-        rows += rows_of(nest.map_structure(np.asarray, (inputs, *others)))
+        model_inputs = source.finish(inputs) if source.raw_batches else inputs
+        rows += rows_of(nest.map_structure(np.asarray, (model_inputs, *others)))
     return rows
 
 

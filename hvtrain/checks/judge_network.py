@@ -138,37 +138,53 @@ def judge_interfaces(
     network = ipaddress.ip_network(first_interface["network"])
     endpoints: dict[str, Endpoint] = {}
     findings = {}
-    for host in cluster:
-        candidates = [
-            item
-            for item in cluster[host]["interfaces"]
-            if ipaddress.ip_address(item["address"]) in network
-            and (not chosen or item["name"] in chosen)
-        ]
-        if not candidates:
+    for host, facts in cluster.items():
+        interface = _interface_in(network, facts, chosen, _address(cluster, host))
+        if interface is None:
             noun = f"interface {interface_names or ''}".rstrip()
             findings[host] = (
-                f"no {noun} in {first}'s network {network}; it has {_list_interfaces(cluster[host])}"
+                f"no {noun} in {first}'s network {network}; it has {_list_interfaces(facts)}"
             )
             continue
-        # Prefer the address to which the host's name resolves.
-        own_address = _address(cluster, host)
-        best = min(candidates, key=lambda item: item["address"] != own_address)
-        address = best["address"]
+        address = interface["address"]
         # Bridges such as docker0 have the same address on every host.
         owner = next(
             (other for other, endpoint in endpoints.items() if endpoint.address == address), None
         )
         if owner:
             findings[host] = (
-                f"{best['name']} has {address} here and on {owner}, so it does not connect the hosts"
+                f"{interface['name']} has {address} here and on {owner}, so it does not connect the hosts"
             )
         else:
-            endpoints[host] = Endpoint(best["name"], address, cluster[host]["port"])
+            endpoints[host] = Endpoint(interface["name"], address, facts["port"])
 
     rows = [fail("interface", host, finding, _INTERFACE_FIX) for host, finding in findings.items()]
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
+
+
+def _interface_in(
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network,
+    facts: Facts,
+    names: list[str] | None,
+    own_address: str | None,
+) -> Mapping[str, str] | None:
+    """Returns a host's interface in the network; None if it has none there.
+
+    If there are several, the one with the address to which the host's name resolves is preferred.
+
+    Args:
+        network: The network.
+        facts: The host's facts.
+        names: The interfaces to choose from; None: all.
+        own_address: The address to which the host's name resolves.
+    """
+    candidates = [
+        item
+        for item in facts["interfaces"]
+        if ipaddress.ip_address(item["address"]) in network and (not names or item["name"] in names)
+    ]
+    return min(candidates, key=lambda item: item["address"] != own_address, default=None)
 
 
 def _list_interfaces(facts: Facts) -> str:

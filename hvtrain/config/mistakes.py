@@ -26,7 +26,7 @@ _ADVICE = {
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
 }
 # Most characters of a value that a message repeats.
-_MOST_QUOTED = 200
+_MAX_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the
 # groups of each pattern are filled.
 _ANSWERS = {
@@ -138,18 +138,22 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
                 return _unknown_choice(group, name, arguments)
 
     (refused,) = without_secrets([getattr(error, "override", "")])
-    name, _, value = refused.partition("=")
-    if name:
-        # It may be a misspelt notify= with a secret in its address.
-        if "://" in value or len(value) > _MOST_QUOTED:
-            value = "..."
-        return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
+    if refused:
+        return _needs_quotes(refused)
 
     setting = getattr(error, "full_key", None)
     if setting:
         reason = str(error).partition("\n")[0].rpartition(": ")[2].strip('"')
         return f"{setting} cannot be resolved: {reason}; set that, or give {setting}=VALUE"
     return f"the settings cannot be composed: {text}; see --help"
+
+
+def _needs_quotes(argument: str) -> str:
+    name, _, value = argument.partition("=")
+    # It may be a misspelt notify= with a secret in its address.
+    if "://" in value or len(value) > _MAX_QUOTED:
+        value = "..."
+    return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
 
 
 def _unknown_choice(group: str, name: str, arguments: list[str]) -> str:

@@ -185,20 +185,14 @@ def method_cost(
         accumulate: Steps whose gradients are averaged before they are reduced.
     """
     every = method.every * accumulate
-    messages = work.gradients
-    compute = work.step_seconds
     compression = compression_costs.get(method.wire)
+    compressed = work
     if compression and num_ranks > 1:
-        compute += compression.seconds / every
         kind = KINDS.get(method.compression, "")
         # Two ranks swap their bytes in pieces; see ByteFormat.
         swaps = num_ranks == 2 and kind == "gather"
         machine = machine.exchanges.get("bytes" if swaps else kind, machine)
-        messages = []
-        for num_bytes, message in zip(compression.message_bytes, work.gradients):
-            num_pieces = max(1, message.num_bytes // PIECE_BYTES) if swaps else 1
-            piece = Gradient(round(num_bytes / num_pieces), message.work / num_pieces)
-            messages += [piece] * num_pieces
+        compressed = _compressed(work, compression, every, swaps)
 
     # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
     # pass, so little of its messages is hidden.
@@ -206,10 +200,7 @@ def method_cost(
     # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
     # deviation is smaller by a factor of sqrt(k).
     rules = replace(rules, overlap=hides_messages, deviation=rules.deviation / every**0.5)
-    # Compression counts as part of the backward pass, so the forward pass
-    # is a smaller share of the step.
-    forward_share = work.forward_share * work.step_seconds / compute
-    cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
+    cost = step_cost(compressed, num_ranks, machine, rules)
     gather_seconds = 0.0
     if method.shard_optimizer:
         # After the update the ranks gather the weights, which is the
@@ -232,6 +223,26 @@ def method_cost(
         exposed_seconds=exposed,
         efficiency=work.step_seconds / step_seconds,
     )
+
+
+def _compressed(work: Work, compression: CompressionCost, every: int, swaps: bool) -> Work:
+    """Returns a rank's step with compression in every `every`-th one, as the mean over these steps.
+
+    Args:
+        work: The step without compression.
+        compression: The cost of compression.
+        every: Steps from one reduction to the next.
+        swaps: True if ranks swap each message in pieces of PIECE_BYTES before compression.
+    """
+    messages = []
+    for num_bytes, message in zip(compression.message_bytes, work.gradients):
+        num_pieces = max(1, message.num_bytes // PIECE_BYTES) if swaps else 1
+        piece = Gradient(round(num_bytes / num_pieces), message.work / num_pieces)
+        messages += [piece] * num_pieces
+    step_seconds = work.step_seconds + compression.seconds / every
+    # Compression counts as part of the backward pass, so the forward pass
+    # is a smaller share of the step.
+    return Work(step_seconds, messages, work.forward_share * work.step_seconds / step_seconds)
 
 
 def sent_bytes(
