@@ -78,8 +78,8 @@ def measure(
             measured = json.loads(text.partition(MARK)[2])
             return measured, judge_links(measured, hosts)
 
-    late = "" if has_ended else f"not done in {time_limit} s; "
-    finding = f"the ranks did not reduce; {late}{failure(output, process.returncode)}"
+    timeout = "" if has_ended else f"not done in {time_limit} s; "
+    finding = f"the ranks did not reduce; {timeout}{failure(output, process.returncode)}"
     assignments = [f"{name}={value}" for name, value in settings.items()]
     fix = f"see all their output: {shlex.join([*assignments, *command])}"
     return None, [fail("allreduce", None, finding, fix)]
@@ -125,9 +125,9 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         for first, second, pair in measured["pairs"]
     }
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
-    usual = median(best.values())
-    threshold = max(MIN_GBITS, usual * SLOW_SHARE)
-    needed = f"{threshold:.2f} is needed (hosts usually reach {usual:.2f})"
+    typical_gbits = median(best.values())
+    threshold = max(MIN_GBITS, typical_gbits * SLOW_SHARE)
+    needed = f"{threshold:.2f} is needed (hosts usually reach {typical_gbits:.2f})"
 
     # A slow host makes all its links slow; it is reported instead of them.
     slow_hosts = [host for host in hosts if best[host] < threshold]
@@ -229,8 +229,8 @@ def rank_main() -> None:
     for pair, times in by_pair.items():
         # A slow pair is measured again, since a host may have been busy at that moment.
         if times["seconds"] > 2 * fastest:
-            again = _measure_pair(pair, "again")
-            by_pair[pair] = {name: min(value, again[name]) for name, value in times.items()}
+            second = _measure_pair(pair, "again")
+            by_pair[pair] = {name: min(value, second[name]) for name, value in times.items()}
 
     if hvd.rank() == 0:
         measured = {"all": all_hosts, "pairs": [[*pair, times] for pair, times in by_pair.items()]}

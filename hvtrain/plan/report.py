@@ -76,9 +76,11 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 def checkpoint_bytes(forecast: Forecast) -> int:
     """Returns the bytes of a checkpoint, including each rank's own state."""
-    own = method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
-    ranks = forecast.plan.size
-    return forecast.footprint.checkpoint_bytes + (ranks * own if ranks > 1 else 0)
+    num_ranks = forecast.plan.size
+    size = forecast.footprint.checkpoint_bytes
+    if num_ranks > 1:
+        size += num_ranks * method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
+    return size
 
 
 def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
