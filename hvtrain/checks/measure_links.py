@@ -81,7 +81,7 @@ def measure(
     timeout = "" if has_ended else f"not done in {time_limit} s; "
     finding = f"the ranks did not reduce; {timeout}{failure(output, process.returncode)}"
     assignments = [f"{name}={value}" for name, value in settings.items()]
-    fix = f"see all their output: {shlex.join([*assignments, *command])}"
+    fix = f"see their full output: {shlex.join([*assignments, *command])}"
     return None, [fail("allreduce", None, finding, fix)]
 
 
