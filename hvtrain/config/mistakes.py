@@ -91,11 +91,13 @@ def check_form(arguments: list[str], compose: Compose) -> None:
 def check_experiment(arguments: list[str]) -> None:
     """Raises ConfigError for a chosen experiment whose settings Hydra would take for those of a group."""
     for path in choice_files("experiment", arguments):
-        is_chosen = f"experiment={path.stem}" in arguments
-        if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
+        if f"experiment={path.stem}" not in arguments:
+            continue
+        # Hydra reads the package only at the top: after any other comment, the line has no effect.
+        if not re.match(r"\s*#\s*@package\s+_global_", _text(path)):
             raise ConfigError(
-                f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
-                "write it at the top"
+                f"{path} does not begin with # @package _global_, without which its settings are not the run's; "
+                "write this line at the top"
             )
 
 
@@ -209,7 +211,9 @@ def _owners_advice(name: str, tree: Settings, arguments: list[str]) -> str | Non
         if not key or key in (tree.get(group) or ()) or (dot and group != own_group):
             continue
         choices = [
-            path.stem for path in choice_files(group, arguments) if f"\n{key}:" in _text(path)
+            path.stem
+            for path in choice_files(group, arguments)
+            if re.search(rf"(?m)^{re.escape(key)}:", _text(path))
         ]
         if choices:
             owners = f"{group}={', '.join(choices)}"
@@ -229,8 +233,7 @@ def _advice_on(name: str, known: list[str]) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a choice's file, with a line break before every line, even the first."""
-    return "\n" + path.read_text("utf-8", errors="replace")
+    return path.read_text("utf-8", errors="replace")
 
 
 def _choice_names(group: str, arguments: list[str]) -> list[str]:

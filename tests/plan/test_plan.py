@@ -292,7 +292,7 @@ def test_a_run_is_measured_without_what_an_experiment_sets_for_its_strategy(tmp_
     monkeypatch.setattr(command, "train", train)
     experiment = tmp_path / "experiment" / "mine.yaml"
     experiment.parent.mkdir()
-    experiment.write_text("# mine\n# @package _global_\nstrategy:\n  compression: fp16\n")
+    experiment.write_text("# @package _global_\nstrategy:\n  compression: fp16\n")
     overrides = [f"--config-dir={tmp_path}", "experiment=mine", "strategy.bucket_mib=5"]
     assert measured_step_seconds(overrides, 16, 1) == 0.1
     config = composed(commands[0][3:])
