@@ -317,7 +317,7 @@ class Divergence:
             return 1
         return self.stretches[0]
 
-    def conclude(self, _: "Repetition") -> int:
+    def conclude(self, _second: "Repetition") -> int:
         """Compares both repetitions step by step, and prints the result.
 
         Returns the exit code 1, since the receipts differ whatever the repetitions show.
