@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def ask(
     """
     answers = {}
     # One unreachable host must not hide the answers of the others.
-    troubles = {}
+    failures = {}
     # All at once, since hosts also try each other's ports.
     with ThreadPoolExecutor(len(requests)) as pool:
         calls = {
@@ -85,40 +86,37 @@ def ask(
         try:
             answers[host] = call.result()
         except RankError as error:
-            troubles[host] = str(error)
-    return answers, troubles
+            failures[host] = str(error)
+    return answers, failures
 
 
 def _ask(host: str, function: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
-    """Returns the host's answer. Raises RankError if there is none."""
+    """Calls the function on one host and returns its answer. Raises RankError if there is none."""
     text = request(_PROBE, function, host_request)
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
+    run = captured if is_local(host) else partial(ssh.run, host)
     try:
-        done = (
-            captured(command, text, timeout)
-            if is_local(host)
-            else ssh.run(host, command, text, timeout)
-        )
+        result = run(command, text, timeout)
     except subprocess.TimeoutExpired:
-        done = subprocess.CompletedProcess(command, _TIMED_OUT)
+        result = subprocess.CompletedProcess(command, _TIMED_OUT)
 
-    if done.returncode == _TIMED_OUT:
+    if result.returncode == _TIMED_OUT:
         raise RankError(
-            f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS"
+            f"host {host} did not answer in {seconds:.0f} s; check its load, disks and DNS"
         )
-    if done.returncode == NO_PYTHON:
+    if result.returncode == NO_PYTHON:
         raise RankError(
             f"host {host} has neither {sys.executable} nor a python3; put hvtrain there"
         )
-    if done.returncode == SSH_FAILED:
-        raise RankError(ssh.explain_failure(host, done.stderr))
+    if result.returncode == SSH_FAILED:
+        raise RankError(ssh.explain_failure(host, result.stderr))
 
     # A login shell may have printed a greeting before the answer.
-    facts = answer(done.stdout)
+    facts = answer(result.stdout)
     if facts is None:
-        last_line = done.stderr.strip().rpartition("\n")[2] or "no error message"
+        last_line = result.stderr.strip().rpartition("\n")[2] or "no error message"
         raise RankError(
             f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V"
         )

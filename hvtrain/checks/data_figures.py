@@ -70,13 +70,14 @@ def tables_of(findings: Findings) -> list[Table]:
 
 def _value_rows(facts: SplitFacts) -> Iterable[list[str]]:
     for name, values in list(facts.values.items())[:MAX_ROWS]:
-        cells = [facts.name, name, values.kind, "", "", ""]
+        low = high = mean = ""
         if values.num_finite:
-            cells[3:5] = [f"{values.low:.4g}", f"{values.high:.4g}"]
-        # The mean of class numbers or token ids is meaningless.
-        if values.num_finite and values.kind.startswith("numbers"):
-            cells[5] = f"{values.total / values.num_finite:.4g}"
-        yield cells
+            low = f"{values.low:.4g}"
+            high = f"{values.high:.4g}"
+            # The mean of class numbers or token ids is meaningless.
+            if values.kind.startswith("numbers"):
+                mean = f"{values.total / values.num_finite:.4g}"
+        yield [facts.name, name, values.kind, low, high, mean]
 
 
 def scope(findings: Findings) -> str:
@@ -93,7 +94,7 @@ def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
     """Returns a figure of images with their class names or masks."""
     pictures = []
     for number, inputs, target in facts.shown:
-        (pixels,) = _painted([(inputs, target)])
+        (pixels,) = _with_masks([(inputs, target)])
         caption = f"{number * facts.step}: {_caption(target, class_names)}"
         pictures.append((png(pixels), caption.rstrip(": ")))
     return Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)
@@ -104,16 +105,16 @@ def _views(findings: Findings) -> Figure:
     pictures = []
     for view in findings.views:
         _, target = view[-1]
-        seen = view[-NUM_DRAWS - 1 :]
-        wholes = [image_of(inputs) for inputs, _ in view[: -len(seen)]]
-        panels = [as_bytes(image) for image in wholes if image is not None]
-        panels += _painted(seen)
+        model_inputs = view[-NUM_DRAWS - 1 :]
+        whole_images = [image_of(inputs) for inputs, _ in view[: -len(model_inputs)]]
+        panels = [as_bytes(image) for image in whole_images if image is not None]
+        panels += _with_masks(model_inputs)
         pictures.append((png(*panels), _caption(target, findings.class_names)))
 
     # All views are of the same form, so the last one stands for them.
     legend = []
     note = "The first training batch, with the augmentation of these settings."
-    if len(seen) > 1:
+    if len(model_inputs) > 1:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
     if np.ndim(target) > 1:
         note += " Masks are painted over it, but for class 0; ignored pixels are white."
@@ -122,7 +123,7 @@ def _views(findings: Findings) -> Figure:
     return Pictures("As the model sees them", note, pictures, legend, len(panels))
 
 
-def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
+def _with_masks(rows: Sequence[Row]) -> list[np.ndarray]:
     """Returns the images as uint8, with masks painted on; scaled together, so that their brightness can be compared."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)

@@ -101,9 +101,9 @@ def examine(
     names = list(slots)
     ssh = Ssh(options.port, options.identity_file)
 
-    cluster, troubles = ask("facts", dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    cluster, failures = ask("facts", dict.fromkeys(names, request), ssh, FACTS_SECONDS)
     facts: Facts = {"hosts": cluster, "ports": {}, "links": None}
-    table.add(_judge_ssh(names, troubles))
+    table.add(_judge_ssh(names, failures))
     if not cluster:
         return facts
 
@@ -124,9 +124,9 @@ def examine(
         reason = "one host" if len(names) < 2 else "no two hosts answer in a common network"
         table.add([skip("ports", reason), skip("clock", reason)])
 
-    obstacle = _obstacle(options, names, table)
-    if obstacle:
-        table.add([skip("allreduce", obstacle), skip("links", obstacle)])
+    reason = _reason_to_skip_links(options, names, table)
+    if reason:
+        table.add([skip("allreduce", reason), skip("links", reason)])
     else:
         # This takes half a minute, so it comes last, and only if ranks would start.
         facts["links"], rows = measure(names, ssh, options.network_interfaces)
@@ -135,8 +135,10 @@ def examine(
     return facts
 
 
-def _obstacle(options: argparse.Namespace, names: Sequence[str], table: CheckTable) -> str:
-    """Returns the reason why the links cannot be measured; empty if they can be."""
+def _reason_to_skip_links(
+    options: argparse.Namespace, names: Sequence[str], table: CheckTable
+) -> str:
+    """Returns why the links cannot be measured; empty if they can be."""
     if len(names) < 2:
         return "one host"
     if not options.links:
@@ -145,13 +147,13 @@ def _obstacle(options: argparse.Namespace, names: Sequence[str], table: CheckTab
     return f"fix this first: {', '.join(broken)}" if broken else ""
 
 
-def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
+def _judge_ssh(names: Sequence[str], failures: Mapping[str, str]) -> list[Row]:
     rows = []
-    for host, trouble in troubles.items():
-        finding, _, fix = trouble.removeprefix(f"host {host} ").partition("; ")
+    for host, failure in failures.items():
+        finding, _, fix = failure.removeprefix(f"host {host} ").partition("; ")
         rows += [
             fail("ssh", host, finding, fix),
-            skip("all other", "nothing more is known of this host", host),
+            skip("all other", "no answer from this host", host),
         ]
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
@@ -159,8 +161,8 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
 def _try_ports(
     endpoints: Mapping[str, Endpoint], ssh: Ssh
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Makes all hosts listen and connect at once. Returns the results by host, and why the other hosts gave none."""
-    # Another program may listen or call on a port; only these hosts know the token.
+    """Makes all hosts listen and connect at once. Returns their results, and the reason for each host without one."""
+    # Another program may listen on a port or connect to it; only these hosts know the token.
     token = secrets.token_hex(8)
     requests = {
         host: {
@@ -168,8 +170,8 @@ def _try_ports(
             "port": endpoint.port,
             "token": token,
             "others": {
-                other: [there.address, there.port]
-                for other, there in endpoints.items()
+                other: [peer.address, peer.port]
+                for other, peer in endpoints.items()
                 if other != host
             },
             "seconds": PORTS_SECONDS,

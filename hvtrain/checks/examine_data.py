@@ -62,14 +62,14 @@ class Values:
     total: float = 0.0
     num_finite: int = 0
     # Values that are NaN or infinite.
-    num_gaps: int = 0
+    num_nonfinite: int = 0
 
     def add(self, array: np.ndarray) -> None:
         if self.kind.startswith(NAMES):
             return
         finite = array[np.isfinite(array)]
         self.num_finite += finite.size
-        self.num_gaps += array.size - finite.size
+        self.num_nonfinite += array.size - finite.size
         if finite.size:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
@@ -82,15 +82,15 @@ class SplitFacts:
     """Facts about the examples read from a split.
 
     Attributes:
-        name: train, validation or test.
-        num_examples: the size of the split.
-        step: every step-th example is read.
-        is_whole: true if no example was left out, so that each one's number in the split is known.
-        values: by "inputs" or "targets", followed by ".name" where they have names.
-        class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
-        num_outside: the number of labels that are not a class.
-        digests: hashes of the inputs and of the target of each example read.
-        shown: the first few examples of each class.
+        name: "train", "validation" or "test".
+        num_examples: The size of the split.
+        step: Every step-th example is read.
+        is_whole: True if no example was left out, so that the number of each in the split is known.
+        values: By "inputs" or "targets", followed by ".name" where they have names.
+        class_counts: Examples (of masks: pixels) of each class; None if targets are not classes.
+        num_outside: The number of labels that are not a class.
+        digests: Hashes of the inputs and of the target of each example read.
+        shown: The first few examples of each class.
     """
 
     name: str
@@ -107,18 +107,21 @@ class SplitFacts:
     def num_read(self) -> int:
         return len(self.digests)
 
-    def example(self, number: int) -> str:
+    def example_name(self, number: int) -> str:
         """Names an example by its number in the split; if some were skipped, by its number among the readable ones."""
         name = f"example {number * self.step}"
         return name if self.is_whole else f"readable {name}"
 
-    def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
+    def matches_in(self, other: "SplitFacts") -> list[tuple[int, int]]:
         """Finds examples whose inputs `other` has too; returns their number here, and that of the first one there."""
         first: dict[str, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
-        own = enumerate(self.digests)
-        return [(number, first[digest]) for number, (digest, _) in own if digest in first]
+        return [
+            (number, first[digest])
+            for number, (digest, _) in enumerate(self.digests)
+            if digest in first
+        ]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Adds the examples of a batch: inputs, targets and perhaps weights, as NumPy arrays."""
@@ -137,11 +140,11 @@ class SplitFacts:
             inputs = targets
 
         # Files are often listed class by class, so the first examples may all be of one class.
-        most = math.ceil(NUM_SHOWN / max(num_classes, 1))
+        max_per_class = math.ceil(NUM_SHOWN / max(num_classes, 1))
         for example, target in rows_of((inputs, targets)):
             target_digest = digest_arrays(nest.flatten(target))
-            alike = [row for row in self.shown if self.digests[row.number][1] == target_digest]
-            if len(self.shown) < NUM_SHOWN and len(alike) < most:
+            same_class = [row for row in self.shown if self.digests[row.number][1] == target_digest]
+            if len(self.shown) < NUM_SHOWN and len(same_class) < max_per_class:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((digest_arrays(nest.flatten(example)), target_digest))
 
@@ -156,11 +159,11 @@ class SplitFacts:
         self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
-        """Returns one line for each fault because of which training would be refused."""
+        """Returns one line for each fault for which training would be refused."""
         lines = [
-            f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them"
+            f"{self.name}: {values.num_nonfinite:,} values of {name} are NaN or infinite; fix them"
             for name, values in self.values.items()
-            if values.num_gaps
+            if values.num_nonfinite
         ]
         if self.num_outside:
             last = len(class_names) - 1
@@ -179,7 +182,9 @@ class SplitFacts:
         if self.class_counts is not None and self.num_read == self.num_examples:
             lines += missing_classes({self.name: self.class_counts.tolist()}, class_names)
 
-        repeats = [(number, earlier) for number, earlier in self.equals(self) if earlier < number]
+        repeats = [
+            (number, earlier) for number, earlier in self.matches_in(self) if earlier < number
+        ]
         if repeats:
             number, earlier = repeats[0]
             # The second digest is the target's: the same image in two classes cannot be learned.
@@ -189,15 +194,15 @@ class SplitFacts:
             others = f", {num_others:,} with another target" if num_others else ""
             lines.append(
                 f"{self.name}: {len(repeats):,} of {self.num_read:,} examples repeat an earlier one{others}; "
-                f"{self.example(number)} is {self.example(earlier)}"
+                f"{self.example_name(number)} is {self.example_name(earlier)}"
             )
 
-        shared = self.equals(train)
+        shared = self.matches_in(train)
         if shared and self is not train:
             number, earlier = shared[0]
             lines.append(
                 f"{self.name}: {len(shared):,} of {self.num_read:,} examples are in train too; "
-                f"{self.example(number)} is {train.example(earlier)} of train"
+                f"{self.example_name(number)} is {train.example_name(earlier)} of train"
             )
         return lines
 
@@ -207,16 +212,16 @@ class Findings:
     """The results of an examination.
 
     Attributes:
-        source: the data set.
-        class_names: names, or numbers, of the classes.
-        described: the source's description of itself.
-        splits: what was found in each split.
-        views: for each training image shown, the whole image (without a target), its augmented
+        source: The data set.
+        class_names: Names, or numbers, of the classes.
+        described: The source's description of itself.
+        splits: What was found in each split.
+        views: For each training image shown, the whole image (without a target), its augmented
             draws, and the input that validation gives the model. If it is unknown which example
             a stream yields, only one draw.
-        raw_rows: the first training rows of a table, by column.
-        warnings: oddities, one line each.
-        refused: faults because of which training would be refused, one line each.
+        raw_rows: The first training rows of a table, by column.
+        warnings: Oddities, one line each.
+        refused: Faults for which training would be refused, one line each.
     """
 
     source: Source
@@ -247,12 +252,12 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     """Reads up to `limit` examples of each split, and returns what was found.
 
     Args:
-        config: the settings; data, dataset, augment and seed matter, and task if has_task or augment is set.
-        limit: how many examples of each split to read at most.
-        has_task: check that the data fit the task.
+        config: The settings; data, dataset, augment and seed matter, and task if has_task or augment is set.
+        limit: Most examples of each split to read.
+        has_task: True to check that the data fit the task.
 
     Raises:
-        UserError: the data set cannot be opened.
+        UserError: The data set cannot be opened.
     """
     source = open_source(config)
     # With "skip", all unreadable examples are reported, not only the first.
@@ -324,19 +329,22 @@ def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
     # be opened and none was skipped.
     if not (isinstance(source, IndexedSource) and train.is_whole):
         number = min(NUM_SHOWN, train.num_examples)
-        return [[row] for row in _drawn(source, Topology(), number, seed, steps=1)]
+        return [[row] for row in _training_rows(source, Topology(), number, seed, steps=1)]
 
     views = []
     for example in train.shown[:NUM_VIEWED]:
         # With as many ranks as examples, each rank has one example, which each step augments again.
         topology = Topology(example.number * train.step, train.num_examples)
         whole = [(image, None) for image in source.raw_examples("train", topology, 1)]
+        draws = _training_rows(source, topology, 1, seed, NUM_DRAWS)
         plain = next(source.evaluation("train", topology, 1).as_numpy_iterator())
-        views.append([*whole, *_drawn(source, topology, 1, seed, NUM_DRAWS), *rows_of(plain)])
+        views.append([*whole, *draws, *rows_of(plain)])
     return views
 
 
-def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps: int) -> list[Row]:
+def _training_rows(
+    source: Source, topology: Topology, batch_size: int, seed: int, steps: int
+) -> list[Row]:
     """Returns the examples of a rank's first training batches, as the model gets them."""
     request = StreamRequest(topology, batch_size, seed, start_step=0, steps_per_epoch=1)
     batches = source.training(request)
@@ -345,8 +353,8 @@ def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps
     rows = []
     for inputs, *others in batches.take(steps):
         # With augmentation layers, inputs are normalized in the step, not in the pipeline.
-        finished = source.finish(inputs) if source.raw_batches else inputs
-        rows += rows_of(nest.map_structure(np.asarray, (finished, *others)))
+        model_inputs = source.finish(inputs) if source.raw_batches else inputs
+        rows += rows_of(nest.map_structure(np.asarray, (model_inputs, *others)))
     return rows
 
 

@@ -34,12 +34,12 @@ Variables whose name or value looks like a secret are left out. python -m hvtrai
     # Without -H, only this host.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
-    answers, troubles = ask("facts", dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
+    answers, failures = ask("facts", dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
     # A host that does not answer takes one line; the others are still shown.
     lines: dict[str, str] = {}
     for host in names:
-        described = _describe(answers[host]) if host in answers else {"ssh": troubles[host]}
+        described = _describe(answers[host]) if host in answers else {"ssh": failures[host]}
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 

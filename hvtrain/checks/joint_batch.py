@@ -155,23 +155,23 @@ def compare(
         examples = keras.tree.map_structure(take, data)
         return tf.data.Dataset.from_tensor_slices(examples).batch(indices_by_step[0].size)
 
-    own = batches(indices[:, rank])
-    distributed = _train(case, own, rank, wrap, hvd.DistributedLoss)
+    own_batches = batches(indices[:, rank])
+    distributed = _train(case, own_batches, rank, wrap, hvd.DistributedLoss)
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
     plain = None
     if case.kind in UNEQUAL_KINDS:
-        plain = _train(case, own, rank, wrap).after
+        plain = _train(case, own_batches, rank, wrap).after
     # Rank 0 trains on the joint batch while the last rank trains alone, on rank 0's batches; both
     # start from rank 0's weights.
     joint = None
-    alone = None
+    single = None
     if rank == 0:
         joint = _train(case, batches(indices), seed=0).after
     if rank == size - 1:
-        alone = _train(case, batches(indices[:, 0]), seed=0).after
+        single = _train(case, batches(indices[:, 0]), seed=0).after
 
     # The model is small enough to gather its arrays as one object from each rank.
-    gathered = hvd.allgather_object((distributed, plain, joint, alone), name="hvtrain.compare")
+    gathered = hvd.allgather_object((distributed, plain, joint, single), name="hvtrain.compare")
     first, plain, expected, _ = gathered[0]
     *_, without_reduction = gathered[-1]
     trained_by_rank = [trained for trained, *_ in gathered]

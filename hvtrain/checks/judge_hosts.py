@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.checks.table import Row, fail, passed, skip
-from hvtrain.system.text import human_bytes
+from hvtrain.system.text import counted, human_bytes
 
 Facts = Mapping[str, Any]
 # The facts of the hosts that answered, by name, in the order of -H. The
@@ -78,28 +78,26 @@ def _folder(cluster: Cluster) -> list[Row]:
         if not facts["folder_exists"]:
             yield f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}"
 
-    return judge("folder", cluster, problems, f"{folder} is there")
+    return judge("folder", cluster, problems, f"{folder} exists")
 
 
 def _python(cluster: Cluster, first: str) -> list[Row]:
-    here = cluster[first]["python"]
+    reference = cluster[first]["python"]
 
     def problems(host, facts):
         python = facts["python"]
         if not python["is_wanted"]:
             fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
             yield f"has no {python['wanted']}", fix
-        elif python["version"] != here["version"]:
-            fix = (
-                f"on {host}: install Python {here['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
-            )
-            yield f"Python {python['version']}; {first} has {here['version']}", fix
+        elif python["version"] != reference["version"]:
+            fix = f"on {host}: install Python {reference['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
+            yield f"Python {python['version']}; {first} has {reference['version']}", fix
 
-    return judge("python", cluster, problems, f"{here['version']}, {here['executable']}")
+    return judge("python", cluster, problems, f"{reference['version']}, {reference['executable']}")
 
 
 def _packages(cluster: Cluster, first: str) -> list[Row]:
-    here = cluster[first]["packages"]
+    reference = cluster[first]["packages"]
 
     def problems(host, facts):
         versions = facts["packages"]
@@ -107,34 +105,34 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         # TensorFlow has two package names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
-        finding = differences(versions, first, here)
+        finding = version_differences(versions, first, reference)
         if missing:
             finding = f"has no {', '.join(missing)}"
         if finding:
             fix = "scripts/run recreates it"
             if host != first:
-                fix = copy_to(environment(facts), first, host, "--delete")
+                fix = copy_to(environment_folder(facts), first, host, "--delete")
             yield finding, fix
 
-    shown = [f"{name} {version}" for name, version in here.items() if version]
+    shown = [f"{name} {version}" for name, version in reference.items() if version]
     finding = f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same"
     return judge("packages", cluster, problems, finding)
 
 
 def _code(cluster: Cluster, first: str) -> list[Row]:
-    here = cluster[first]["code"]
+    reference = cluster[first]["code"]
 
     def problems(host, facts):
         code = facts["code"]
-        difference = unlike(here["files"], code["files"])
+        names = differing_names(reference["files"], code["files"])
         if code["folder"] is None:
             yield "has no hvtrain that its Python finds", f"on {host}: scripts/run"
-        elif difference:
-            folder = f"{here['folder'] or code['folder']}/"
+        elif names:
+            folder = f"{reference['folder'] or code['folder']}/"
             fix = copy_to(folder, first, host, "--delete")
-            yield f"{difference} on {host} and on {first}", fix
+            yield f"differs from {first} in {names}", fix
 
-    finding = f"{len(here['files'])} files of {here['folder']}, the same"
+    finding = f"{len(reference['files'])} files of {reference['folder']}, the same"
     return judge("code", cluster, problems, finding)
 
 
@@ -152,7 +150,7 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
         elif parts[host] != parts[first]:
             yield (
                 f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}",
-                copy_to(environment(facts), first, host, "--delete"),
+                copy_to(environment_folder(facts), first, host, "--delete"),
             )
 
     return judge("horovod", cluster, problems, f"built with {parts[first]}")
@@ -160,38 +158,38 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
 
 def _dataset(cluster: Cluster) -> list[Row]:
     first = next(iter(cluster))
-    here = cluster[first]["dataset"]
-    if here is None:
+    reference = cluster[first]["dataset"]
+    if reference is None:
         return [skip("data set", "no data set with files was given: dataset=NAME dataset.dir=PATH")]
 
     def problems(host, facts):
         data = facts["dataset"]
-        fix = "put it there, or give another place with dataset.dir=PATH"
-        if host != first and not here["error"]:
-            path = here["path"]
-            if "." not in here["entries"]:  # A folder; see probe.fingerprint.
+        fix = "put it there, or give another folder with dataset.dir=PATH"
+        if host != first and not reference["error"]:
+            path = reference["path"]
+            if "." not in reference["entries"]:  # A folder; see probe.fingerprint.
                 path += "/"
             # Without --delete: the first host may be the one that lacks data, as with an
             # unmounted disk.
             fix = copy_to(path, first, host)
 
-        difference = unlike(here["entries"], data["entries"])
+        names = differing_names(reference["entries"], data["entries"])
         if data["error"]:
             yield data["error"], fix
-        elif difference and not (here["error"] or here["too_large"]):
-            on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
-            yield f"{difference} {on_host}", fix
+        elif names and not (reference["error"] or reference["too_large"]):
+            sizes = f"{data['num_files']:,} files, {first} has {reference['num_files']:,}"
+            yield f"differs from {first} in {names} ({sizes})", fix
 
-    read = {}
-    unread = []
+    comparable = {}
+    skipped = []
     for host, facts in cluster.items():
         reason = facts["dataset"]["too_large"]
         if reason:
-            unread.append(skip("data set", f"not compared: {reason}", host))
+            skipped.append(skip("data set", f"not compared: {reason}", host))
         else:
-            read[host] = facts
-    finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
-    return judge("data set", read, problems, finding, unread)
+            comparable[host] = facts
+    finding = f"{reference['num_files']:,} files, {human_bytes(reference['num_bytes'])}, in {reference['path']}"
+    return judge("data set", comparable, problems, finding, skipped)
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
@@ -231,14 +229,14 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     def problems(host, facts):
-        room = facts["shared_memory"]
-        free = room["free"]
+        total = facts["shared_memory"]["total"]
+        free = facts["shared_memory"]["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free < needed:
             # The new size covers what is in use now and what is needed, in whole MiB.
-            size = -(-(needed + room["total"] - free) // 2**20)
+            size = -(-(needed + total - free) // 2**20)
             yield (
-                f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}; "
+                f"/dev/shm has {human_bytes(free)} free of {human_bytes(total)}; "
                 f"its slots need {human_bytes(needed)}",
                 f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
             )
@@ -263,7 +261,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
 
     def problems(host, limit):
-        if -1 < limit < needed:  # -1 is no limit.
+        if -1 < limit < needed:  # -1: no limit.
             yield (
                 f"a process may open {limit}; {num_ranks} ranks need {needed}",
                 f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
@@ -290,7 +288,7 @@ def _disk(cluster: Cluster, host: str) -> Row:
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need at least {human_bytes(DISK_BYTES)}"
         return fail(
-            "run folder", host, finding, "free some there, or choose another disk with run.dir=PATH"
+            "run folder", host, finding, "free some space, or choose another disk with run.dir=PATH"
         )
     return passed("run folder", f"{free} on {host}")
 
@@ -300,7 +298,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         return [passed("gpus", "no GPU on any host")]
 
     first = next(iter(cluster))
-    here = cluster[first]["gpus"]
+    reference = cluster[first]["gpus"]
 
     def problems(host, facts):
         gpus = facts["gpus"]
@@ -312,42 +310,43 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             fix = (
                 f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             )
-            yield f"{count} GPUs for {slots[host]} slots", fix
+            yield f"{counted(count, 'GPU')} for {counted(slots[host], 'slot')}", fix
         # If the first host has no driver, its own row says so.
-        elif here["driver"] and gpus["driver"] != here["driver"]:
-            finding = f"driver {gpus['driver'] or 'none'}, {first} {here['driver']}"
+        elif reference["driver"] and gpus["driver"] != reference["driver"]:
+            finding = f"driver {gpus['driver'] or 'none'}, {first} {reference['driver']}"
             yield finding, f"install one driver version on {first} and {host}"
 
-    kinds = ", ".join(sorted(set(here["names"])))
-    return judge("gpus", cluster, problems, f"{kinds}; driver {here['driver']}")
+    kinds = ", ".join(sorted(set(reference["names"])))
+    return judge("gpus", cluster, problems, f"{kinds}; driver {reference['driver']}")
 
 
-def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:
+def version_differences(
+    versions: Mapping[str, Any], first: str, reference: Mapping[str, Any]
+) -> str:
     """Says how a host's versions differ from the first host's; empty if they do not.
 
-    >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
+    >>> version_differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
     'keras 3.15, s1 3.14; numpy none, s1 2.4'
     """
     texts = []
-    for name in {**there, **here}:
-        own, other = (versions.get(name) or "none" for versions in (here, there))
+    for name in {**reference, **versions}:
+        own = versions.get(name) or "none"
+        other = reference.get(name) or "none"
         if own != other:
             texts.append(f"{name} {own}, {first} {other}")
     return "; ".join(texts)
 
 
-def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
-    """Says how checksums by name differ, with an example; empty if they do not.
+def differing_names(first: Mapping[str, str], second: Mapping[str, str]) -> str:
+    """Names what has different checksums, or is in one mapping only; empty if nothing does.
 
-    >>> unlike({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33"})
-    '1 differs: b.py'
+    >>> differing_names({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33", "c.py": "44"})
+    'b.py and 1 more'
     """
     names = sorted({name for name, _ in first.items() ^ second.items()})
-    if not names:
-        return ""
-    if len(names) == 1:
-        return f"1 differs: {names[0]}"
-    return f"{len(names)} differ: {names[0]}, ..."
+    if len(names) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return "".join(names)
 
 
 def copy_to(path: str, first: str, host: str, *options: str) -> str:
@@ -363,6 +362,6 @@ def copy_to(path: str, first: str, host: str, *options: str) -> str:
     return f"on {first}: {command}"
 
 
-def environment(facts: Facts) -> str:
+def environment_folder(facts: Facts) -> str:
     """Returns the folder of the Python environment that starts ranks, with a slash at its end."""
     return f"{Path(facts['python']['wanted']).parents[1]}/"

@@ -15,7 +15,7 @@ _INTERFACE_FIX = (
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The endpoint at which others reach a host: one of its interfaces, the interface's address, and a free port."""
+    """Where other hosts reach a host: one of its interfaces, that interface's IPv4 address, and a free port."""
 
     interface: str
     address: str
@@ -112,7 +112,7 @@ def judge_interfaces(
     chosen = interface_names.split(",") if interface_names else None
     first_address = _address(cluster, first)
     # The interface that the user chose, or else the one with the address of the host's name.
-    start = next(
+    first_interface = next(
         (
             item
             for item in cluster[first]["interfaces"]
@@ -121,50 +121,73 @@ def judge_interfaces(
         ),
         None,
     )
-    if start is None:
+    if first_interface is None:
         finding = f"no interface has its address {first_address}"
         if interface_names:
             finding = f"has no interface {interface_names}"
         return [
-            fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)
+            fail(
+                "interface",
+                first,
+                f"{finding}; it has {_list_interfaces(cluster[first])}",
+                _INTERFACE_FIX,
+            )
         ], {}
 
-    # Hosts join the first one: rank 0 is there, and all ranks connect to it.
-    network = ipaddress.ip_network(start["network"])
+    # All hosts must reach the first one: rank 0 is there, and all ranks connect to it.
+    network = ipaddress.ip_network(first_interface["network"])
     endpoints: dict[str, Endpoint] = {}
     findings = {}
-    for host in cluster:
-        inside = [
-            item
-            for item in cluster[host]["interfaces"]
-            if ipaddress.ip_address(item["address"]) in network
-            and (not chosen or item["name"] in chosen)
-        ]
-        if not inside:
+    for host, facts in cluster.items():
+        interface = _interface_in(network, facts, chosen, _address(cluster, host))
+        if interface is None:
             noun = f"interface {interface_names or ''}".rstrip()
             findings[host] = (
-                f"no {noun} in {first}'s network {network}; it has {_listed(cluster[host])}"
+                f"no {noun} in {first}'s network {network}; it has {_list_interfaces(facts)}"
             )
             continue
-        # Prefer the address to which the host's name resolves.
-        own_address = _address(cluster, host)
-        best = min(inside, key=lambda item: item["address"] != own_address)
-        address = best["address"]
+        address = interface["address"]
         # Bridges such as docker0 have the same address on every host.
-        twin = next((other for other, end in endpoints.items() if end.address == address), None)
-        if twin:
+        owner = next(
+            (other for other, endpoint in endpoints.items() if endpoint.address == address), None
+        )
+        if owner:
             findings[host] = (
-                f"{best['name']} has {address} here and on {twin}, so it cannot join the hosts"
+                f"{interface['name']} has {address} here and on {owner}, so it does not connect the hosts"
             )
         else:
-            endpoints[host] = Endpoint(best["name"], address, cluster[host]["port"])
+            endpoints[host] = Endpoint(interface["name"], address, facts["port"])
 
     rows = [fail("interface", host, finding, _INTERFACE_FIX) for host, finding in findings.items()]
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
 
 
-def _listed(facts: Facts) -> str:
+def _interface_in(
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network,
+    facts: Facts,
+    names: list[str] | None,
+    own_address: str | None,
+) -> Mapping[str, str] | None:
+    """Returns a host's interface in the network; None if it has none there.
+
+    If there are several, the one with the address to which the host's name resolves is preferred.
+
+    Args:
+        network: The network.
+        facts: The host's facts.
+        names: The interfaces to choose from; None: all.
+        own_address: The address to which the host's name resolves.
+    """
+    candidates = [
+        item
+        for item in facts["interfaces"]
+        if ipaddress.ip_address(item["address"]) in network and (not names or item["name"] in names)
+    ]
+    return min(candidates, key=lambda item: item["address"] != own_address, default=None)
+
+
+def _list_interfaces(facts: Facts) -> str:
     others = [item for item in facts["interfaces"] if item["name"] != "lo"]
     return ", ".join(f"{item['name']} {item['address']}" for item in others)
 
@@ -186,7 +209,7 @@ def judge_ports(
     """
     rows = [skip("ports", "did not answer", host) for host in silent]
 
-    # Why a connection failed, by (the host that connects, the host that listens).
+    # Why a connection failed, by the host that connects and the host that listens.
     missing = {
         (caller, listener): reason
         for caller, answer in answers.items()
@@ -194,13 +217,12 @@ def judge_ports(
     }
     while missing:
         counts = Counter(host for pair in missing for host in pair)
-        # Among hosts with equally many failed connections, the one that was
-        # called most often is at fault.
+        # Of hosts with equally many failed connections, blame the one to which most were made.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
         pairs = [pair for pair in missing if host in pair]
-        ways = ", ".join(f"{caller} to {listener}" for caller, listener in pairs)
-        finding = f"no connection from {ways} ({missing[pairs[0]]})"
+        connections = ", ".join(f"{caller} to {listener}" for caller, listener in pairs)
+        finding = f"no connection from {connections} ({missing[pairs[0]]})"
         others = dict.fromkeys(other for pair in pairs for other in pair if other != host)
         addresses = ", ".join(endpoints[other].address for other in others)
         fix = f"on {host}: open TCP ports 1024-65535 to and from {addresses}"

@@ -30,11 +30,11 @@ from hvtrain.system.text import human_bytes
 
 MARK = "hvtrain-links:"
 START_SECONDS = 120
-SECONDS_FOR_A_PAIR = 3
+SECONDS_PER_PAIR = 3
 SLOW_SHARE = 1 / 3
 # Below this, a link is slow even if all others are: ResNet-50's 100 MB of
 # gradients would take 16 s per step.
-FLOOR_GBITS = 0.1
+MIN_GBITS = 0.1
 
 
 def measure(
@@ -57,15 +57,15 @@ def measure(
         interfaces=interfaces,
     )
     launcher, *arguments = launcher_command(job)
-    line = [launcher, "--prefix", *arguments]
+    command = [launcher, "--prefix", *arguments]
     # Process sets of two ranks are added and removed while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    of_ranks = environment.for_ranks(os.environ) | settings
-    variables = environment.for_launcher(os.environ, of_ranks)
-    time_limit = most_seconds(len(hosts))
+    rank_variables = environment.for_ranks(os.environ) | settings
+    variables = environment.for_launcher(os.environ, rank_variables)
+    time_limit = max_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
-        with started(line, log, environment=variables) as process:
+        with started(command, log, environment=variables) as process:
             has_ended = ends_within(process, time_limit)
             if not has_ended:
                 # The launcher ends its ranks on other hosts if it still can.
@@ -78,19 +78,20 @@ def measure(
             measured = json.loads(text.partition(MARK)[2])
             return measured, judge_links(measured, hosts)
 
-    late = "" if has_ended else f"not ended in {time_limit} s; "
-    finding = f"the ranks did not reduce; {late}{failure(output, process.returncode)}"
-    again = shlex.join([*(f"{name}={value}" for name, value in settings.items()), *line])
-    return None, [fail("allreduce", None, finding, f"look at all that they say: {again}")]
+    timeout = "" if has_ended else f"not done in {time_limit} s; "
+    finding = f"the ranks did not reduce; {timeout}{failure(output, process.returncode)}"
+    assignments = [f"{name}={value}" for name, value in settings.items()]
+    fix = f"see their full output: {shlex.join([*assignments, *command])}"
+    return None, [fail("allreduce", None, finding, fix)]
 
 
-def most_seconds(num_hosts: int) -> int:
+def max_seconds(num_hosts: int) -> int:
     """Returns the time limit of a measurement, in seconds.
 
     The ranks also enforce it, since a killed launcher cannot end them.
     """
-    num_partners = min(num_hosts, MOST_HOSTS_FOR_ALL_PAIRS)
-    return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts * num_partners // 2
+    num_partners = min(num_hosts, MAX_HOSTS_FOR_ALL_PAIRS)
+    return START_SECONDS + SECONDS_PER_PAIR * num_hosts * num_partners // 2
 
 
 def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float, float]:
@@ -115,7 +116,7 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     """
     times = measured["all"]
     algorithm, bus = bandwidths(times["bytes"], times["seconds"], len(hosts))
-    together = (
+    summary = (
         f"{human_bytes(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: "
         f"{algorithm:.2f} Gbit/s, {bus:.2f} on the bus; 4 KiB in {times['latency_seconds'] * 1e3:.1f} ms"
     )
@@ -124,12 +125,12 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         for first, second, pair in measured["pairs"]
     }
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
-    usual = median(best.values())
-    bound = max(FLOOR_GBITS, usual * SLOW_SHARE)
-    needed = f"{bound:.2f} is needed (hosts usually reach {usual:.2f})"
+    typical_gbits = median(best.values())
+    threshold = max(MIN_GBITS, typical_gbits * SLOW_SHARE)
+    needed = f"{threshold:.2f} is needed (hosts usually reach {typical_gbits:.2f})"
 
     # A slow host makes all its links slow; it is reported instead of them.
-    slow_hosts = [host for host in hosts if best[host] < bound]
+    slow_hosts = [host for host in hosts if best[host] < threshold]
 
     rows = []
     for host in slow_hosts:
@@ -138,9 +139,11 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         rows.append(fail("links", host, finding, fix))
 
     for (first, second), speed in speeds.items():
-        if speed < bound and not {first, second} & set(slow_hosts):
-            way = f"look at what lies between {first} and {second}: traceroute {second}"
-            fix = f"{way}; both are quicker to other hosts"
+        if speed < threshold and not {first, second} & set(slow_hosts):
+            fix = (
+                f"look for a slow hop between {first} and {second}: traceroute {second}; both are faster "
+                "to other hosts"
+            )
             rows.append(fail("links", first, f"{speed:.2f} Gbit/s to {second}; {needed}", fix))
 
     slowest = min(speeds, key=speeds.__getitem__)
@@ -148,14 +151,14 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         f"{len(speeds)} between hosts, from {speeds[slowest]:.2f} Gbit/s ({'-'.join(slowest)}) "
         f"to {max(speeds.values()):.2f}"
     )
-    return [passed("allreduce", together), *(rows or [passed("links", finding)])]
+    return [passed("allreduce", summary), *(rows or [passed("links", finding)])]
 
 
 ALL_BYTES = 64 << 20
 # Smaller, since there are many pairs: over a link of 50 Mbit/s even this takes more than a second.
 PAIR_BYTES = 8 << 20
 SMALL_BYTES = 4 << 10
-MOST_HOSTS_FOR_ALL_PAIRS = 16
+MAX_HOSTS_FOR_ALL_PAIRS = 16
 REPEATS = 5
 # A repetition this slow is the last: another one would take long and add nothing.
 SLOW_SECONDS = 0.5
@@ -209,28 +212,28 @@ def rank_main() -> None:
     import hvtrain.keras as hvd
 
     # If the launcher is killed, nothing else ends this rank.
-    call_later(most_seconds(int(os.environ["HOROVOD_SIZE"])), os._exit, 1)
+    call_later(max_seconds(int(os.environ["HOROVOD_SIZE"])), os._exit, 1)
     hvd.init()
     hvd.pin_gpu()
 
-    together = time_allreduce(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
+    all_hosts = time_allreduce(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
     pairs = list(combinations(range(hvd.size()), 2))
-    if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
+    if hvd.size() > MAX_HOSTS_FOR_ALL_PAIRS:
         # Only neighbours in the ring: all pairs would take too long.
         pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]
 
     # One after the other: pairs that share a host would share its link.
     by_pair = {pair: _measure_pair(pair, "first") for pair in pairs}
-    quickest = min(times["seconds"] for times in by_pair.values())
+    fastest = min(times["seconds"] for times in by_pair.values())
 
     for pair, times in by_pair.items():
         # A slow pair is measured again, since a host may have been busy at that moment.
-        if times["seconds"] > 2 * quickest:
-            again = _measure_pair(pair, "again")
-            by_pair[pair] = {name: min(value, again[name]) for name, value in times.items()}
+        if times["seconds"] > 2 * fastest:
+            second = _measure_pair(pair, "again")
+            by_pair[pair] = {name: min(value, second[name]) for name, value in times.items()}
 
     if hvd.rank() == 0:
-        measured = {"all": together, "pairs": [[*pair, times] for pair, times in by_pair.items()]}
+        measured = {"all": all_hosts, "pairs": [[*pair, times] for pair, times in by_pair.items()]}
         # One write, because the launcher puts the rank before each piece of output.
         print(f"{MARK} {json.dumps(measured)}\n", end="", flush=True)
 

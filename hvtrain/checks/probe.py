@@ -95,17 +95,17 @@ def _shared_memory() -> dict[str, int]:
 
 def _disk(folder: Path) -> dict[str, Any]:
     """Returns the free bytes where the folder is or would be created, and whether this user may write there."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = there.is_dir() and os.access(there, os.W_OK)
-    return {"folder": str(folder), "free": shutil.disk_usage(there).free, "writable": writable}
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return {"folder": str(folder), "free": shutil.disk_usage(existing).free, "writable": writable}
 
 
 def _gpus() -> dict[str, Any]:
     """Returns GPU names and driver version from nvidia-smi, or its error; all empty without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     # ssh starts a shell whose PATH may lack these folders.
-    elsewhere = "/usr/bin:/usr/local/nvidia/bin"
-    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=elsewhere)
+    more_folders = "/usr/bin:/usr/local/nvidia/bin"
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=more_folders)
     if program is None:
         return gpus
 
@@ -264,9 +264,9 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
     token = request["token"]
     others = request["others"]
     deadline = time.monotonic() + request["seconds"]
-    # The reason for each host not reached yet, and the hosts that have reached this one.
+    # Why each host is not reached yet, and the hosts that have reached this one.
     missing = dict.fromkeys(others, "no answer")
-    heard: set[str] = set()
+    callers: set[str] = set()
     clocks: dict[str, tuple[float, float]] = {}
     server = socket.create_server(("", request["port"]), backlog=len(others) + 8)
 
@@ -282,28 +282,28 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
             caller.makefile("rw", encoding="utf-8", errors="replace") as stream,
         ):
             caller.settimeout(CONNECT_SECONDS)
-            call_token, _, name = stream.readline(200).strip().partition(" ")
+            caller_token, _, name = stream.readline(200).strip().partition(" ")
             # Other programs and hosts of another doctor run get no answer.
-            if call_token == token and name in others:
+            if caller_token == token and name in others:
                 stream.write(f"{token} {time.time()}\n")
                 stream.flush()
-                heard.add(name)
+                callers.add(name)
 
     def connect(name):
         while True:
             try:
-                with socket.create_connection(others[name], CONNECT_SECONDS) as call:
-                    asked = time.time()
-                    call.sendall(f"{token} {request['me']}\n".encode())
+                with socket.create_connection(others[name], CONNECT_SECONDS) as connection:
+                    sent_at = time.time()
+                    connection.sendall(f"{token} {request['me']}\n".encode())
                     # Another program may answer with any bytes.
-                    line = call.makefile(encoding="utf-8", errors="replace").readline(200)
-                    round_trip = time.time() - asked
+                    line = connection.makefile(encoding="utf-8", errors="replace").readline(200)
+                    round_trip = time.time() - sent_at
             except OSError as error:
                 missing[name] = error.strerror or str(error)
             else:
                 answer_token, _, clock = line.strip().partition(" ")
                 if answer_token == token:
-                    clocks[name] = (float(clock) - asked - round_trip / 2, round_trip / 2)
+                    clocks[name] = (float(clock) - sent_at - round_trip / 2, round_trip / 2)
                     del missing[name]
                     return
                 missing[name] = "another program answers there"
@@ -315,7 +315,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
     for name in others:
         _in_background(connect, name)
     # Keep listening until all other hosts have connected.
-    while (missing or heard < set(others)) and time.monotonic() <= deadline:
+    while (missing or callers < set(others)) and time.monotonic() <= deadline:
         time.sleep(0.02)
     return {"missing": dict(missing), "clocks": dict(clocks)}
 

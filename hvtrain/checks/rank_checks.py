@@ -87,7 +87,6 @@ def _devices(strategy: Strategy) -> str:
 def _broadcast() -> str:
     """Checks that a broadcast makes variables equal: of several types, one of them empty, different on each rank."""
     normal = np.random.default_rng(hvd.rank()).normal
-
     variables = [
         tf.Variable(value)
         for value in (
@@ -177,7 +176,7 @@ def _metrics(strategy: Strategy) -> str:
     generator = np.random.default_rng(5)
     x = generator.normal(size=(51, 4)).astype("float32")
     y = generator.integers(0, 3, 51)
-    # All ranks need the same model, since each of them computes `alone`.
+    # All ranks need the same model, since each of them computes `one_process`.
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -185,13 +184,14 @@ def _metrics(strategy: Strategy) -> str:
     hvd.broadcast_variables(model.weights, 0)
 
     # The last rank has most of the 51 examples, the others a few each (none in a large job).
-    few = 3 if hvd.size() < 16 else 0
-    own = np.split(np.arange(len(x)), few * np.arange(1, hvd.size()))[hvd.rank()]
+    num_each = 3 if hvd.size() < 16 else 0
+    own_indices = np.split(np.arange(len(x)), num_each * np.arange(1, hvd.size()))[hvd.rank()]
 
-    shard = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8)
-    together = strategy.evaluate(model, shard)
-    alone = model.evaluate(x, y, verbose=0, return_dict=True)
-    gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
+    shard = tf.data.Dataset.from_tensor_slices((x[own_indices], y[own_indices])).batch(8)
+    over_ranks = strategy.evaluate(model, shard)
+    one_process = model.evaluate(x, y, verbose=0, return_dict=True)
+    own_gap = max(abs(over_ranks[name] - one_process[name]) for name in over_ranks)
+    gap = max(strategy.comm.gather(own_gap))
     if gap > 1e-5:
         raise CheckError(
             f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples"
@@ -311,11 +311,11 @@ def _step(run: OwnRun) -> str:
     """Compares the distributed step with a plain one on the mean of all ranks' gradients."""
     model = run.model
     comm = run.strategy.comm
-    own = _own_gradients(run)
+    own_gradients = _own_gradients(run)
     joint: list[Any] = []
     shared = []
     means = []
-    for item, values in zip(model.trainable_variables, own):
+    for item, values in zip(model.trainable_variables, own_gradients):
         if values is not None and hasattr(item, "rank_part"):
             # The gradient of this rank's part of a table is already the sum over all ranks.
             joint.append(values / comm.topology.size)
@@ -334,10 +334,10 @@ def _step(run: OwnRun) -> str:
     multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
     expected = _change(plain, joint, copies)
     reductions_before = hvd.num_reductions(model.optimizer)
-    change = _change(model.optimizer, own, model.trainable_variables)
+    change = _change(model.optimizer, own_gradients, model.trainable_variables)
     count = hvd.num_reductions(model.optimizer) - reductions_before
     gap = max(comm.gather(largest_difference(change, expected)))
-    own_gap = max(comm.gather(largest_difference(shared, means)))
+    gradient_gap = max(comm.gather(largest_difference(shared, means)))
 
     if not count:
         raise CheckError(
@@ -347,7 +347,7 @@ def _step(run: OwnRun) -> str:
         raise CheckError(
             f"the step differs from a plain one on the mean gradient by {gap:.2g}; look at strategy.distribute"
         )
-    return f"equals a plain step on the ranks' mean gradient to {gap:.1g}; own gradients differ by {own_gap:.1g}"
+    return f"equals a plain step on the ranks' mean gradient to {gap:.1g}; own gradients differ by {gradient_gap:.1g}"
 
 
 def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:

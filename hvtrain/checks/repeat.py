@@ -21,6 +21,7 @@ from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import fitted
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_files import HISTORY_FILE
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.checkpointing import Checkpointing, Interruption
@@ -40,14 +41,14 @@ class Repetition:
     """A stretch of a run, and the results of its repetition, which only the chief has.
 
     Attributes:
-        folder: the run folder.
-        begin: step of the checkpoint at which the stretch begins; 0: the start of the run.
-        saves: later steps at which the run saved, in order; the last one ends the stretch.
-        each_step: take digests after every step, not only after `saves`.
-        measured: step at which weights are compared with the run's checkpoint; 0: no step.
-        facts: see consistency.facts_of.
-        digests: of the variables, by step; at `begin`, those of the checkpoint.
-        difference: the largest_difference of the weights at `measured`; None if not measured.
+        folder: The run folder.
+        begin: Step of the checkpoint at which the stretch begins; 0: the start of the run.
+        saves: Later steps at which the run saved, in order; the last one ends the stretch.
+        each_step: Take digests after every step, not only after `saves`.
+        measured: Step at which weights are compared with the run's checkpoint; 0: no step.
+        facts: See consistency.facts_of.
+        digests: Of the variables, by step; at `begin`, those of the checkpoint.
+        difference: The largest_difference of the weights at `measured`; None if not measured.
     """
 
     folder: Path
@@ -68,47 +69,48 @@ def repeat(
     config: RunConfig,
     choose: Callable[[int], Repetition | int],
     conclude: Callable[[Repetition], int],
-    stays: bool = False,
+    keeps_ranks: bool = False,
 ) -> int:
     """Joins the ranks, repeats the stretch that the chief chooses, and returns the exit code.
 
     Args:
-        config: the run's settings.
-        choose: given the number of ranks, returns a stretch, or an exit code to repeat nothing (chief only).
-        conclude: given the repetition, returns the exit code (chief only).
-        stays: keep the ranks running, for another repetition.
+        config: The run's settings.
+        choose: Given the number of ranks, returns a stretch, or an exit code to repeat nothing (chief only).
+        conclude: Given the repetition, returns the exit code (chief only).
+        keeps_ranks: True to leave the ranks running, for another repetition.
     """
 
-    def attempt(silent, strategy, state):
-        runner.join_ranks(silent, strategy)
+    def attempt(quiet_config, strategy, state):
+        runner.join_ranks(quiet_config, strategy)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         # The user's callbacks may warn about an epoch that ends early.
         logging.getLogger("py.warnings").setLevel(logging.ERROR)
         comm = strategy.comm
-        chosen = comm.on_chief(lambda: choose(comm.topology.size))
-        if isinstance(chosen, int):
+        repetition = comm.on_chief(lambda: choose(comm.topology.size))
+        if isinstance(repetition, int):
             strategy.stop()
-            return chosen
+            return repetition
         if comm.topology.is_chief:
             print(
-                f"repeating steps {chosen.begin:,} to {chosen.saves[-1]:,} of {chosen.folder} "
+                f"repeating steps {repetition.begin:,} to {repetition.saves[-1]:,} of {repetition.folder} "
                 f"on {comm.topology.size} rank(s)",
                 flush=True,
             )
-        with TemporaryDirectory(prefix="hvtrain-replay-") as own:
-            comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
+        with TemporaryDirectory(prefix="hvtrain-replay-") as scratch:
+            comm.on_chief(lambda: _copy_inputs(repetition.folder, Path(scratch)))
             # All ranks use the chief's folder; the others write nothing.
-            of_scratch = replace(silent, run=replace(silent.run, dir=comm.broadcast(own)))
-            code = _train(of_scratch, strategy, state, chosen, config)
-            code = code or comm.on_chief(lambda: conclude(chosen))
-        if stays:
+            run_folder = replace(quiet_config.run, dir=comm.broadcast(scratch))
+            scratch_config = replace(quiet_config, run=run_folder)
+            code = _train(scratch_config, strategy, state, repetition, config)
+            code = code or comm.on_chief(lambda: conclude(repetition))
+        if keeps_ranks:
             strategy.watchdog.stop()
         else:
             strategy.stop()
         return code
 
-    silent = replace(
+    quiet_config = replace(
         config,
         run=replace(config.run, dir=None),
         tracker={},
@@ -119,7 +121,7 @@ def repeat(
         # Changed data do not stop a repetition; they are reported as a cause of differences.
         guard=replace(config.guard, data=False, layers=False),
     )
-    return runner.on_all_ranks(silent, attempt)
+    return runner.on_all_ranks(quiet_config, attempt)
 
 
 def _copy_inputs(run: Path, scratch: Path) -> None:
@@ -131,28 +133,22 @@ def _copy_inputs(run: Path, scratch: Path) -> None:
 
 
 def _train(
-    config: RunConfig, strategy: Strategy, state: RunState, repetition: Repetition, asked: RunConfig
+    config: RunConfig,
+    strategy: Strategy,
+    state: RunState,
+    repetition: Repetition,
+    original: RunConfig,
 ) -> int:
     """Trains the stretch; returns the exit code after a signal, else 0 (every rank).
 
-    The facts recorded are those of `asked`, the run's own settings.
+    Facts are recorded as of `original`, the run's own settings, of which `config` is a quiet variant.
     """
-    begin = repetition.begin
-    read = []  # Only the chief reads the checkpoint, which may be large.
-
-    def read_checkpoint():
-        read.append(repetition.checkpoint(begin))
-        repetition.digests[begin] = digests_of(read[0].arrays)
-        return read[0].meta
-
-    saved = None
-    if begin:
-        meta = strategy.comm.on_chief(read_checkpoint)
-        saved = ResumePoint(store.folder_name(begin), begin, meta, read.pop() if read else None)
+    saved = _read_begin(repetition, strategy.comm)
     run = runner.open_inputs(config, strategy, state, saved)
-    repetition.facts = facts_of(replace(run, config=asked))
+    repetition.facts = facts_of(replace(run, config=original))
     model = runner.make_model(run)
     start = runner.restore(run, model, saved)
+    del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
     context = RunContext.begin(run, model, start.step)
 
     interruption = Interruption(context)
@@ -170,6 +166,26 @@ def _train(
         steps = call_steps(run, callbacks)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return context.report.exit_code
+
+
+def _read_begin(repetition: Repetition, comm: Comm) -> ResumePoint | None:
+    """Reads the checkpoint at which the stretch begins; None: it begins at step 0 (every rank).
+
+    Only the chief reads the file, and gets the arrays.
+    """
+    step = repetition.begin
+    if step == 0:
+        return None
+    checkpoint = None
+
+    def read():
+        nonlocal checkpoint
+        checkpoint = repetition.checkpoint(step)
+        repetition.digests[step] = digests_of(checkpoint.arrays)
+        return checkpoint.meta
+
+    meta = comm.on_chief(read)
+    return ResumePoint(store.folder_name(step), step, meta, checkpoint)
 
 
 class DigestTaking(Checkpointing):

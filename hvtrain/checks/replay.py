@@ -98,14 +98,14 @@ def choose_stretch(
     """Returns the stretch to repeat: the checkpoint to start from, and the steps to compare.
 
     Args:
-        folder: the run folder.
-        steps: the steps of its receipts, in order.
+        folder: The run folder.
+        steps: The steps of its receipts, in order.
         bounds: FROM and TO; None: from the last checkpoint before the last receipt to that receipt.
-        each_step: see Repetition.
+        each_step: See Repetition.
 
     Raises:
-        CheckpointError: there is no checkpoint to start from.
-        ConfigError: there is no receipt to compare with.
+        CheckpointError: There is no checkpoint to start from.
+        ConfigError: There is no receipt to compare with.
     """
     from hvtrain.checks.repeat import Repetition
 
@@ -138,37 +138,58 @@ def judge(
     """Compares a repetition with the run's receipts; returns the exit code, and lines for the user.
 
     Args:
-        receipts: the run's receipts, by step.
-        repetition: the repeated stretch.
-        tolerance: the largest relative difference allowed in a weight; None: operations are
+        receipts: The run's receipts, by step.
+        repetition: The repeated stretch.
+        tolerance: The largest relative difference allowed in a weight; None: operations are
             deterministic, so no difference is allowed.
     """
-    steps = sorted(repetition.digests.keys() & receipts.keys())
-    step = next(
-        (step for step in steps if receipts[step].digests != repetition.digests[step]), None
-    )
+    originals = digests_by_step(receipts)
+    equal, step = split_at_difference(originals, repetition.digests)
     if step is None:
-        return 0, [f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"]
+        return 0, [same_bits_line(equal)]
 
-    last_equal = max((earlier for earlier in steps if earlier < step), default=repetition.begin)
-    lines = [
-        f"differs at step {step:,}: {first_difference(receipts[step].digests, repetition.digests[step])}"
-    ]
+    difference = first_difference(originals[step], repetition.digests[step])
+    lines = [f"differs at step {step:,}: {difference}"]
     if step == repetition.begin:
         return 1, [*lines, "cause: the checkpoint has changed since it was written"]
+    last_equal = equal[-1] if equal else repetition.begin
     lines.append(f"the last step with the same bits: {last_equal:,}")
     causes = causes_of(receipts[step].facts, repetition.facts)
     lines += cause_lines(causes, tolerance is None)
-    difference = repetition.difference
-    if difference is None or repetition.measured < step:
+    gap = repetition.difference
+    if gap is None or repetition.measured < step:
         # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
-        f"largest difference of a weight at step {repetition.measured:,}: {difference:.2g} of the largest value there"
+        f"largest difference of a weight at step {repetition.measured:,}: {gap:.2g} of the largest value there"
     )
-    if causes or tolerance is None or difference > tolerance:
+    if causes or tolerance is None or gap > tolerance:
         return 1, lines
     return 0, [*lines, f"within the tolerance of {tolerance:g}"]
+
+
+def digests_by_step(receipts: dict[int, Receipt]) -> dict[int, Digests]:
+    return {step: receipt.digests for step, receipt in receipts.items()}
+
+
+def split_at_difference(
+    mine: dict[int, Digests], others: dict[int, Digests]
+) -> tuple[list[int], int | None]:
+    """Returns the common steps before the first one whose digests differ, and that one; None if there is none.
+
+    >>> split_at_difference({1: {"a": "1"}, 2: {"a": "2"}, 3: {"a": "3"}}, {1: {"a": "1"}, 3: {"a": "4"}})
+    ([1], 3)
+    """
+    equal: list[int] = []
+    for step in sorted(mine.keys() & others.keys()):
+        if mine[step] != others[step]:
+            return equal, step
+        equal.append(step)
+    return equal, None
+
+
+def same_bits_line(steps: list[int]) -> str:
+    return f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"
 
 
 def first_difference(digests: Digests, others: Digests) -> str:
@@ -241,7 +262,7 @@ def bisect() -> int:
         from hvtrain.checks.repeat import repeat
 
     divergence = Divergence((finished, other))
-    code = repeat(finished.config, divergence.compare, lambda _: CONTINUE, stays=True)
+    code = repeat(finished.config, divergence.compare, lambda _: CONTINUE, keeps_ranks=True)
     if code != CONTINUE:
         return code
     return repeat(other.config, lambda _: divergence.stretches[1], divergence.conclude)
@@ -251,7 +272,7 @@ class Divergence:
     """Finds where two runs diverge (its methods are called on the chief only).
 
     Attributes:
-        stretches: what compare() chose to repeat, one stretch for each run.
+        stretches: What compare() chose to repeat, one stretch for each run.
     """
 
     def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
@@ -264,46 +285,46 @@ class Divergence:
         Returns the first run's stretch to repeat, or the exit code if nothing is to be repeated.
         Raises ConfigError if the runs have no receipts of the same step.
         """
-        mine, others = (read_receipts(run.folder) for run in self.runs)
-        steps = [step for step in mine if step in others]
-        if not steps:
+        receipts = [read_receipts(run.folder) for run in self.runs]
+        mine, others = map(digests_by_step, receipts)
+        if not mine.keys() & others.keys():
             raise ConfigError(
                 "the runs have no receipts of the same step; train one of them again, saving at the other's steps"
             )
-        step = next((step for step in steps if mine[step].digests != others[step].digests), None)
+        equal, step = split_at_difference(mine, others)
         if step is None:
-            print(f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}")
+            print(same_bits_line(equal))
             return 0
 
-        last_equal = max((earlier for earlier in steps if earlier < step), default=0)
+        last_equal = equal[-1] if equal else 0
         print(f"the runs diverge between steps {last_equal:,} and {step:,}")
-        causes = causes_of(mine[step].facts, others[step].facts)
+        facts = [run_receipts[step].facts for run_receipts in receipts]
+        causes = causes_of(*facts)
         is_deterministic = all(run.config.train.deterministic for run in self.runs)
         print("\n".join(cause_lines(causes, is_deterministic)))
-        note = f"at step {step:,}: {first_difference(mine[step].digests, others[step].digests)}"
+        difference = f"at step {step:,}: {first_difference(mine[step], others[step])}"
         try:
-            for run, receipts in zip(self.runs, (mine, others)):
-                run_ranks = receipts[step].facts.get("ranks", {}).get("number of ranks")
+            for run, run_facts, saves in zip(self.runs, facts, (mine, others)):
+                run_ranks = run_facts.get("ranks", {}).get("number of ranks")
                 if run_ranks != num_ranks:
                     raise ConfigError(
                         f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started"
                     )
                 bounds = (last_equal, step)
-                self.stretches.append(choose_stretch(run.folder, receipts, bounds, each_step=True))
+                self.stretches.append(choose_stretch(run.folder, saves, bounds, each_step=True))
         except (CheckpointError, ConfigError) as error:
-            print(f"{note}\nthe first step at which they differ is unknown: {error}")
+            print(f"{difference}\nthe first step at which they differ is unknown: {error}")
             return 1
         return self.stretches[0]
 
-    def conclude(self, _: "Repetition") -> int:
+    def conclude(self, _second: "Repetition") -> int:
         """Compares both repetitions step by step, and prints the result.
 
         Returns the exit code 1, since the receipts differ whatever the repetitions show.
         """
         # Each repetition has put its digests into its stretch.
         mine, others = (stretch.digests for stretch in self.stretches)
-        steps = sorted(mine.keys() & others.keys())
-        step = next((step for step in steps if mine[step] != others[step]), None)
+        _, step = split_at_difference(mine, others)
         if step is None:
             print(
                 "the repetitions do not diverge: whatever made the runs differ did not happen again"

@@ -18,7 +18,7 @@ CONFIGS = next(
 
 ALL_GROUPS = (*GROUPS, *SEVERAL, *BUNDLES)
 
-MORE = """\
+_NOTES = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
 Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
 pad (short batches at its end, weighted), auto (pad if trim would leave out more than 1%) or error; and
@@ -28,10 +28,10 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 
 
-def own_folders(arguments: Sequence[str]) -> list[Path]:
+def config_dirs(arguments: Sequence[str]) -> list[Path]:
     """Returns the folders given with --config-dir.
 
-    >>> own_folders(["-cd", "mine", "model=mlp", "--config-dir=ours"])
+    >>> config_dirs(["-cd", "mine", "model=mlp", "--config-dir=ours"])
     [PosixPath('mine'), PosixPath('ours')]
     """
     # Not parsed as in compose(): the arguments may be another program's,
@@ -47,7 +47,7 @@ def own_folders(arguments: Sequence[str]) -> list[Path]:
 
 def choice_files(group: str, arguments: Sequence[str] = ()) -> list[Path]:
     """Returns the YAML files of a group's choices: hvtrain's own, then those of --config-dir."""
-    folders = [CONFIGS, *own_folders(arguments)]
+    folders = [CONFIGS, *config_dirs(arguments)]
     return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
 
 
@@ -68,7 +68,7 @@ def run_settings(arguments: list[str]) -> str:
     lines += ["", "SETTINGS (with their defaults)"]
     lines += setting_lines(RunConfig)
     lines += setting_lines(ModelOptions, "model.")
-    return "\n".join([*lines, "", MORE])
+    return "\n".join([*lines, "", _NOTES])
 
 
 def settings_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:

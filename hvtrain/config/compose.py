@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.choices import CONFIGS, own_folders
+from hvtrain.config.choices import CONFIGS, config_dirs
 from hvtrain.config.mistakes import check_experiment, check_form, explain
 from hvtrain.config.schema import GROUPS, ModelOptions, RunConfig, Settings, from_dict
 from hvtrain.errors import ConfigError
@@ -39,18 +39,18 @@ def compose(overrides: list[str] | None = None) -> Settings:
 
     # Hydra must not see notify=: its errors and --cfg would show the secrets in it, and its grammar
     # refuses many addresses.
-    line, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
+    arguments, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
     # The two options of Hydra that a run accepts.
     parser = Parser("python -m hvtrain", add_help=False)
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config-dir", "-cd")
-    options, settings = parser.parse_known_args(line)
+    options, settings = parser.parse_known_args(arguments)
     check_form(settings, compose)
-    check_experiment(line)
-    run_folder = folder_of_a_run(line)
-    settings = [quoted(text) for text in settings]
+    check_experiment(arguments)
+    run_folder = find_run_folder(arguments)
+    settings = [quoted(argument) for argument in settings]
     if not run_folder:
-        folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]
+        folders = [f"file://{folder.absolute()}" for folder in config_dirs(arguments)]
         settings.insert(0, override("hydra.searchpath", folders))
 
     ConfigStore.instance().store("hvtrain_schema", schema())
@@ -69,7 +69,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
             tree.run.name = name.replace("/", "-")
         values = resolved(tree)
     except Exception as error:
-        raise ConfigError(explain(error, line, compose)) from error
+        raise ConfigError(explain(error, arguments, compose)) from error
 
     # From here on, errors follow the run's own `tracebacks` setting.
     console.shows_tracebacks = values.get("tracebacks", False)
@@ -89,9 +89,10 @@ def resolved(tree: Any) -> Settings:
     # Escaped, so that OmegaConf does not resolve references to it.
     tree.run.dir = r"\${run.dir}"
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    # A shell expands ~ in run.dir=~/x no more than in quotes, which Hydra asks for.
-    is_text = isinstance(folder, str)
-    values["run"]["dir"] = os.path.expanduser(folder) if is_text else folder  # noqa: PTH111
+    # Done here because a shell leaves the ~ of run.dir=~/x alone.
+    if isinstance(folder, str):
+        folder = os.path.expanduser(folder)  # noqa: PTH111
+    values["run"]["dir"] = folder
     return values
 
 
@@ -139,8 +140,8 @@ def override_value(value: Any) -> str:
     return QuotedString(value, Quote.single).with_quotes()
 
 
-def folder_of_a_run(arguments: list[str]) -> Path | None:
-    """Returns the folder given with --config-dir if it is a run folder, whose config.yaml holds a whole run.
+def find_run_folder(arguments: list[str]) -> Path | None:
+    """Returns the folder given with --config-dir if its config.yaml holds a whole run, as a run folder's does.
 
     Returns None if there is no such option, or if its folder only adds choices to groups.
 
@@ -150,7 +151,7 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
     """
     from omegaconf import OmegaConf
 
-    for folder in own_folders(arguments):
+    for folder in config_dirs(arguments):
         if not folder.is_dir():
             raise ConfigError(
                 f"--config-dir {folder} is not a folder; give the one that holds your groups, such as model/"

@@ -17,8 +17,8 @@ from hvtrain.errors import ConfigError, UserError, in_one_line, location_of
 from hvtrain.system.secrets import HIDDEN
 from hvtrain.system.text import flatten
 
-# The type that the target of each group must return.
-NEEDED = {
+# What the target of each group must return, for messages.
+RETURN_TYPES = {
     "model": "a keras.Model",
     "dataset": "an hvtrain.data.Source; hvtrain.data.from_arrays(images, labels) makes one",
     "task": "an hvtrain.tasks.Task",
@@ -31,8 +31,8 @@ NEEDED = {
 }
 # get_object() logs the errors that it raises.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
-# Facts passed to a builder that takes **kwargs and declares no fact by name.
-ALWAYS = ("image_shape", "num_classes")
+# Facts passed to a builder that takes **kwargs, or has no signature, and declares no fact by name.
+DEFAULT_FACTS = ("image_shape", "num_classes")
 
 
 def build(
@@ -76,7 +76,7 @@ def build(
                 {name: value for name, value in choice.items() if isinstance(value, dict)}
                 for choice in choices
             ]
-        settings = _own_arguments(settings, choices)
+        settings = _drop_unaccepted_defaults(settings, choices)
     _check_settings(config, group, settings)
 
     target = f"{group}._target_={settings['_target_']}"
@@ -85,7 +85,7 @@ def build(
     built = _call(config, group, target, settings | values)
     if not isinstance(built, kind):
         returned = "None" if built is None else f"a {type(built).__name__}"
-        raise ConfigError(f"{target} returned {returned}; it must return {NEEDED[section]}")
+        raise ConfigError(f"{target} returned {returned}; it must return {RETURN_TYPES[section]}")
     return built
 
 
@@ -115,14 +115,9 @@ def declared(
     Raises:
         ConfigError: A required argument has neither a setting nor a fact.
     """
-    always = {name: facts[name] for name in ALWAYS if name in facts and name not in settings}
-    try:
-        parameters = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):  # Some built-in functions have no signature.
-        return always
-
+    parameters = _parameters(builder)
     selected = {}
-    for parameter in parameters:
+    for parameter in parameters or ():
         if parameter.name in settings:
             continue
         if parameter.name in facts:
@@ -135,22 +130,36 @@ def declared(
                 f"{name} needs {parameter.name}, which is not set and which the data set {source_name} does not give "
                 f"(it gives {', '.join(facts)}); set it, or choose another data set"
             )
-    if not selected and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return always
+    if not selected and _takes_any_keyword(parameters):
+        return {
+            name: facts[name] for name in DEFAULT_FACTS if name in facts and name not in settings
+        }
     return selected
 
 
-def _builder_settings(group: Settings, builder) -> Settings:
+def _parameters(function: Any) -> list[inspect.Parameter] | None:
+    """Returns a callable's parameters; None if it has no signature (some built-in functions) or is None."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
+def _takes_any_keyword(parameters: list[inspect.Parameter] | None) -> bool:
+    return parameters is None or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    )
+
+
+def _builder_settings(group: Settings, builder: Any) -> Settings:
     """Returns the settings of the group `model` without ModelOptions, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
     """
-    arguments = set()
-    with suppress(TypeError, ValueError):  # The builder has no signature, or could not be imported.
-        arguments = set(inspect.signature(builder).parameters)
-    taken = arguments.intersection(MODEL_OPTIONS)
-    if taken:
-        name = min(taken)
+    arguments = {parameter.name for parameter in _parameters(builder) or ()}
+    clashes = arguments.intersection(MODEL_OPTIONS)
+    if clashes:
+        name = min(clashes)
         raise ConfigError(
             f"model._target_={group['_target_']} has an argument {name}, but model.{name} is a setting of every "
             "model, which builders do not get; rename the argument"
@@ -158,7 +167,7 @@ def _builder_settings(group: Settings, builder) -> Settings:
     return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
 
 
-def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
+def _drop_unaccepted_defaults(settings: Settings, choices: Sequence[Any]) -> Settings:
     """Drops a choice's default arguments if the user's own class does not take them.
 
     With `task.loss._target_=package.Loss` the settings still hold from_logits, a default meant for
@@ -170,11 +179,11 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
         choices: The corresponding settings in each choice of the group.
     """
     target = _target_of(settings)
-    own = {}
+    accepted = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
         if isinstance(value, dict):
-            own[name] = _own_arguments(
+            accepted[name] = _drop_unaccepted_defaults(
                 value, [default for default in defaults if isinstance(default, dict)]
             )
             continue
@@ -182,8 +191,8 @@ def _own_arguments(settings: Settings, choices: Sequence[Any]) -> Settings:
         # to a value that cannot be compared with it.
         is_default = any(default == value or str(default).startswith("${") for default in defaults)
         if not is_default or target is None or name.startswith("_") or _declares(target, name):
-            own[name] = value
-    return own
+            accepted[name] = value
+    return accepted
 
 
 def _declares(target: Callable[..., Any], argument: str) -> bool:
@@ -193,13 +202,10 @@ def _declares(target: Callable[..., Any], argument: str) -> bool:
         functions = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
 
     for function in functions:
-        try:
-            parameters = inspect.signature(function).parameters
-        except (TypeError, ValueError):  # Some built-in functions have no signature.
+        parameters = _parameters(function)
+        if argument in [parameter.name for parameter in parameters or ()]:
             return True
-        if argument in parameters:
-            return True
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        if not _takes_any_keyword(parameters):
             return False
     return True
 

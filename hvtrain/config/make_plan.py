@@ -63,37 +63,11 @@ def make_plan(
         ConfigError: The shards do not fit the batch sizes, train.accumulate or `uneven`.
     """
     size = len(shard_sizes)
-    total = sum(shard_sizes)
-    accumulate = train.accumulate
     batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
-    if min(shard_sizes) == 0:
-        most = counted(max(1, sum(map(bool, shard_sizes))), "rank")
-        raise ConfigError(
-            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
-            f"use at most {most}"
-        )
-
-    # The rank with the fewest batches limits all of them.
-    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
-    if batch > examples:
-        raise ConfigError(
-            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
-            f"({total} of {dataset_name} over {counted(size, 'rank')}); "
-            f"lower train.batch_size to at most {examples} or use fewer ranks"
-        )
-
-    # Only that many full batches: a rank with more steps would wait for the others forever.
-    steps_per_epoch = examples // batch
-    if steps_per_epoch < accumulate:
-        raise ConfigError(
-            f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
-            f"examples of {dataset_name} over {counted(size, 'rank')}); "
-            f"lower it to at most {steps_per_epoch}, or train.batch_size"
-        )
-
-    # An epoch must end with a weight update, so it holds whole accumulations.
-    steps_per_epoch -= steps_per_epoch % accumulate
+    steps_per_epoch = _full_steps(train, shard_sizes, batch_sizes, dataset_name)
     shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
+
+    total = sum(shard_sizes)
     left_out = total - steps_per_epoch * sum(batch_sizes)
     if uneven == "error" and left_out:
         raise ConfigError(
@@ -102,20 +76,13 @@ def make_plan(
         )
 
     if uneven == "pad":
-        steps_per_epoch = max(
-            math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes)
-        )
-        # Every rank needs at least one example in each step; see Share.
-        if steps_per_epoch > min(shard_sizes):
-            raise ConfigError(
-                f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
-                f"{steps_per_epoch} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
-            )
+        steps_per_epoch = _padded_steps(shard_sizes, batch_sizes, dataset_name)
         shares = tuple(
             Share(batch, steps_per_epoch, examples)
             for examples, batch in zip(shard_sizes, batch_sizes)
         )
 
+    accumulate = train.accumulate
     if train.steps is None:
         num_steps = train.epochs * steps_per_epoch
     elif train.divide_steps_by_size:
@@ -125,6 +92,52 @@ def make_plan(
 
     factor = learning_rate_factor(train, size * accumulate)
     return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
+
+
+def _full_steps(
+    train: TrainConfig, shard_sizes: list[int], batch_sizes: list[int], dataset_name: str
+) -> int:
+    """Returns how many steps of an epoch have a full batch on every rank. Raises ConfigError if there are none."""
+    size = len(shard_sizes)
+    total = sum(shard_sizes)
+    if min(shard_sizes) == 0:
+        num_usable = max(1, sum(examples > 0 for examples in shard_sizes))
+        raise ConfigError(
+            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
+            f"use at most {counted(num_usable, 'rank')}"
+        )
+
+    # The rank with the fewest batches limits all of them: a rank with more steps would wait for the
+    # others forever.
+    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"({total} of {dataset_name} over {counted(size, 'rank')}); "
+            f"lower train.batch_size to at most {examples} or use fewer ranks"
+        )
+
+    steps = examples // batch
+    if steps < train.accumulate:
+        raise ConfigError(
+            f"train.accumulate={train.accumulate} exceeds the {steps} batches of a rank in an epoch ({total} "
+            f"examples of {dataset_name} over {counted(size, 'rank')}); "
+            f"lower it to at most {steps}, or train.batch_size"
+        )
+    # An epoch must end with a weight update, so it holds whole accumulations.
+    return steps - steps % train.accumulate
+
+
+def _padded_steps(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -> int:
+    """Returns the steps of an epoch with short batches. Raises ConfigError if a rank has too few examples for them."""
+    steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
+    # Every rank needs at least one example in each step; see Share.
+    if steps > min(shard_sizes):
+        raise ConfigError(
+            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} but another "
+            f"needs {steps} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
+        )
+    return steps
 
 
 def learning_rate_factor(train: TrainConfig, num_batches: int) -> float:

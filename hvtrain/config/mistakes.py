@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
+from hvtrain.config.choices import ALL_GROUPS, choice_files, config_dirs
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, Settings
 from hvtrain.config.validate import SYNONYMS, closest, nearest, same_meaning
 from hvtrain.errors import ConfigError
@@ -26,7 +26,7 @@ _ADVICE = {
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
 }
 # Most characters of a value that a message repeats.
-_MOST_QUOTED = 200
+_MAX_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the
 # groups of each pattern are filled.
 _ANSWERS = {
@@ -55,7 +55,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
     for argument in arguments:
         if argument.startswith("-"):
             name = argument.strip("-").partition("=")[0].replace("-", "_")
-            hint = _meaning(name, [*flatten(compose([])), *ALL_GROUPS])
+            hint = _advice_on(name, [*flatten(compose([])), *ALL_GROUPS])
             raise ConfigError(
                 f"unknown option {argument}; {hint or 'see python -m hvtrain --help'}"
             )
@@ -64,7 +64,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
                 f"{argument!r} is not a setting; write SETTING=VALUE in one word, such as train.epochs=3"
             )
         group, _, choice = argument.partition("=")
-        # Hydra would merge the choices into a meaningless one.
+        # Hydra would merge the choices into one that makes no sense.
         if group in GROUPS and choice.startswith("["):
             raise ConfigError(
                 f"{argument} has several choices, and a run has one {group}; write {group}=NAME"
@@ -79,7 +79,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
         section = name.partition(".")[0]
         is_open = section in SEVERAL or (section in GROUPS and "." in name)
         is_needed = section in RunConfig.__annotations__ and not is_open
-        # A user's own experiment may provide the group that ~GROUP removes.
+        # The user's own experiment may provide the group that ~GROUP removes.
         replacing = (f"+{name}", "experiment=") if name in GROUPS else f"+{name}"
         is_replaced = any(other.startswith(replacing) for other in arguments)
         if argument.startswith("~") and is_needed and not is_replaced:
@@ -88,18 +88,20 @@ def check_form(arguments: list[str], compose: Compose) -> None:
             )
 
 
-def check_experiment(line: list[str]) -> None:
+def check_experiment(arguments: list[str]) -> None:
     """Raises ConfigError for a chosen experiment whose settings Hydra would take for those of a group."""
-    for path in choice_files("experiment", line):
-        is_chosen = f"experiment={path.stem}" in line
-        if is_chosen and not re.search(r"\n#\s*@package\s+_global_", _text(path)):
+    for path in choice_files("experiment", arguments):
+        if f"experiment={path.stem}" not in arguments:
+            continue
+        # Hydra reads the package only at the top: after any other comment, the line has no effect.
+        if not re.match(r"\s*#\s*@package\s+_global_", _text(path)):
             raise ConfigError(
-                f"{path} lacks the line # @package _global_, without which its settings are not the run's; "
-                "write it at the top"
+                f"{path} does not begin with # @package _global_, without which its settings are not the run's; "
+                "write this line at the top"
             )
 
 
-def explain(error: Exception, line: list[str], compose: Compose) -> str:
+def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
     """Turns an error of Hydra 1.3 about a command line into one line: what is wrong, and what to write.
 
     Hydra's errors have no codes, so they are recognized by their texts.
@@ -109,11 +111,11 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     if mark:
         return (
             f"{mark.name}, line {mark.line + 1}, is not valid YAML; check its indentation (spaces, no tabs), brackets "
-            "and quotes, and that no name is there twice"
+            "and quotes, and that no name occurs twice"
         )
     text = " ".join(str(error).split())
     # Hydra's messages repeat the arguments, which may hold secrets.
-    for argument, shown in zip(line, without_secrets(line)):
+    for argument, shown in zip(arguments, without_secrets(arguments)):
         text = text.replace(" ".join(argument.split()), shown)
     for pattern, answer in _ANSWERS.items():
         quoted = re.search(pattern, text)
@@ -125,25 +127,21 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
         # For train={epochs:3,foo:1} the message names train alone; its cause, train.foo.
         name = unknown[1]
         key = getattr(error.__cause__, "full_key", None) or ""
-        return _unknown_setting(key if key.startswith(f"{name}.") else name, line, compose)
+        return _unknown_setting(key if key.startswith(f"{name}.") else name, arguments, compose)
     choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']*)'", text)
     if choice:
-        return _unknown_choice(choice[1], choice[2], line)
+        return _unknown_choice(choice[1], choice[2], arguments)
     if "Config group override" in text or isinstance(error, OSError):
         # For a value that is not a string, such as null, Hydra's message has only its type. An
         # OSError comes from a value that is too long for a file name.
-        for argument in line:
+        for argument in arguments:
             group, _, name = argument.lstrip("+~").partition("=")
-            if group in ALL_GROUPS and name not in _names(group, line):
-                return _unknown_choice(group, name, line)
+            if group in ALL_GROUPS and name not in _choice_names(group, arguments):
+                return _unknown_choice(group, name, arguments)
 
     (refused,) = without_secrets([getattr(error, "override", "")])
-    name, _, value = refused.partition("=")
-    if name:
-        # It may be a misspelt notify= with a secret in its address.
-        if "://" in value or len(value) > _MOST_QUOTED:
-            value = "..."
-        return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
+    if refused:
+        return _needs_quotes(refused)
 
     setting = getattr(error, "full_key", None)
     if setting:
@@ -152,8 +150,16 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     return f"the settings cannot be composed: {text}; see --help"
 
 
-def _unknown_choice(group: str, name: str, line: list[str]) -> str:
-    names = _names(group, line)
+def _needs_quotes(argument: str) -> str:
+    name, _, value = argument.partition("=")
+    # It may be a misspelt notify= with a secret in its address.
+    if "://" in value or len(value) > _MAX_QUOTED:
+        value = "..."
+    return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
+
+
+def _unknown_choice(group: str, name: str, arguments: list[str]) -> str:
+    names = _choice_names(group, arguments)
     match = closest(name, names)
     advice = "--help describes them"
     if match:
@@ -164,14 +170,14 @@ def _unknown_choice(group: str, name: str, line: list[str]) -> str:
     return f"{group}={name} is not one of {', '.join(names)}; {advice}"
 
 
-def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
-    """Explains why the choices on this command line have no such setting, and what to write."""
-    chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
-    chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
+def _unknown_setting(name: str, arguments: list[str], compose: Compose) -> str:
+    """Explains that the chosen groups have no such setting, and what to write."""
+    chosen = [argument for argument in arguments if _CHOICE.fullmatch(argument)]
+    chosen += [f"--config-dir={folder}" for folder in config_dirs(arguments)]
     tree = {}
-    # If the line has nothing but choices, they are what failed, and
-    # composing them again would fail too.
-    if chosen != line:
+    # If there is nothing but choices, they are what failed, and composing
+    # them again would fail too.
+    if chosen != arguments:
         tree = compose(chosen)
     # The innermost group of settings on the way to the name.
     parent = ""
@@ -187,8 +193,8 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     inside = [other for other in known if other.startswith(f"{parent}.")]
     match = same_meaning(name, inside or known)
     hint = match and f"did you mean '{match}'?"
-    hint = hint or _of_other_choices(name, tree, line)
-    hint = hint or _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
+    hint = hint or _owners_advice(name, tree, arguments)
+    hint = hint or _advice_on(name, inside if "." in parent else [*known, *ALL_GROUPS])
     # Only groups are open to new settings; all other sections are declared in the schema.
     if hint is None and parent and name.partition(".")[0] in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in group if not part.startswith("_"))
@@ -196,22 +202,28 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     return f"unknown setting '{name}'; {hint or nearest(name, inside or [*tree])}"
 
 
-def _of_other_choices(name: str, tree: Settings, line: list[str]) -> str | None:
-    """Names the choices that have this setting, or one of the same meaning; None if there are none."""
+def _owners_advice(name: str, tree: Settings, arguments: list[str]) -> str | None:
+    """Names the choices that have this setting, or a synonym of it; None if there are none."""
     own_group, dot, _ = name.partition(".")
-    for meant in (name, *SYNONYMS.get(name.rpartition(".")[2], [])):
-        group, _, setting = meant.partition(".")
+    for candidate in (name, *SYNONYMS.get(name.rpartition(".")[2], [])):
+        group, _, setting = candidate.partition(".")
         key = setting.partition(".")[0]
         if not key or key in (tree.get(group) or ()) or (dot and group != own_group):
             continue
-        choices = [path.stem for path in choice_files(group, line) if f"\n{key}:" in _text(path)]
+        choices = [
+            path.stem
+            for path in choice_files(group, arguments)
+            if re.search(rf"(?m)^{re.escape(key)}:", _text(path))
+        ]
         if choices:
             owners = f"{group}={', '.join(choices)}"
-            return f"{meant} is a setting of {owners} alone; choose one of these, or leave it out"
+            return (
+                f"{candidate} is a setting of {owners} alone; choose one of these, or leave it out"
+            )
     return None
 
 
-def _meaning(name: str, known: list[str]) -> str | None:
+def _advice_on(name: str, known: list[str]) -> str | None:
     """Returns advice on what a wrong name most likely stands for; None if no name is similar."""
     for pattern, advice in _ADVICE.items():
         if re.fullmatch(pattern, name.rpartition(".")[2]):
@@ -221,9 +233,8 @@ def _meaning(name: str, known: list[str]) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a choice's file, with a line break before every line, even the first."""
-    return "\n" + path.read_text("utf-8", errors="replace")
+    return path.read_text("utf-8", errors="replace")
 
 
-def _names(group: str, line: list[str]) -> list[str]:
-    return sorted(path.stem for path in choice_files(group, line))
+def _choice_names(group: str, arguments: list[str]) -> list[str]:
+    return sorted(path.stem for path in choice_files(group, arguments))

@@ -10,12 +10,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from hvtrain.config.validate import is_number, seconds, setting, typed
+from hvtrain.config.validate import is_number, parse_duration, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
 
-# Settings by name, which may be nested. A group's hold the `_target_` to build and its arguments.
+# Settings by name, which may be nested. Those of a group are the `_target_` to build and its arguments.
 Settings = dict[str, Any]
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 # Groups that take any number of choices, each keyed by its name.
@@ -29,7 +29,7 @@ class TrainConfig:
     """How long and how to train."""
 
     epochs: int = setting(12, "passes over the training data", low=1)
-    steps: int | None = setting(None, "total optimizer steps, instead of epochs", low=1)
+    steps: int | None = setting(None, "total steps, instead of epochs", low=1)
     divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks")
     batch_size: int | list[int] = setting(  # noqa: RUF009
         32,
@@ -41,7 +41,7 @@ class TrainConfig:
     )
     accumulate: int = setting(1, "steps whose gradients are averaged before one update", low=1)
     evaluation_batch_size: int = setting(256, "examples per step and rank of an evaluation", low=1)
-    evaluation_steps: int | None = setting(None, "most steps of an evaluation; null: all", low=1)
+    evaluation_steps: int | None = setting(None, "maximum steps of an evaluation; null: all", low=1)
     learning_rate_scale: str = setting(
         "linear",
         "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate",
@@ -58,7 +58,9 @@ class TrainConfig:
     precision: str = setting(
         "float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
     )
-    deterministic: bool = setting(False, "the same bits in every run, by deterministic operations")
+    deterministic: bool = setting(
+        False, "deterministic operations: every run gives the same bits (slower)"
+    )
     steps_per_execution: int | None = setting(
         None,
         "steps in one call of the graph; null: as many as take 0.2 s, or one if a callback acts on batches",
@@ -69,8 +71,12 @@ class TrainConfig:
         None,
         "class weights in the training loss: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
     )
-    ema: float | None = setting(None, "validate and save a moving average of weights: its decay")
-    weight_decay: float = setting(0.0, "L2: this times each kernel is added to its gradient", low=0)
+    ema: float | None = setting(
+        None, "validate and save a moving average of the weights, with this decay"
+    )
+    weight_decay: float = setting(
+        0.0, "L2 penalty: add this times each kernel to its gradient", low=0
+    )
     rates: Settings | None = setting(  # noqa: RUF009
         None, "factors for the learning rate, by name of layer or variable"
     )
@@ -101,7 +107,7 @@ class DataConfig:
 class CommConfig:
     """Communication between ranks."""
 
-    tune: bool = setting(False, "time settings of the reduction first, and keep the fastest")
+    tune: bool = setting(False, "try settings of the reduction first, and keep the fastest")
 
 
 @dataclass
@@ -130,14 +136,16 @@ class CheckpointConfig:
     every_epochs: int | None = setting(1, "after every N epochs; null: off", low=1)
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
-    keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
+    keep: int = setting(2, "newest checkpoints to keep, besides the best one", low=1)
     keep_every_epochs: int | None = setting(None, "keep the last of every N epochs for good", low=1)
     keep_every_hours: float | None = setting(
         None, "keep the last of every N hours for good (UTC)", low=0.001
     )
     copies: int = setting(0, "copies of a checkpoint on another host: 0 or 1", low=0)
-    best: str | None = setting(None, "metric of the best checkpoint; null: the task's, validated")
-    on_error: str = setting("stop", "if one cannot be written", choices=("stop", "warn"))
+    best: str | None = setting(
+        None, "metric of the best checkpoint; null: the task's, in validation"
+    )
+    on_error: str = setting("stop", "if a checkpoint cannot be written", choices=("stop", "warn"))
 
 
 @dataclass
@@ -224,7 +232,7 @@ class RunConfig:
     tracker: Settings = field(default_factory=dict)
     notify: str | list[str] | None = setting(  # noqa: RUF009
         None,
-        "apprise addresses that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's",
+        "apprise addresses that get a notice at the end, on failure or preemption; null: those in HVTRAIN_NOTIFY",
     )
     comm: CommConfig = field(default_factory=CommConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -235,7 +243,7 @@ class RunConfig:
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
     verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
-    tracebacks: bool = setting(False, "show tracebacks for errors in the input too")
+    tracebacks: bool = setting(False, "show tracebacks for input errors too")
 
     @cached_property
     def record(self) -> Settings:
@@ -279,7 +287,7 @@ def from_dict(tree: Settings) -> RunConfig:
     for group in SEVERAL:
         for name, choice in getattr(config, group).items():
             _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
-    _ = config.model_options  # Raises if one of them is invalid.
+    _ = config.model_options  # Validates them.
     for pattern, factor in (config.train.rates or {}).items():
         if not is_number(factor) or not 0 < factor < float("inf"):
             raise ConfigError(
@@ -296,7 +304,7 @@ def from_dict(tree: Settings) -> RunConfig:
     if copies > 1:
         raise ConfigError(f"checkpoint.copies={copies} is out of range; it must be 0 or 1")
     if config.train.max_time is not None:
-        seconds("train.max_time", config.train.max_time)
+        parse_duration("train.max_time", config.train.max_time)
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.data.one_batch:

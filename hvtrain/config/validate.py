@@ -182,10 +182,10 @@ def _last_part(name: str) -> str:
     return name.lower().rpartition(".")[2]
 
 
-def seconds(name: str, duration: str) -> float:
+def parse_duration(name: str, duration: str) -> float:
     """Converts a duration such as 1d2h, 11h50m or 90s to seconds. Raises a ConfigError that names the setting.
 
-    >>> seconds("time", "1h30m"), seconds("time", "90s")
+    >>> parse_duration("time", "1h30m"), parse_duration("time", "90s")
     (5400.0, 90.0)
     """
     # Each unit may occur once, the largest first; only seconds may have a fraction.

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.choices import own_folders
+from hvtrain.config.choices import config_dirs
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import default_run_dir
 from hvtrain.core.topology import Roles, roles_of
@@ -50,7 +50,7 @@ def main() -> int:
         )
 
     run_arguments = arguments[end + 1 :]
-    folders = own_folders(run_arguments)
+    folders = config_dirs(run_arguments)
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
     hosts: Hosts = ()

@@ -50,10 +50,10 @@ SIZES = (
 SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# Each size is repeated FEWEST to MOST times, so that about BYTES_EACH bytes are moved.
-BYTES_EACH = 1 << 27
-FEWEST = 8
-MOST = 300
+# Each size is repeated so often that about TARGET_BYTES are reduced, within these limits.
+TARGET_BYTES = 1 << 27
+MIN_REPETITIONS = 8
+MAX_REPETITIONS = 300
 # Calls before the timed ones: the first one traces the graph.
 WARMUP_REPETITIONS = 5
 
@@ -137,9 +137,9 @@ class Collectives:
             f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}",
         ]
         for size in self.sizes:
-            micros = self.microseconds("hvtrain", size)
+            microseconds = self.microseconds("hvtrain", size)
             lines.append(
-                f"{human_bytes(size):>8}{micros:>11,.0f}{size / micros / 1e3:>16.2f}"
+                f"{human_bytes(size):>8}{microseconds:>11,.0f}{size / microseconds / 1e3:>16.2f}"
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
                 f"{self.microseconds('hvtrain', f'half-{size}'):>11,.0f}"
                 f"{self.microseconds('hvtrain', f'gather-{size}'):>11,.0f}"
@@ -170,17 +170,17 @@ allreduce.json, which plan --calibrate reads.""",
     ).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
-    session = kind(options.ranks, options.transport, threads, folder, sizes)
+    collectives = kind(options.ranks, options.transport, threads, folder, sizes)
 
     make_output(folder)
-    session.run(options.rounds)
+    collectives.run(options.rounds)
     results = {
         "num_ranks": options.ranks,
         "transport": options.transport,
-        "seconds": session.seconds,
+        "seconds": collectives.seconds,
     }
     write_json(folder / "allreduce.json", results)
-    print("\n" + "\n".join(session.table()))
+    print("\n" + "\n".join(collectives.table()))
     print(f"results in {folder}")
     return 0
 
@@ -226,7 +226,7 @@ def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
         action: The action to time.
         num_bytes: The bytes that it moves, which decide how often it is repeated.
     """
-    repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
+    repetitions = max(MIN_REPETITIONS, min(MAX_REPETITIONS, TARGET_BYTES // num_bytes))
 
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):

@@ -5,17 +5,27 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.launch.child import ONLY_STEPS, train
-from hvtrain.plan.algorithms import ALGORITHMS, NETWORK_SECONDS, PCIE_SECONDS
-from hvtrain.plan.machine import machine_of, read
-from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
-from hvtrain.plan.step_cost import Rules, Work, rank_counts
+from hvtrain.plan.algorithms import ALGORITHMS, NETWORK_SECONDS, PCIE_SECONDS, Machine
+from hvtrain.plan.machine import Measured, machine_of, read
+from hvtrain.plan.methods import (
+    METHODS,
+    CompressionCost,
+    Method,
+    Wire,
+    measure_compression,
+    method_cost,
+    method_of,
+)
+from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import (
     RUN_SETTINGS,
@@ -28,6 +38,9 @@ from hvtrain.system.command import (
 )
 from hvtrain.system.files import write_json
 from hvtrain.system.resources import cores_of_each
+
+if TYPE_CHECKING:
+    from hvtrain.plan.forecast import Forecast
 
 # Enough to measure: a run's speed leaves out the first ten steps as warm-up
 # (training/callbacks/epochs.py).
@@ -62,28 +75,11 @@ def main() -> int:
     # Measured after the lines above are printed, since measuring takes a while and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
-    machine = None
-    costs = []
-    method_costs = {}
+    machine: Machine | None = None
+    costs: list[Cost] = []
+    method_costs: dict[Method, Cost] = {}
     if step_seconds:
-        machine, links = machine_of(options, measurements, rules.algorithms)
-        work = Work(step_seconds, run.messages)
-        own = method_of(config.strategy)
-        methods = [each for each in METHODS if options.advise and each.fits(config)]
-        encoded = _encode(options, run, [own, *methods])
-
-        def cost(method, num_ranks):
-            return method_cost(
-                method, work, encoded, num_ranks, machine, rules, config.train.accumulate
-            )
-
-        costs = [cost(own, num_ranks) for num_ranks in rank_counts(options.np)]
-        method_costs = {method: cost(method, options.np) for method in methods}
-        print("\n".join(report.step_lines(run, costs, links, rules)))
-        if options.noise_scale:
-            print(report.progress_line(run, costs[-1], options.noise_scale))
-        if method_costs:
-            print("\n".join(report.advice_lines(run, method_costs, work, encoded)))
+        machine, costs, method_costs = _print_costs(options, run, step_seconds, rules, measurements)
     else:
         print(
             f"{'step':<15}unknown; give one rank's step time with --step-seconds S, or measure it here with --measure"
@@ -95,14 +91,49 @@ def main() -> int:
     return 0
 
 
-def _encode(options: argparse.Namespace, run, methods):
+def _print_costs(
+    options: argparse.Namespace,
+    run: "Forecast",
+    step_seconds: float,
+    rules: Rules,
+    measurements: Sequence[Measured],
+) -> tuple[Machine, list[Cost], dict[Method, Cost]]:
+    """Predicts and prints the cost of a step, with --advise also for each method that fits the run.
+
+    Returns the machine, the costs on 1, 2, 4, ... ranks, and those of the methods on all ranks.
+    """
+    from hvtrain.plan import report
+
+    accumulate = run.config.train.accumulate
+    machine, links = machine_of(options, measurements, rules.algorithms)
+    work = Work(step_seconds, run.messages)
+    own = method_of(run.config.strategy)
+    methods = [method for method in METHODS if options.advise and method.fits(run.config)]
+    compression_costs = _measure_compression(options, run, [own, *methods])
+
+    def cost(method: Method, num_ranks: int) -> Cost:
+        return method_cost(method, work, compression_costs, num_ranks, machine, rules, accumulate)
+
+    costs = [cost(own, num_ranks) for num_ranks in rank_counts(options.np)]
+    method_costs = {method: cost(method, options.np) for method in methods}
+    print("\n".join(report.step_lines(run, costs, links, rules)))
+    if options.noise_scale:
+        print(report.progress_line(run, costs[-1], options.noise_scale))
+    if method_costs:
+        print("\n".join(report.advice_lines(run, method_costs, work, compression_costs)))
+    return machine, costs, method_costs
+
+
+def _measure_compression(
+    options: argparse.Namespace, run: "Forecast", methods: Sequence[Method]
+) -> dict[Wire, CompressionCost]:
     """Measures the cost of the methods' compression here, with one rank's share of the cores."""
     num_threads = cores_of_each(min(options.np, options.ranks_per_host))
     shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
-    return encode(shapes, methods, num_threads)
+    return measure_compression(shapes, methods, num_threads)
 
 
-def _rules(options: argparse.Namespace, run) -> Rules:
+def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
     # The default algorithms are those from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
@@ -115,7 +146,7 @@ def _rules(options: argparse.Namespace, run) -> Rules:
     )
 
 
-def _measured(options: argparse.Namespace, run) -> float:
+def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     """Measures the step time of the run on one rank of this machine, in seconds.
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.
@@ -124,18 +155,26 @@ def _measured(options: argparse.Namespace, run) -> float:
     if options.examples is not None:
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides = [
-            *(text for text in overrides if not re.match(r"[+~]*dataset[=.]", text)),
-            "dataset=synthetic",
+            *_with_choice(overrides, "dataset=synthetic"),
             override("dataset.image_shape", [*shape]),
             f"dataset.num_classes={run.source.num_classes}",
+            # Callbacks may monitor validation, although none takes place.
+            "dataset.num_validation=1",
         ]
-        # An experiment may set what only files take, such as dataset.flip.
-        taken = composed(["dataset=synthetic"]).dataset
-        unknown = composed(overrides).dataset.keys() - taken.keys()
-        overrides += [f"~dataset.{name}" for name in unknown]
         if "random_resized_crop" in run.config.augment:
             overrides.append("~augment.random_resized_crop")
     return measured_step_seconds(overrides, max(run.plan.batch_sizes), run.config.train.accumulate)
+
+
+def _with_choice(overrides: list[str], choice: str) -> list[str]:
+    """Replaces a group's choice and its settings by another choice, such as "strategy=single"."""
+    group, _, _ = choice.partition("=")
+    overrides = [text for text in overrides if not re.match(rf"[+~]*{group}[=.]", text)]
+    overrides.append(choice)
+    # An experiment may set what only another choice takes, such as dataset.flip.
+    known = getattr(composed([choice]), group)
+    unknown = getattr(composed(overrides), group).keys() - known.keys()
+    return [*overrides, *(f"~{group}.{name}" for name in sorted(unknown))]
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
@@ -151,12 +190,11 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
     Raises:
         LostRankError: The training failed. The message quotes the line of its output that says why.
     """
+    # The run's folder and trackers must not be touched.
+    overrides = [text for text in overrides if not re.match(r"[+~]*(run\.dir=|tracker)", text)]
     settings = [
-        # The run's folder and trackers must not be touched, and a strategy's settings do not apply
-        # here.
-        *(text for text in overrides if not re.match(r"[+~]*(run\.dir=|strategy|tracker)", text)),
         # One rank without Horovod, which takes its steps without interruption.
-        "strategy=single",
+        *_with_choice(overrides, "strategy=single"),
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         *ONLY_STEPS,
         "train.max_time=null",

@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """The parameters of a ring that fit some measurements best.
+    """The parameters of a ring that fit some measurements fitted.
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.
@@ -57,8 +57,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     Minimizes the sum of squared relative errors, so that small messages count as much as large ones.
 
     >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
-    >>> best = fit(ring)
-    >>> round(best.start_seconds, 6), round(best.latency_seconds, 8), round(best.bytes_per_second)
+    >>> fitted = fit(ring)
+    >>> round(fitted.start_seconds, 6), round(fitted.latency_seconds, 8), round(fitted.bytes_per_second)
     (0.001, 1e-05, 1000000000)
     >>> fit(ring[:3]).latency_seconds is None, round(fit(ring[:3]).start_seconds, 5)
     (True, 0.00102)
@@ -68,7 +68,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     """
     from scipy.optimize import nnls  # Importing it takes half a second; only --calibrate needs it.
 
-    rows = [(each.num_ranks, each.num_bytes, each.seconds) for each in measurements]
+    rows = [(row.num_ranks, row.num_bytes, row.seconds) for row in measurements]
     ranks, sizes, seconds = np.array(rows, float).T
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
@@ -180,9 +180,9 @@ def machine_of(
 
 def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> tuple[Machine, str]:
     """Returns the machine with one link fitted to the measurements, and the line that describes this link."""
-    best = fit(measurements)
-    latency_seconds = best.latency_seconds
-    start_seconds = best.start_seconds
+    fitted = fit(measurements)
+    latency_seconds = fitted.latency_seconds
+    start_seconds = fitted.start_seconds
     latency = ""
     if latency_seconds is None:
         # The fitted start includes the latency of the ring's steps, which is kept as given and
@@ -195,12 +195,12 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
 
     ranks = ", ".join(map(str, sorted({measurement.num_ranks for measurement in measurements})))
     description = (
-        f"{best.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
-        f"measured on {ranks} ranks, the fit is {best.error:.0%} off, then corrected by size"
+        f"{fitted.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
+        f"measured on {ranks} ranks, the fit is {fitted.error:.0%} off, then corrected by size"
     )
     # If both links were measured, the longer start counts.
     start_seconds = max(machine.start_seconds, start_seconds)
-    link: Any = Link(latency_seconds, best.bytes_per_second)
+    link: Any = Link(latency_seconds, fitted.bytes_per_second)
     return replace(machine, start_seconds=start_seconds, **{name: link}), description
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hvtrain.models.memory import Footprint
 
 REPETITIONS = 5
-# A method must be at least this many times as fast to be worth its effect on the result.
-WORTH_IT = 1.1
+# A method must be at least this many times as fast to be worth its effect on the training.
+MIN_SPEEDUP = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
@@ -92,20 +92,20 @@ class Method:
 # The mildest effect on the result first: of about equally fast methods, the first is advised.
 # Sharding is last, since it saves memory, not time.
 METHODS = (
-    Method("strategy=horovod", "the mean of whole gradients"),
+    Method("strategy=horovod", "uncompressed gradients"),
     Method("strategy.compression=fp16", "half precision, with its range", "fp16"),
     Method("strategy.compression=bf16", "8 significant bits", "bf16"),
-    Method("strategy.compression=int8", "rounded, the rest arrives later", "int8"),
-    Method("strategy.compression=powersgd", "of rank 4, the rest arrives later", "powersgd"),
+    Method("strategy.compression=int8", "8 bits, with error feedback", "int8"),
+    Method("strategy.compression=powersgd", "rank 4, with error feedback", "powersgd"),
     Method("strategy=local_sgd strategy.every=16", "ranks drift apart for 16 steps", every=16),
     Method(
         "strategy=diloco strategy.every=500",
-        "and for 500, for long runs",
+        "ranks drift apart for 500, for long runs",
         every=500,
         has_outer=True,
     ),
     Method(
-        "strategy.shard_optimizer=true", "the same weights, and less memory", shard_optimizer=True
+        "strategy.shard_optimizer=true", "the same weights, with less memory", shard_optimizer=True
     ),
 )
 
@@ -118,7 +118,7 @@ def method_of(strategy: Mapping[str, Any]) -> Method:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class CompressionCost:
     """The cost of one compression.
 
     Attributes:
@@ -130,9 +130,9 @@ class Encoded:
     message_bytes: Sequence[float]
 
 
-def encode(
+def measure_compression(
     shapes: Sequence[Any], methods: Sequence[Method], num_threads: int
-) -> dict[Wire, Encoded]:
+) -> dict[Wire, CompressionCost]:
     """Returns the cost of each method's compression, by wire, as measured on one rank of this host.
 
     Args:
@@ -148,26 +148,26 @@ def encode(
         return {}
 
     threads = {"TF_NUM_INTRAOP_THREADS": str(num_threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hvtrain.plan.methods"],
         input=json.dumps([wires, shapes]),
         env={**os.environ, **threads},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
+    if result.returncode:
         raise LostRankError(
-            f"the time of compression could not be measured: {failure(done.stderr, done.returncode)}"
+            f"the time of compression could not be measured: {failure(result.stderr, result.returncode)}"
         )
     # Libraries may print something before the answer.
-    answers = json.loads(done.stdout.splitlines()[-1])
-    return {wire: Encoded(*answer) for wire, answer in zip(wires, answers)}
+    answers = json.loads(result.stdout.splitlines()[-1])
+    return {wire: CompressionCost(*answer) for wire, answer in zip(wires, answers)}
 
 
 def method_cost(
     method: Method,
     work: Work,
-    encoded: Mapping[Wire, Encoded],
+    compression_costs: Mapping[Wire, CompressionCost],
     num_ranks: int,
     machine: Machine,
     rules: Rules,
@@ -178,27 +178,21 @@ def method_cost(
     Args:
         method: The method.
         work: One rank's step, with the messages that are reduced without compression.
-        encoded: The result of `encode`.
+        compression_costs: The result of `measure_compression`.
         num_ranks: Number of ranks.
         machine: The machine.
         rules: How the ranks reduce gradients.
         accumulate: Steps whose gradients are averaged before they are reduced.
     """
     every = method.every * accumulate
-    messages = work.gradients
-    compute = work.step_seconds
-    code = encoded.get(method.wire)
-    if code and num_ranks > 1:
-        compute += code.seconds / every
+    compression = compression_costs.get(method.wire)
+    compressed = work
+    if compression and num_ranks > 1:
         kind = KINDS.get(method.compression, "")
         # Two ranks swap their bytes in pieces; see ByteFormat.
         swaps = num_ranks == 2 and kind == "gather"
         machine = machine.exchanges.get("bytes" if swaps else kind, machine)
-        messages = []
-        for num_bytes, old in zip(code.message_bytes, work.gradients):
-            num_pieces = max(1, old.num_bytes // PIECE_BYTES) if swaps else 1
-            piece = Gradient(round(num_bytes / num_pieces), old.work / num_pieces)
-            messages += [piece] * num_pieces
+        compressed = _compressed(work, compression, every, swaps)
 
     # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
     # pass, so little of its messages is hidden.
@@ -206,20 +200,17 @@ def method_cost(
     # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
     # deviation is smaller by a factor of sqrt(k).
     rules = replace(rules, overlap=hides_messages, deviation=rules.deviation / every**0.5)
-    # Compression counts as part of the backward pass, so the forward pass
-    # is a smaller share of the step.
-    forward_share = work.forward_share * work.step_seconds / compute
-    cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
-    gather = 0.0
+    cost = step_cost(compressed, num_ranks, machine, rules)
+    gather_seconds = 0.0
     if method.shard_optimizer:
         # After the update the ranks gather the weights, which is the
         # second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
-        whole, _ = allreduce_seconds(
+        seconds, _ = allreduce_seconds(
             num_bytes, num_ranks, machine.exchanges.get("gather", machine), rules.algorithms
         )
-        gather = whole / 2
-    exposed = (cost.exposed_seconds + gather) / every
+        gather_seconds = seconds / 2
+    exposed = (cost.exposed_seconds + gather_seconds) / every
     if method.within_hosts:
         # The ranks of a host also average their gradients before every local update.
         on_host = step_cost(work, min(num_ranks, machine.ranks_per_host), machine, rules)
@@ -228,18 +219,43 @@ def method_cost(
     return replace(
         cost,
         step_seconds=step_seconds,
-        communication_seconds=(cost.communication_seconds + gather) / every,
+        communication_seconds=(cost.communication_seconds + gather_seconds) / every,
         exposed_seconds=exposed,
         efficiency=work.step_seconds / step_seconds,
     )
 
 
+def _compressed(work: Work, compression: CompressionCost, every: int, swaps: bool) -> Work:
+    """Returns a rank's step with compression in every `every`-th one, as the mean over these steps.
+
+    Args:
+        work: The step without compression.
+        compression: The cost of compression.
+        every: Steps from one reduction to the next.
+        swaps: True if ranks swap each message in pieces of PIECE_BYTES before compression.
+    """
+    messages = []
+    for num_bytes, message in zip(compression.message_bytes, work.gradients):
+        num_pieces = max(1, message.num_bytes // PIECE_BYTES) if swaps else 1
+        piece = Gradient(round(num_bytes / num_pieces), message.work / num_pieces)
+        messages += [piece] * num_pieces
+    step_seconds = work.step_seconds + compression.seconds / every
+    # Compression counts as part of the backward pass, so the forward pass
+    # is a smaller share of the step.
+    return Work(step_seconds, messages, work.forward_share * work.step_seconds / step_seconds)
+
+
 def sent_bytes(
-    method: Method, work: Work, encoded: Mapping[Wire, Encoded], num_ranks: int, accumulate: int = 1
+    method: Method,
+    work: Work,
+    compression_costs: Mapping[Wire, CompressionCost],
+    num_ranks: int,
+    accumulate: int = 1,
 ) -> float:
     """Returns the bytes that a rank sends in a step, as the mean over the steps between two reductions."""
-    code = encoded.get(method.wire)
-    sizes = code.message_bytes if code else [gradient.num_bytes for gradient in work.gradients]
+    sizes: Sequence[float] = [gradient.num_bytes for gradient in work.gradients]
+    if method.wire in compression_costs:
+        sizes = compression_costs[method.wire].message_bytes
     # Gathering the weights sends half as much as an all-reduce of them.
     factor = 1.5 if method.shard_optimizer else 1.0
     return factor * sum(sizes) * 2 * (num_ranks - 1) / num_ranks / (method.every * accumulate)
@@ -259,16 +275,16 @@ def advice(costs: Mapping[Method, Cost]) -> str:
     >>> advice(of(1.0, 0.98, 1.0, 0.89, 1.0, 0.9, 0.9, 1.3))
     'take strategy.compression=int8, 1.1 times as fast'
     >>> advice(of(1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.95, 1.3))
-    'none pays: the reduction adds 400% to a step, and no method makes it 1.1 times as fast'
+    'none pays off: the reduction adds 400% to a step, and no method makes it 1.1 times as fast'
     """
     base = costs[METHODS[0]]
     speeds = {method: base.step_seconds / cost.step_seconds for method, cost in costs.items()}
 
     def mildest(methods: Sequence[Method], baseline: float) -> Method | None:
         """Returns the first that is nearly as fast as the fastest; None if the fastest gains too little."""
-        worthy = [method for method in methods if speeds[method] >= baseline * WORTH_IT]
+        worthy = [method for method in methods if speeds[method] >= baseline * MIN_SPEEDUP]
         fastest = max((speeds[method] for method in worthy), default=0.0)
-        return next((method for method in worthy if speeds[method] * WORTH_IT >= fastest), None)
+        return next((method for method in worthy if speeds[method] * MIN_SPEEDUP >= fastest), None)
 
     parts = []
     speed = 1.0
@@ -282,13 +298,13 @@ def advice(costs: Mapping[Method, Cost]) -> str:
     if parts:
         return "; ".join(parts)
     return (
-        f"none pays: the reduction adds {base.exposed_seconds / base.compute_seconds:.0%} to a step, "
-        f"and no method makes it {WORTH_IT:g} times as fast"
+        f"none pays off: the reduction adds {base.exposed_seconds / base.compute_seconds:.0%} to a step, "
+        f"and no method makes it {MIN_SPEEDUP:g} times as fast"
     )
 
 
 def main() -> None:
-    """Measures the compression described on standard input, and prints the result for `encode`."""
+    """Measures the compression described on standard input, and prints the result for `measure_compression`."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -301,7 +317,7 @@ def main() -> None:
     gradients = [tf.random.normal(spec.shape) for bucket in specs for spec in bucket]
     variables = [tf.Variable(gradient) for gradient in gradients]
 
-    def measured(compression: str, rank: int) -> tuple[float, list[float]]:
+    def measure(compression: str, rank: int) -> tuple[float, list[float]]:
         wire = getattr(hvd.Compression, compression)
         if compression == "powersgd":
             # Measures compressed steps, not the first ones of a run, which send whole gradients.
@@ -327,7 +343,7 @@ def main() -> None:
         # byte of a message exactly once.
         return median(times), [sent_bytes(bucket, wire, 2) for bucket in specs]
 
-    print(json.dumps([measured(*wire) for wire in wires]))
+    print(json.dumps([measure(*wire) for wire in wires]))
 
 
 if __name__ == "__main__":

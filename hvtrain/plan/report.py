@@ -11,7 +11,15 @@ from typing import Any
 from hvtrain.core.step_plan import share_of_progress
 from hvtrain.plan.algorithms import Machine
 from hvtrain.plan.forecast import Forecast, key_steps
-from hvtrain.plan.methods import METHODS, Encoded, Method, Wire, advice, method_of, sent_bytes
+from hvtrain.plan.methods import (
+    METHODS,
+    CompressionCost,
+    Method,
+    Wire,
+    advice,
+    method_of,
+    sent_bytes,
+)
 from hvtrain.plan.step_cost import Cost, Rules, Work
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import counted, duration
@@ -68,9 +76,11 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 def checkpoint_bytes(forecast: Forecast) -> int:
     """Returns the bytes of a checkpoint, including each rank's own state."""
-    own = method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
-    ranks = forecast.plan.size
-    return forecast.footprint.checkpoint_bytes + (ranks * own if ranks > 1 else 0)
+    num_ranks = forecast.plan.size
+    size = forecast.footprint.checkpoint_bytes
+    if num_ranks > 1:
+        size += num_ranks * method_of(forecast.config.strategy).rank_bytes(forecast.footprint)
+    return size
 
 
 def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
@@ -197,7 +207,10 @@ def step_lines(
 
 
 def advice_lines(
-    forecast: Forecast, costs: Mapping[Method, Cost], work: Work, encoded: Mapping[Wire, Encoded]
+    forecast: Forecast,
+    costs: Mapping[Method, Cost],
+    work: Work,
+    compression_costs: Mapping[Wire, CompressionCost],
 ) -> list[str]:
     """Returns a table with a row for each method that fits the run, and the advice on which one to take.
 
@@ -205,7 +218,7 @@ def advice_lines(
         forecast: The run.
         costs: The cost of each method on the run's ranks.
         work: One rank's step.
-        encoded: The result of methods.encode.
+        compression_costs: The result of methods.measure_compression.
     """
     num_ranks = forecast.plan.size
     lines = [
@@ -213,7 +226,9 @@ def advice_lines(
         f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result",
     ]
     for method, cost in costs.items():
-        sent = format_bytes(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
+        sent = format_bytes(
+            sent_bytes(method, work, compression_costs, num_ranks, forecast.plan.accumulate)
+        )
         size = format_bytes(sum(memory(forecast, method).values()))
         lines.append(
             f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}"

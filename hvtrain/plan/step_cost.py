@@ -119,25 +119,25 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     0.35
     """
     # All ranks wait for the slowest one.
-    compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
+    compute_seconds = work.step_seconds * slowdown(num_ranks, rules.deviation)
     # A single rank reduces nothing.
     gradients = work.gradients if num_ranks > 1 else []
     sizes = [gradient.num_bytes for gradient in gradients]
-    ready = [compute] * len(sizes)
+    ready = [compute_seconds] * len(sizes)
     if rules.overlap:
-        ready = _ready_times(work, compute)
+        ready = _ready_times(work, compute_seconds)
 
-    computed = compute
+    computed_at = compute_seconds
     # When the latest reduction ends, and the total time of all reductions.
-    free = 0.0
-    busy = 0.0
+    reduced_at = 0.0
+    communication_seconds = 0.0
     buffers = []
     first = 0
     while first < len(sizes):
         # After a reduction, Horovod starts a waiting one at once; when
         # idle, it waits for its next cycle.
-        begin = free
-        if ready[first] >= free:
+        begin = reduced_at
+        if ready[first] >= reduced_at:
             begin = ready[first] + rules.cycle_seconds / 2
 
         # Gradients that are ready by then share the buffer.
@@ -153,25 +153,26 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
         # Computation is slowed down only while data moves, not during the latency.
-        moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
-        ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
-        computed = _held_up(computed, begin, moving, rules.interference)
+        latency_seconds, _ = allreduce_seconds(0, num_ranks, machine, (algorithm,))
+        transfer_seconds = max(0.0, seconds - latency_seconds)
+        ready = [_delayed(moment, begin, transfer_seconds, rules.interference) for moment in ready]
+        computed_at = _delayed(computed_at, begin, transfer_seconds, rules.interference)
         buffers.append((num_bytes, algorithm))
-        busy += seconds
-        free = begin + seconds
+        communication_seconds += seconds
+        reduced_at = begin + seconds
         first = end
 
     # The step ends when both the computation and the last reduction are done.
-    step = max(computed, free)
+    step_seconds = max(computed_at, reduced_at)
     return Cost(
         num_ranks=num_ranks,
-        step_seconds=step,
-        compute_seconds=compute,
-        communication_seconds=busy,
-        exposed_seconds=step - compute,
+        step_seconds=step_seconds,
+        compute_seconds=compute_seconds,
+        communication_seconds=communication_seconds,
+        exposed_seconds=step_seconds - compute_seconds,
         num_buffers=len(buffers),
         algorithm=max(buffers, default=(0, "none"))[1],
-        efficiency=work.step_seconds / step,
+        efficiency=work.step_seconds / step_seconds,
     )
 
 
@@ -190,10 +191,10 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
     ]
 
 
-def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
+def _delayed(moment: float, begin: float, seconds: float, interference: float) -> float:
     """Returns when work due at `moment` ends if computation is slower for `seconds` from `begin`.
 
-    >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
+    >>> _delayed(1.0, 2.0, 1.0, 0.2), _delayed(10.0, 2.0, 1.0, 0.2), round(_delayed(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
     """
     if moment <= begin:

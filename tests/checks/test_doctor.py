@@ -108,10 +108,10 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
         ("packages", "s2"), ("code", "s3"), ("horovod", "s2"), ("horovod", "s3"), ("data set", "s3"),
     }, failures  # fmt: skip
     assert re.search(r"^keras 3\.1\.4, s1 3\.\d+\.\d+$", failures["packages", "s2"])
-    assert failures["code", "s3"] == "1 differs: core/step_plan.py on s3 and on s1"
+    assert failures["code", "s3"] == "differs from s1 in core/step_plan.py"
     assert failures["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
     assert failures["horovod", "s3"] == "has no library of Horovod for TensorFlow"
-    assert failures["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")
+    assert failures["data set", "s3"].startswith("differs from s1 in train/dog/2.png")
 
 
 @pytest.mark.nightly
@@ -197,7 +197,7 @@ def test_interfaces(lab):
     failures = lab.failures("--network-interfaces", "docker0")
     assert (
         failures["interface", "s2"]
-        == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+        == "docker0 has 172.17.0.1 here and on s1, so it does not connect the hosts"
     )
     failures = lab.failures("--network-interfaces", "ib0")
     assert "has no interface ib0; it has eth0 10.213.0.1" in failures["interface", "s1"]
@@ -293,7 +293,7 @@ def test_gpus(lab, tmp_path):
         ("gpus", "s2"),
         ("gpus", "s3"),
     }
-    assert failures["gpus", "s2"] == "1 GPUs for 2 slots"
+    assert failures["gpus", "s2"] == "1 GPU for 2 slots"
     assert failures["gpus", "s3"] == "driver 535.1, s1 550.54.15"
     if ("horovod", "s1") in failures:
         assert failures["horovod", "s1"] == "has GPUs, and its Horovod has MPI, Gloo but not NCCL"

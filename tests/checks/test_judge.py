@@ -95,16 +95,16 @@ CASES = [
     ("python", {"python": {"is_wanted": False, "version": "3.9"}}, "has no /env/bin/python"),
     ("packages", {"packages": {"keras": "1.1"}}, "keras 1.1, s1 1.0"),
     ("packages", {"packages": {"tensorflow": None}}, "has no tensorflow"),
-    ("code", {"code": {"files": {"plan.py": "aa", "run.py": "cc"}}}, "1 differs: run.py on s2 and on s1"),
+    ("code", {"code": {"files": {"plan.py": "aa", "run.py": "cc"}}}, "differs from s1 in run.py"),
     ("code", {"code": {"folder": None}}, "has no hvtrain"),
     ("horovod", {"horovod": {"library": None, "built_with": []}}, "has no library of Horovod"),
     ("horovod", {"horovod": {"built_with": ["NCCL", "Gloo"]}}, "built with NCCL, Gloo; on s1 with MPI, Gloo, NCCL"),
     ("horovod", {"horovod": {"built_with": ["MPI", "Gloo"]}}, "has GPUs, and its Horovod has MPI, Gloo but not NCCL"),
-    ("data set", {"dataset": {"entries": {"a": "1", "b": "3"}}}, "1 differs: b on s2"),
+    ("data set", {"dataset": {"entries": {"a": "1", "b": "3"}}}, "differs from s1 in b"),
     ("data set", {"dataset": {"error": "/data: No such file or directory"}}, "/data: No such file"),
     ("shared memory", {"shared_memory": {"free": 100 << 20}}, "100 MiB free of 1024 MiB; its slots need 128 MiB"),
     ("open files", {"open_files": {"soft": 256}}, "may open 256; 6 ranks need 1024"),
-    ("gpus", {"gpus": {"names": ["H200"]}}, "1 GPUs for 2 slots"),
+    ("gpus", {"gpus": {"names": ["H200"]}}, "1 GPU for 2 slots"),
     ("gpus", {"gpus": {"driver": "535"}}, "driver 535, s1 550.1"),
     ("gpus", {"gpus": {"names": [], "error": "no driver"}}, "nvidia-smi fails: no driver"),
     ("packages", {"packages": {"nvidia-nccl-cu12": "2.30.0"}}, "nvidia-nccl-cu12 2.30.0, s1 2.32.3"),
@@ -156,7 +156,7 @@ def test_interfaces():
     )
     wrong = failures(judge_interfaces(healthy(), NAMES, "docker0")[0])
     assert (
-        "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+        "docker0 has 172.17.0.1 here and on s1, so it does not connect the hosts"
         in wrong["interface", "s2"].finding
     )
     wrong = failures(judge_interfaces(healthy(), NAMES, "ib0")[0])

@@ -180,7 +180,11 @@ EXPERIMENTS = {
     ),
     "alone": (
         "train:\n  epochs: 3\n",
-        "own/experiment/alone.yaml lacks the line # @package _global_, without which its settings are not ...",
+        "own/experiment/alone.yaml does not begin with # @package _global_, without which its settings are not ...",
+    ),
+    "late": (
+        "# mine\n# @package _global_\ntrain:\n  epochs: 3\n",
+        "own/experiment/late.yaml does not begin with # @package _global_, without which its settings are ...",
     ),
     "slash": (
         "# @package _global_\ndefaults:\n  - override model: mlp\n",

@@ -26,7 +26,7 @@ from hvtrain.plan.machine import Measured, fit
 from hvtrain.plan.methods import (
     METHODS,
     PIECE_BYTES,
-    Encoded,
+    CompressionCost,
     advice,
     method_cost,
     method_of,
@@ -174,10 +174,10 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     work = Work(0.1, [Gradient(10_000_000, 1.0)] * 2)
     rules = replace(PLAIN, fusion_bytes=0)
     encoded = {
-        ("fp16", 4): Encoded(0.03, [5e6, 5e6]),
-        ("bf16", 4): Encoded(0.04, [5e6, 5e6]),
-        ("int8", 4): Encoded(0.05, [2.5e6, 2.5e6]),
-        ("powersgd", 4): Encoded(0.06, [1e5, 1e5]),
+        ("fp16", 4): CompressionCost(0.03, [5e6, 5e6]),
+        ("bf16", 4): CompressionCost(0.04, [5e6, 5e6]),
+        ("int8", 4): CompressionCost(0.05, [2.5e6, 2.5e6]),
+        ("powersgd", 4): CompressionCost(0.06, [1e5, 1e5]),
     }
     seconds = {method.compression: 0.1 for method in METHODS}
     seconds["none"] += 2 * (0.002 + 1.0)
@@ -217,7 +217,7 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
     fast = Machine(Link(0, 1e10), Link(0, 1e10), 1)
     costs = [method_cost(method, work, encoded, 2, fast, rules) for method in METHODS]
     assert advice(dict(zip(METHODS, costs))).startswith(
-        "none pays: the reduction adds 2% to a step"
+        "none pays off: the reduction adds 2% to a step"
     )
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvtrain.config.compose import compose, composed
+from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import command, machine
@@ -24,6 +25,7 @@ from hvtrain.plan.algorithms import (
 from hvtrain.plan.command import main, measured_step_seconds
 from hvtrain.plan.forecast import forecast, key_steps
 from hvtrain.plan.report import launch_line
+from hvtrain.strategies.base import Strategy
 from hvtrain.training.setup import open_source, open_task_and_layers
 from in_process import run_command
 
@@ -47,8 +49,8 @@ sys.exit(code or (3 if "horovod" in sys.modules else 0))
 
 def python(*arguments, cwd):
     line = [sys.executable, *arguments]
-    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout, done.stderr
+    result = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return result.returncode, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +253,9 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     sent = moving * 1.5 * 1028 / 1024 / 4 * gradients / 1e8
     assert 0.1 + sent < seconds["strategy.compression=int8"] < 0.2 + sent
     assert re.search(
-        r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output
+        r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  8 bits", output
     ), output
-    assert "\nadvice         none pays: the reduction adds 7% to a step" in output
+    assert "\nadvice         none pays off: the reduction adds 7% to a step" in output
 
 
 def test_a_run_is_measured_without_what_an_experiment_sets_for_its_files(tmp_path, monkeypatch):
@@ -266,6 +268,7 @@ def test_a_run_is_measured_without_what_an_experiment_sets_for_its_files(tmp_pat
     arguments = ["-np", "2", "--measure", "--examples", "5000", "--classes", "10"]
     arguments += ["experiment=imagenet_resnet50", "dataset.dir=/nowhere", "model=mlp"]
     arguments += ["dataset.image_shape=[8,8,3]", "train.steps_per_execution=50"]
+    arguments += ["callbacks=early_stopping"]
     monkeypatch.setattr(command, "train", train)
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     monkeypatch.chdir(tmp_path)
@@ -276,6 +279,24 @@ def test_a_run_is_measured_without_what_an_experiment_sets_for_its_files(tmp_pat
     open_task_and_layers(config, source, is_resized=False)
     assert (source.name, source.image_shape, source.num_classes) == ("synthetic", (8, 8, 3), 10)
     assert config.train.steps_per_execution is None, "30 steps in one call would have no warm-up"
+    assert source.num_examples("validation"), "early_stopping monitors it"
+
+
+def test_a_run_is_measured_without_what_an_experiment_sets_for_its_strategy(tmp_path, monkeypatch):
+    commands = []
+
+    def train(line, cores, folder):
+        commands.append(line)
+        return SimpleNamespace(result={"step_seconds": 0.1})
+
+    monkeypatch.setattr(command, "train", train)
+    experiment = tmp_path / "experiment" / "mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text("# @package _global_\nstrategy:\n  compression: fp16\n")
+    overrides = [f"--config-dir={tmp_path}", "experiment=mine", "strategy.bucket_mib=5"]
+    assert measured_step_seconds(overrides, 16, 1) == 0.1
+    config = composed(commands[0][3:])
+    assert isinstance(build(config, "strategy", Strategy), Strategy)
 
 
 @pytest.mark.nightly

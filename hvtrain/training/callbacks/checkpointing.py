@@ -10,7 +10,7 @@ import keras
 
 from hvtrain.checkpoint import model_state, store
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.config.validate import seconds
+from hvtrain.config.validate import parse_duration
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import (
     INTERRUPTED,
@@ -48,7 +48,7 @@ class Interruption(RunCallback):
         # Only by the chief's clock: other ranks' clocks would request
         # the stop a step earlier or later.
         if self._limit and self.is_chief:
-            self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
+            self._deadline = self.run.state.began + parse_duration("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
