@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import lzma
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,6 +64,22 @@ def zipped(content: str) -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("t.csv", content)
+    return data.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    np.save(data, array)
+    return data.getvalue()
+
+
+def tarred(content: str) -> bytes:
+    """A .tar.gz file."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        member = tarfile.TarInfo("t.csv")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content.encode()))
     return data.getvalue()
 
 
@@ -162,6 +179,7 @@ CASES = [
     Case("gzip", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.gz", pandas={}),
     Case("bzip2", bz2.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.bz2", pandas={}),
     Case("xz", lzma.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.xz", pandas={}),
+    Case("zstd", pa.compress(PLAIN.encode(), "zstd", asbytes=True), "x: number", NUMBERS, "t.csv.zst"),
     Case("zip", zipped(PLAIN), "x: number", NUMBERS, "t.csv.zip", pandas={}),
     Case("gzip without its suffix", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, pandas={"compression": "gzip"}),
     Case("Parquet in capitals", columns(x=NUMBERS), "x: number", NUMBERS, "t.PARQUET"),
@@ -268,6 +286,8 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("half a Parquet file", columns(x=NUMBERS)[:200], {}, r"t.csv cannot be read: .*; fix the file"),
     ("a Feather file", b"ARROW1\0\0" + bytes(40), {}, r"t.csv is a Feather file, and CSV or Parquet is needed; convert it"),
     ("an old Excel file", b"\xd0\xcf\x11\xe0" + bytes(40), {}, r"t.csv is an old Excel file, and CSV or Parquet is needed"),
+    ("a NumPy array", npy(np.eye(3)), {}, r"t.csv is a NumPy array, and CSV or Parquet is needed; convert it"),
+    ("a tar archive", tarred(PLAIN), {}, r"t.csv is a tar archive, and CSV or Parquet is needed; unpack it"),
     ("JSON lines", '{"x": 1, "y": "a"}\n' * 20, {}, r"t.csv is JSON, and CSV or Parquet is needed; convert it"),
     ("a web page", "<!doctype html>\n<table>", {}, r"t.csv is a web page, and CSV or Parquet is needed"),
     ("a zip file of two tables", b"", {}, r"it is a zip or Excel file with 2 CSV or Parquet tables instead of one"),
