@@ -49,6 +49,7 @@ DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=number) for number i
 DAY_NUMBERS = [(day - datetime.date(1970, 1, 1)).days for day in DAYS]
 NAMES = ["Bonn", "Köln", "Ulm"] * (ROWS // 3)
 LETTERS = ["ä", "ö", "ü"] * (ROWS // 3)
+CHOICES = ["1", "2", "1,2", "2,3"] * (ROWS // 4 - 1) + ["1", "2", "1,2", "1,2,3"]
 
 
 def text(cells: Any, delimiter: str = ",", name: str = "x") -> str:
@@ -161,6 +162,7 @@ CASES = [
     Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, a name of their own)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
     Case("categories of Arrow", columns(x=pa.array(NAMES).dictionary_encode()), "x: 3 names", NAMES),
     Case("codes with leading zeros", text(f"{number % 7:03d}" for number in range(ROWS)), "x: 7 names", [f"{number % 7:03d}" for number in range(ROWS)], pandas={"dtype": {"x": str}}),
+    Case("several choices in a cell", text(f'"{cell}"' for cell in CHOICES), "x: 5 names", CHOICES, pandas={"dtype": {"x": str}}),
     Case("truth values", text(["true", "false"] * 30), "x: 2 names", ["true", "false"] * 30),
     Case("integers as categories", columns(x=[3_000_000_000 + number % 5 for number in range(ROWS)]), "x: 5 codes", [3_000_000_000 + number % 5 for number in range(ROWS)], options={"features": {"x": "integer_categorical"}}),
     Case("categories that Keras has taken", text(["[UNK]", "b", "c"] * 20), "x: 3 names", ["[UNK]", "b", "c"] * 20, pandas={}),
