@@ -109,6 +109,7 @@ class Case:
 PLAIN = text(NUMBERS)
 MEDIAN = {"missing": "median"}
 GAP = [np.nan, *NUMBERS[1:]]
+GAP_TEXT = ["", *NUMBERS[1:]]
 FILLED = "filled with the median 2117.5"
 FIRST_GONE = float(np.median(NUMBERS[1:]))
 CASES = [
@@ -195,6 +196,7 @@ CASES = [
     Case("an id in camel case", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="PassengerId,x"), "x: number", NUMBERS, pandas={}),
     Case("an index that is measured", text(NUMBERS, name="price_index"), "price_index: number", NUMBERS, pandas={}, columns=("price_index",)),
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
+    Case("numbers as names of columns", text((f"{row % 3},{number}" for row, number in enumerate(GAP_TEXT)), name="1,0"), f"0: number (1 gap, {FILLED})", GAP, options={"drop": [1], "missing": {0: "median"}}, pandas={}, columns=("0",)),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
     Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
     Case("a name that Keras gives to a logarithm", text(NUMBERS, name="maximum"), "maximum: number", NUMBERS, options={"log_numbers": True}, pandas={}, columns=("maximum_",)),
