@@ -400,8 +400,11 @@ def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None
     for year in (2023, 2024):
         (folder / f"year={year}").mkdir(parents=True)
         (folder / f"year={year}/a.csv").write_text(PLAIN)
+        typed = tmp_path / f"typed/year={year}"
+        typed.mkdir(parents=True)
+        (typed / "a.parquet").write_bytes(columns(x=NUMBERS))
     (folder / "_SUCCESS").touch()
-    for location in (folder, folder / "year=*/a.csv"):
+    for location in (folder, folder / "year=*/a.csv", tmp_path / "typed"):
         partitioned = Table(str(location), "y", num_test=0)
         assert partitioned.num_examples("train") == 2 * ROWS
         assert partitioned.description()["features"] == ["x: number", "year: number"]

@@ -25,7 +25,7 @@ from hvtrain.data.formats.schema import (
     unknown_shares,
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
-from hvtrain.data.formats.tables import read_table
+from hvtrain.data.formats.tables import partitions_in, read_table
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
 from hvtrain.data.sources.memory import (
@@ -161,7 +161,9 @@ class Table(MemorySource):
         arrays = plain_columns(table)
         is_fitted = self._known_features is not None
         schema = (
-            self._features.schema if is_fitted else infer_schema(arrays, self._settings, self.name)
+            self._features.schema
+            if is_fitted
+            else infer_schema(arrays, self._settings, self.name, partitions_in(table))
         )
         if self._settings.id not in (None, *table.column_names):
             raise DataError(f"{where} lacks the column {self._settings.id} (dataset.id); add it")
