@@ -120,6 +120,14 @@ def test_pictures_are_what_pillow_sees(suffix, kind, picture, options, tmp_path)
         assert np.array_equal(image, expected)
 
 
+def test_cmyk_becomes_grey_behind_a_long_color_profile(tmp_path):
+    content = encoded(PICTURE.convert("CMYK"), "JPEG", icc_profile=bytes(8000))
+    path = write(tmp_path / "train/a/1.jpg", content)
+    grey = np.asarray(Image.open(path).convert("L"))[..., None]
+    ((image,), _) = examples(ImageFolder(str(tmp_path), (4, 6, 1), flip=False))
+    assert np.array_equal(image, grey)
+
+
 def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     write(tmp_path / "train/a/1.png", encoded(PICTURE, orientation=6))
     source = ImageFolder(str(tmp_path), SHAPE, flip=False, exif=False)
