@@ -187,12 +187,12 @@ class ArraySource(MemorySource):
             targets[0] = labels
         return super().check(split, images, *targets)
 
-    def in_model_type(self, elements: Any) -> Any:
+    def cast_elements(self, elements: Any) -> Any:
         # Images keep their type: bytes take a quarter of the memory of float32.
         images, *others = elements
         if self._has_labels:
             others[0] = others[0].astype(np.int32)
-        return images, *super().in_model_type(tuple(others))
+        return images, *super().cast_elements(tuple(others))
 
 
 class ImagesWithMasks(ArraySource):

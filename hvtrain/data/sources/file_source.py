@@ -23,7 +23,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import Postprocess, Read, StreamedSource
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import (
-    LEAVE_OUT,
+    SKIP_ADVICE,
     Phrases,
     Preprocessing,
     Unreadable,
@@ -42,19 +42,19 @@ Piece = TypeVar("Piece")
 Example = Sequence[np.ndarray]
 
 
-class NotesFailure:
+class StreamErrors:
     """Keeps the errors of a stream's Python code, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
-    def note(self, error: UserError) -> UserError:
+    def record_error(self, error: UserError) -> UserError:
         """Returns the error, and keeps it for explain()."""
         self._failures = [*self._failures[-9:], error]  # tf.data reads on after the first error.
         return error
 
     def fail(self, message: str) -> UserError:
         """Returns a DataError to raise, and keeps it for explain()."""
-        return self.note(DataError(message))
+        return self.record_error(DataError(message))
 
     def explain(self, error: Exception) -> Exception:
         # TensorFlow's message contains the text of the error that its Python call raised.
@@ -64,7 +64,7 @@ class NotesFailure:
         return error
 
 
-class FileSource(NotesFailure, StreamedSource):
+class FileSource(StreamErrors, StreamedSource):
     """Base class for sources that read files of encoded images of any size.
 
     A subclass whose files hold pixels instead overrides preprocessing() and no_random_crop.
@@ -85,7 +85,7 @@ class FileSource(NotesFailure, StreamedSource):
     ADVICE = "fix or remove it"
     """Advice about an unreadable example, for the message."""
 
-    FAR: ClassVar[tuple[str, ...]] = ()
+    REMOTE_SUFFIXES: ClassVar[tuple[str, ...]] = ()
     """Suffixes of files that are read in parts from object storage instead of being copied."""
 
     no_random_crop = ""
@@ -103,7 +103,7 @@ class FileSource(NotesFailure, StreamedSource):
         scale: float = 255.0,
         **sizing: Any,
     ) -> None:
-        self.folder = data_path(dir, self.FAR)
+        self.folder = data_path(dir, self.REMOTE_SUFFIXES)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
@@ -158,7 +158,7 @@ class FileSource(NotesFailure, StreamedSource):
         With on_error="skip", the item is left out instead, and reported by unreadable().
         """
         if not self.skips:
-            raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
+            raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {SKIP_ADVICE}")
         self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
@@ -240,7 +240,7 @@ class FileSource(NotesFailure, StreamedSource):
                 except DataError as error:  # Raised by a reader's Python code in eager mode.
                     problem = str(error)
                 except StorageError as error:  # The example may be good, so it is not left out.
-                    raise self.note(error) from None
+                    raise self.record_error(error) from None
 
             # A training example that is cropped at random ends with the crop's
             # draws, which locate() does not take.
@@ -310,7 +310,7 @@ class DealtSource(FileSource):
         self.num_examples("train")
         return super().facts()
 
-    def take_class_names(self, names: Collection[str], label: str) -> None:
+    def set_class_names(self, names: Collection[str], label: str) -> None:
         """Sets the class names to the sorted `names`, the distinct labels of the training part.
 
         Args:

@@ -24,12 +24,12 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Parts, Phrases, Preprocessing, reason
-from hvtrain.data.sources.file_source import NotesFailure, decoded_preprocessing
-from hvtrain.data.sources.memory import as_models_take
+from hvtrain.data.sources.file_source import StreamErrors, decoded_preprocessing
+from hvtrain.data.sources.memory import narrow_dtype
 from hvtrain.errors import ConfigError, DataError, first_line
 
 
-class HuggingFace(NotesFailure, IndexedSource):
+class HuggingFace(StreamErrors, IndexedSource):
     """A data set that save_to_disk() wrote: a DatasetDict, or one Dataset, which is the training part.
 
     The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by index, so a
@@ -240,7 +240,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             shape.append(len(values[0]))
             values = values.flatten()
 
-        array = as_models_take(np.asarray(values))
+        array = narrow_dtype(np.asarray(values))
         if pa.types.is_nested(values.type) or array.dtype.kind not in "iufbO":
             raise DataError(
                 f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
@@ -299,8 +299,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         dtype = self._specs[name].dtype
         if dtype != tf.string:
             try:
-                # as_models_take() refuses integers that do not fit.
-                array = as_models_take(array).astype(dtype.as_numpy_dtype)
+                # narrow_dtype() refuses integers that do not fit.
+                array = narrow_dtype(array).astype(dtype.as_numpy_dtype)
             except DataError as error:
                 raise self.fail(f"{self.folder}, {split}, {name}: {error}") from None
         return array.reshape(count, *shape)

@@ -48,7 +48,7 @@ def read_members(paths: Tensor) -> Tensor:
 class ListedImages(FileSource, IndexedSource):
     """Base class for sources that list images by path. A subclass sets _files, by split, and defines reader()."""
 
-    FAR = SUFFIXES
+    REMOTE_SUFFIXES = SUFFIXES
     _files: dict[str, Files]
     read_files: Callable[[Any], Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
 

@@ -95,7 +95,7 @@ class KerasFiles(NamedTuple):
             present = all((folder / name).exists() for name in self.cached)
         if not present:
             # Outside the lock, so that the ranks of an offline host fail together, not in turn.
-            if not answers(self.host):
+            if not is_reachable(self.host):
                 raise DataError(
                     f"{self.name} is not on this machine, and {self.host} does not answer; {self.advice}"
                 )
@@ -160,7 +160,7 @@ def _locked_cache() -> Iterator[Path]:
         os.close(lock)
 
 
-def answers(host: str) -> bool:
+def is_reachable(host: str) -> bool:
     """True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
 
     def probe():
@@ -177,7 +177,7 @@ def _read_idx_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        images_path, labels_path = (_find(folder, name) for name in names)
+        images_path, labels_path = (_plain_or_gz(folder, name) for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -191,7 +191,7 @@ def _read_idx_folder(folder: Path) -> Elements:
     return arrays
 
 
-def _find(folder: Path, name: str) -> Path:
+def _plain_or_gz(folder: Path, name: str) -> Path:
     """Returns the path of the plain file or, without one, of the .gz file, which may not exist."""
     path = folder / name
     return path if path.is_file() else folder / f"{name}.gz"
@@ -317,7 +317,7 @@ def _source(
         folder = user_path(dir)
         if (folder / CIFAR_FOLDER).is_dir():
             folder /= CIFAR_FOLDER
-        missing = [name for name in files.names if not _find(folder, name).is_file()]
+        missing = [name for name in files.names if not _plain_or_gz(folder, name).is_file()]
         if missing:
             raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
         load = partial(files.read, folder)

@@ -35,7 +35,7 @@ _IMAGE_SUFFIX = re.compile(r"[ _.-](images?|img|sat|rgb|leftImg8bit)$", re.IGNOR
 TURNED_BY_90_DEGREES = (5, 6, 7, 8)
 
 
-def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
+def match_masks(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     """Finds the mask of each image in the folder `masks`, by the same name or one with a suffix such as _mask.
 
     Returns:
@@ -96,7 +96,7 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     return parsed
 
 
-def _opened(path: str) -> Image.Image:
+def _open_image(path: str) -> Image.Image:
     """Opens an image file, or a member of a shard."""
     data = member_bytes(path)
     return Image.open(path if data is None else io.BytesIO(data))
@@ -129,7 +129,7 @@ class MaskReader:
         """
         image, mask = pair
         try:
-            with _opened(image) as picture, _opened(mask) as mask_picture:
+            with _open_image(image) as picture, _open_image(mask) as mask_picture:
                 if mask_picture.format == "JPEG" and not (self.colors or self.is_binary):
                     raise DataError(
                         f"{mask} is a JPEG, which changes class indices a little; write masks as PNG"
@@ -166,7 +166,7 @@ class MaskReader:
         counts = Counter[int]()
         for mask in masks:
             # The streams report masks that cannot be read. Pillow raises errors of many types.
-            with suppress(Exception), _opened(mask) as labels:
+            with suppress(Exception), _open_image(mask) as labels:
                 values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts

@@ -130,12 +130,12 @@ class MemorySource(IndexedSource):
             shards = {}
             for split_name, part in parts.items():
                 rows = part.rows[self.shard_rows(split_name, topology)]
-                shard = self.in_model_type(take(part.elements, rows))
+                shard = self.cast_elements(take(part.elements, rows))
                 shards[split_name] = on_cpu(shard)
             self._shards[topology] = shards
 
         # A missing split has no examples.
-        elements = self._shards[topology].get(split, no_examples(self._spec))
+        elements = self._shards[topology].get(split, empty_batch(self._spec))
 
         def read(indices):
             return nest.map_structure(lambda array: tf.gather(array, indices), elements)
@@ -167,7 +167,7 @@ class MemorySource(IndexedSource):
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
         train = parts["train"]
-        self._spec = spec_of(self.in_model_type(take(train.elements, slice(0))))
+        self._spec = spec_of(self.cast_elements(take(train.elements, slice(0))))
 
         # If the arrays include a validation part, nothing is taken out of training.
         if self._num_validation and "validation" not in parts:
@@ -209,7 +209,7 @@ class MemorySource(IndexedSource):
                 continue
             # Models take float32, in which a large float64 is infinite.
             with np.errstate(over="ignore"):
-                is_finite = np.isfinite(as_models_take(array))
+                is_finite = np.isfinite(narrow_dtype(array))
             if not is_finite.all():
                 row = np.argmin(is_finite.reshape(len(array), -1).all(axis=1))
                 raise DataError(
@@ -218,12 +218,12 @@ class MemorySource(IndexedSource):
 
         return elements
 
-    def in_model_type(self, elements: Any) -> Any:
+    def cast_elements(self, elements: Any) -> Any:
         """Converts some rows of a split to the types that models take."""
-        return nest.map_structure(as_models_take, elements)
+        return nest.map_structure(narrow_dtype, elements)
 
 
-def as_models_take(array: np.ndarray) -> np.ndarray:
+def narrow_dtype(array: np.ndarray) -> np.ndarray:
     """Converts float64 to float32, and int64 and uint64 to int32; returns arrays of other types unchanged.
 
     Raises:
@@ -256,7 +256,7 @@ def spec_of(batch: Any) -> Any:
     return nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
 
 
-def no_examples(element_spec: Any) -> Any:
+def empty_batch(element_spec: Any) -> Any:
     """Returns tensors for zero examples of this spec."""
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 

@@ -69,7 +69,7 @@ class Parquet(DealtSource):
 
     name = "parquet"
     PIECE = "row group"
-    FAR = row_groups.SUFFIXES
+    REMOTE_SUFFIXES = row_groups.SUFFIXES
     _encoded: bool
     _pixel_type: tf.DType
 
@@ -136,7 +136,7 @@ class Parquet(DealtSource):
             if self.class_names is None:
                 train_paths = dict.fromkeys(group.path for group in counts["train"])
                 names = row_groups.label_names(train_paths, self._columns)
-                self.take_class_names(names, self._columns.label)
+                self.set_class_names(names, self._columns.label)
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
 
@@ -261,7 +261,7 @@ class Parquet(DealtSource):
             if problems:
                 self._problems[group] = problems
         except StorageError as error:  # The rows may be good, so they are not left out.
-            raise self.note(error) from None
+            raise self.record_error(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
             # Placeholder rows for an unreadable row group.

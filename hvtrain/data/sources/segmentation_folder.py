@@ -20,7 +20,7 @@ from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Parts, Phrases
 from hvtrain.data.sources.image_folder import Files, ListedImages
-from hvtrain.data.sources.mask_files import MaskReader, pair_up, parse_colors
+from hvtrain.data.sources.mask_files import MaskReader, match_masks, parse_colors
 from hvtrain.errors import ConfigError, DataError
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
@@ -175,8 +175,8 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
 
     The folders are SPLIT/images/ and SPLIT/masks/, or images/SPLIT/ and masks/SPLIT/.
     """
-    images = _named(folder, IMAGE_FOLDERS)
-    masks = _named(folder, MASK_FOLDERS)
+    images = _find_folder(folder, IMAGE_FOLDERS)
+    masks = _find_folder(folder, MASK_FOLDERS)
     if images and masks:
         folder = images
     parts = split_folders(folder)
@@ -189,11 +189,11 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
             image_folder = path
             mask_folder = split_folders(masks).get(split, masks / path.name)
         else:
-            image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
-            mask_folder = _named(path, MASK_FOLDERS) or path / "masks"
+            image_folder = _find_folder(path, IMAGE_FOLDERS) or path / "images"
+            mask_folder = _find_folder(path, MASK_FOLDERS) or path / "masks"
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
-        pairs[split], unused = pair_up(paths, mask_folder)
+        pairs[split], unused = match_masks(paths, mask_folder)
         alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
         if alone:
             warnings.append(
@@ -203,7 +203,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     return pairs, warnings
 
 
-def _named(folder: Path, names: Sequence[str]) -> Path | None:
+def _find_folder(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the folder with the first of these names that exists, ignoring case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = (path for name in names for path in folders if path.name.lower() == name)
@@ -228,5 +228,7 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
             raise DataError(
                 f"{file} lists {listed(unknown)}, but JPEGImages/ has no such image; fix the list"
             )
-        pairs[split], _ = pair_up([images[stem] for stem in stems], folder / "SegmentationClass")
+        pairs[split], _ = match_masks(
+            [images[stem] for stem in stems], folder / "SegmentationClass"
+        )
     return pairs

@@ -182,7 +182,7 @@ class TFRecords(DealtSource):
         )
         # Unreadable records are ignored here; the streams report them.
         distinct = labels.ignore_errors().unique().as_numpy_iterator()
-        self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
+        self.set_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def sample_images(self) -> list[tuple[str, bytes]]:
         return self._sampled(self._image_key)
