@@ -24,7 +24,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
-from hvtrain.data.sources.memory import SPLIT_SEED, on_cpu
+from hvtrain.data.sources.memory import SPLIT_SEED, check_shares, on_cpu
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
@@ -181,16 +181,10 @@ class ImageFolder(LabelledImages):
         # Pixels and labels by split and topology.
         self._cached: dict[tuple[str, Topology], tuple[Tensor, Tensor]] = {}
 
-        fractions = {"validation": validation_fraction, "test": test_fraction}
-        if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
-            raise ConfigError(
-                f"dataset.validation_fraction={validation_fraction} and "
-                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
-            )
-
-        # Number of entries that are not images in class folders, by split
-        # and kind, for the description.
+        check_shares(validation_fraction=validation_fraction, test_fraction=test_fraction)
+        # Number of entries that are not images in class folders, by split and suffix.
         self._others: dict[str, Counter[str]] = {}
+        fractions = {"validation": validation_fraction, "test": test_fraction}
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018

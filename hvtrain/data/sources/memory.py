@@ -251,6 +251,14 @@ def check_counts(low: int = 0, **counts: int) -> None:
         check_least(f"dataset.{name}", count, low)
 
 
+def check_shares(**shares: float) -> None:
+    """Raises ConfigError unless these settings can be shares of the data set that are taken out of train."""
+    # Written so that NaN, for which every comparison is false, is refused too.
+    if not (min(shares.values()) >= 0 and sum(shares.values()) < 1):
+        settings = " and ".join(f"dataset.{name}={share}" for name, share in shares.items())
+        raise ConfigError(f"{settings}: each must be 0 or more, their sum less than 1")
+
+
 def spec_of(batch: Any) -> Any:
     """Returns the spec of one example in a batch of nested arrays or symbolic tensors."""
     return nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
