@@ -17,12 +17,12 @@ from hvtrain.data.formats.image_files import is_image, upright
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
-from hvtrain.data.source import ImageShape
 from hvtrain.errors import ConfigError, DataError
 
-# Paths of an image and of its mask.
+# Paths of images, each with the path of its mask.
 Pairs = list[tuple[str, str]]
-Color = ImageShape
+# Levels of red, green and blue, 0 ... 255.
+Color = tuple[int, int, int]
 
 # Suffixes that tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe) or
 # a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
@@ -142,8 +142,7 @@ class MaskReader:
                         "or, with dataset.exif=false, as they are stored"
                     )
                 values = self._values(mask, mask_picture, is_sized=True)
-                # An image of ones, resized in the same way and padded with
-                # zeros, shows where padding is.
+                # An image of ones, resized in the same way and padded with zeros, shows where padding is.
                 is_image = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
@@ -152,10 +151,11 @@ class MaskReader:
 
         last = 0 if self.is_binary else self.num_classes - 1
         labels = values.astype(np.int32)
-        is_outside = (labels != values) | (labels > last) & (labels != IGNORED) | (labels < 0)
-        if is_outside.any():
+        # Fractions, as in TIFF files of floats, are not labels either.
+        is_label = (labels == values) & (labels >= 0) & ((labels <= last) | (labels == IGNORED))
+        if not is_label.all():
             raise DataError(
-                f"{mask} has the label {values[is_outside][0]}, outside 0 ... {last} and {IGNORED}; "
+                f"{mask} has the label {values[~is_label][0]}, outside 0 ... {last} and {IGNORED}; "
                 "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
             )
         classes = values == IGNORED if self.is_binary else values

@@ -92,22 +92,14 @@ class SegmentationFolder(ListedImages):
         self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
         if num_classes == 2 and not colors:
-            values = set(self._count("train"))
-            # A rare class may be missing from the sample, so all masks
-            # are searched until one has it.
-            if values <= {0}:
-                rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
-                values |= next((labels for labels in rest if labels - {0}), set())
-            # Many tools paint the foreground white, 255. If 255 were
-            # ignored, only one class would be left.
-            self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
+            self._masks = replace(self._masks, is_binary=self._has_white_foreground())
 
     def fitted(self) -> dict[str, bytes]:
         return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
-        # the run's masks held: otherwise only the background would be evaluated.
+        # Other data may have masks without 255, so the run decides. If it did not read 255 as class 1, these
+        # masks still may: otherwise, only the background would be evaluated.
         if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 
@@ -117,6 +109,18 @@ class SegmentationFolder(ListedImages):
         if (self.folder / "ImageSets").is_dir():
             return voc_pairs(self.folder), []
         return list_pairs(self.folder)
+
+    def _has_white_foreground(self) -> bool:
+        """True if training masks hold no value but 0 and 255. Then 255 is class 1, not ignored.
+
+        Many tools paint the foreground white. If it were ignored, only one class would be left.
+        """
+        values = set(self._count("train"))
+        # A rare class may be missing from the sample, so all masks are searched until one has it.
+        if values <= {0}:
+            rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
+            values |= next((labels for labels in rest if labels - {0}), set())
+        return IGNORED in values <= {0, IGNORED}
 
     def _count(self, split: str) -> Counter[int]:
         """Counts the pixels of each label in up to MAX_COUNTED masks of a split."""
@@ -194,10 +198,10 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
         pairs[split], unused = match_masks(paths, mask_folder)
-        alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
-        if alone:
+        others = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
+        if others:
             warnings.append(
-                f"{split}: left out files that are not images, or masks without one: {listed(alone)}"
+                f"{split}: left out files that are not images, or masks without one: {listed(others)}"
             )
 
     return pairs, warnings

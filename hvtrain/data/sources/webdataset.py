@@ -153,7 +153,7 @@ class Sharded(ListedImages):
                 paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
                 if not paths and "*" not in name:
                     raise DataError(
-                        f"{self.folder / name} is not there; fetch it, or change dataset.{split}"
+                        f"{self.folder / name} does not exist; fetch it, or change dataset.{split}"
                     )
                 for path in paths:
                     # Two patterns of a split may name the same shard.
