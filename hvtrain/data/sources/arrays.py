@@ -17,8 +17,8 @@ from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
 
-# Pixels above this show that a split's range is not 0 ... 1.
-NOT_FRACTIONS = 30
+# A split with pixels above this does not have the range 0 ... 1.
+MAX_FRACTION = 30
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -101,7 +101,7 @@ class ArraySource(MemorySource):
 
         images = train.elements[0]
         mean, scale = fit(images, train.rows, self._standardize, self._max_value)
-        self._use(
+        self._set_fitted(
             {
                 "mean": np.asarray(mean),
                 "scale": np.asarray(scale),
@@ -111,20 +111,19 @@ class ArraySource(MemorySource):
             }
         )
 
-    def _use(self, fitted: dict[str, np.ndarray]) -> None:
+    def _set_fitted(self, fitted: dict[str, np.ndarray]) -> None:
         self._fitted = fitted
         self.transform = replace(self.transform, mean=fitted["mean"], scale=fitted["scale"])
 
     def fitted(self) -> dict[str, bytes]:
-        # Usually, the first stream has fitted the normalization, but a run
-        # with nothing left to do opens no stream.
+        # Usually, the first stream has fitted the normalization, but a run without steps left opens none.
         if not self._fitted:
             self.fit(self.parts()["train"])
         return {FITTED_FILE: safetensors.save(self._fitted)}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         if FITTED_FILE in files:
-            self._use(safetensors.load(files[FITTED_FILE]))
+            self._set_fitted(safetensors.load(files[FITTED_FILE]))
 
     def preprocessing(self) -> Preprocessing:
         self.fitted()
@@ -137,16 +136,16 @@ class ArraySource(MemorySource):
         )
 
     def description(self) -> Phrases:
-        texts = []
+        ranges = []
         largest = []
         for split, part in self.parts().items():
             images = part.elements[0]
             if len(images):
-                texts.append(f"{split} {images.min():g} to {images.max():g}")
+                ranges.append(f"{split} {images.min():g} to {images.max():g}")
                 largest.append(images.max())
-        shown = ", ".join(texts)
+        shown = ", ".join(ranges)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
-        if 0 < min(largest) <= 1 and max(largest) > NOT_FRACTIONS:
+        if 0 < min(largest) <= 1 and max(largest) > MAX_FRACTION:
             description["warnings"] = [f"the splits hold values in different ranges: {shown}"]
         return description
 
@@ -224,8 +223,7 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} for pixels to be ignored"
             )
 
-        # Many tools paint the foreground white, 255. If 255 were
-        # ignored, only one class would be left.
+        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:

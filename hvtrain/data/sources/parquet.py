@@ -96,13 +96,13 @@ class Parquet(DealtSource):
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
+        files = {"train": [self.folder]}
+        if self.folder.is_dir():
+            files, self._warnings = find_split_files(self.folder, row_groups.files_of)
         # The first file with each type of pixels, and with labels that are text or are not, for the
         # messages about types that cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         label_paths: dict[bool, Path] = {}
-        files = {"train": [self.folder]}
-        if self.folder.is_dir():
-            files, self._warnings = find_split_files(self.folder, row_groups.files_of)
         counts = {
             split: {
                 group: group.num_rows
@@ -111,26 +111,13 @@ class Parquet(DealtSource):
             }
             for split, paths in files.items()
         }
-
         if not counts["train"]:
             raise DataError(
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
-        # Encoded images may have different binary types, and pixels different numeric types, but
-        # one data set cannot have both.
-        image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
-        for paths, problem in (
-            (image_paths, f"{self._columns.image} holds encoded images in one and pixels"),
-            (label_paths, f"{self._columns.label} holds text in one and whole numbers"),
-        ):
-            if len(paths) > 1:
-                first, second = paths.values()
-                raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
-
-        self._encoded = True in image_paths
-        # Only pixels that are all uint8 keep their type; others become float32.
-        self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
+        self._set_image_type(first_paths)
+        check_single_kind(f"{self._columns.label} holds text in one and whole numbers", label_paths)
         row_groups.check_ranges(self._ranges)
         if True in label_paths:
             if self.class_names is None:
@@ -139,6 +126,18 @@ class Parquet(DealtSource):
                 self.set_class_names(names, self._columns.label)
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
+
+    def _set_image_type(self, first_paths: dict[pa.DataType, Path]) -> None:
+        """Sets whether images are encoded, and the type of pixels, given the first file with each type."""
+        # Encoded images may have different binary types, and pixels different numeric types, but
+        # one data set cannot have both.
+        image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
+        check_single_kind(
+            f"{self._columns.image} holds encoded images in one and pixels", image_paths
+        )
+        self._encoded = True in image_paths
+        # Only pixels that are all uint8 keep their type; others become float32.
+        self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
 
     def sample_images(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:
@@ -278,6 +277,13 @@ class Parquet(DealtSource):
         if isinstance(problems, str):
             return Unreadable(str(piece), problems, piece.num_rows)
         return Unreadable(f"{piece}, row {row}", problems.get(row, problem))
+
+
+def check_single_kind(problem: str, paths: dict[bool, Path]) -> None:
+    """Raises DataError if there is a file of each of two kinds; `problem` describes them."""
+    if len(paths) > 1:
+        first, second = paths.values()
+        raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
 
 
 def pieces_of(
