@@ -350,9 +350,9 @@ REFUSED_MASKS = [
     (
         {"1_mask.png": LABELS, "1_gt.png": LABELS},
         TWO,
-        "1.png needs one mask, .* and has 1_gt.png and 1_mask.png",
+        "1.png needs one mask, .* but has 1_gt.png and 1_mask.png",
     ),
-    ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, and has none"),
+    ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, but has none"),
     ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},

@@ -69,7 +69,7 @@ class ArraySource(MemorySource):
 
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
             raise DataError(
-                f"{name}: images of shape {image_shape} have their channels first, and [height, width, channels] is "
+                f"{name}: images of shape {image_shape} have their channels first, but [height, width, channels] is "
                 "needed; give x.transpose(0, 2, 3, 1), or images=False if x are not images"
             )
 

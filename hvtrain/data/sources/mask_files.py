@@ -59,7 +59,7 @@ def match_masks(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]
         if len(matches) != 1:
             names = " and ".join(path.name for path in matches)
             raise DataError(
-                f"{image} needs one mask, such as {masks / image.stem}.png, and has {names or 'none'}"
+                f"{image} needs one mask, such as {masks / image.stem}.png, but has {names or 'none'}"
             )
         pairs.append((str(image), str(matches[0])))
 

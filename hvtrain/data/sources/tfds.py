@@ -60,11 +60,10 @@ class PreparedDataset(FunctionSource):
         # The data set may declare its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
         self._keys = [input or supervised[0], target or supervised[1]]
-        unknown = [str(key) for key in self._keys if key not in features]
-        if unknown:
+        if not {*self._keys} <= features.keys():
             raise ConfigError(
-                f"dataset.input and dataset.target name {', '.join(unknown)}, but {dataset} has only "
-                f"{', '.join(features)}"
+                f"dataset.input={self._keys[0]} and dataset.target={self._keys[1]} are not both features of {dataset}; "
+                f"choose from {', '.join(features)}"
             )
 
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))
