@@ -5,7 +5,7 @@ data set takes hours. So a batch that fails is read again at once, example by ex
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
@@ -36,6 +36,8 @@ from hvtrain.system import resources
 # A batch of a DealtSource ends with the codes of its examples, which are
 # (number of the piece << ROW_BITS) + row.
 ROW_BITS = 40
+# Errors of a stream that are kept until its error is explained.
+MAX_FAILURES = 10
 
 Piece = TypeVar("Piece")
 # A batch of one example, as arrays of one element.
@@ -49,7 +51,8 @@ class StreamErrors:
 
     def record_error(self, error: UserError) -> UserError:
         """Returns the error, and keeps it for explain()."""
-        self._failures = [*self._failures[-9:], error]  # tf.data reads on after the first error.
+        # More than the first, since tf.data reads on after it; only the last ones, to save memory.
+        self._failures = [*self._failures[1 - MAX_FAILURES :], error]
         return error
 
     def fail(self, message: str) -> UserError:
@@ -175,7 +178,7 @@ class FileSource(StreamErrors, StreamedSource):
         batch_size: int | None = None,
     ) -> Dataset:
         read = self.reader(split, topology)
-        repair = self._repairer(split, topology, is_training=batch_size is None)
+        repair = BatchRepair(self, split, topology, is_training=batch_size is None)
 
         def whole_or_repaired(step, batch):
             single = Dataset.from_tensors(batch)
@@ -204,68 +207,84 @@ class FileSource(StreamErrors, StreamedSource):
             stream = stream.unbatch().batch(batch_size)
         return stream
 
-    def _repairer(
-        self, split: str, topology: Topology, is_training: bool
-    ) -> Callable[..., Example]:
-        """Returns a function that reads a failed batch again, one by one, for its good examples.
 
-        Args:
-            is_training: True if good examples replace those that fail, so that the batch stays full.
-        """
-        num_local = self.shard_size(split, topology)
+class BatchRepair:
+    """Reads the examples of failed batches again, one by one, and leaves out those that cannot be used.
+
+    Args:
+        source: the source of the batches.
+        split, topology: the shard that they belong to.
+        is_training: True if good examples replace those that fail, so that the batch stays full.
+    """
+
+    def __init__(
+        self, source: FileSource, split: str, topology: Topology, is_training: bool
+    ) -> None:
+        self._source = source
+        self._split = split
+        self._topology = topology
+        self._is_training = is_training
+        self._num_local = source.shard_size(split, topology)
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
         # errors name nodes of the graph, so the eager one provides the reason.
-        eager_read = self.retry_reader(split, topology)
-        readers = tf.function(eager_read), eager_read
+        eager_read = source.retry_reader(split, topology)
+        self._readers = tf.function(eager_read), eager_read
         # The skipped examples, by location.
-        skipped: dict[str, Unreadable] = {}
+        self._skipped: dict[str, Unreadable] = {}
 
-        def nothing_left(item: Unreadable, scope: str) -> UserError:
-            return self.fail(
-                f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
-                "data.on_error=skip leaves nothing; check the files and the settings of dataset"
-            )
+    def __call__(self, blanks: Example, *batch: np.ndarray) -> Example:
+        """Returns the images and targets of a batch that can be read; `blanks`, an empty batch, if there are none.
 
-        def read_single(example: Example) -> tuple[np.ndarray, ...] | None:
-            """Returns an image and its target, or None if the example is skipped."""
-            for read in readers:
-                problem = ""
-                try:
-                    with tf.device("CPU:0"):
-                        images, targets = read(*map(tf.constant, example))
-                    if tf.reduce_all(targets >= 0):
-                        return images[0].numpy(), targets[0].numpy()
-                except tf.errors.OpError as error:
-                    problem = reason(error)
-                except DataError as error:  # Raised by a reader's Python code in eager mode.
-                    problem = str(error)
-                except StorageError as error:  # The example may be good, so it is not left out.
-                    raise self.record_error(error) from None
+        Raises:
+            DataError: An example cannot be used, and on_error is not "skip"; or no other can be used either.
+            StorageError: The storage cannot be read.
+        """
+        examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
+        attempts = list(map(self._read, examples))
+        good = [pair for pair in attempts if pair]
+        if self._is_training:
+            if not good:
+                raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
+            good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
+        return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
-            # A training example that is cropped at random ends with the crop's
-            # draws, which locate() does not take.
-            parts = example[:-1] if is_training and self.sizing.crop else example
-            item = self.locate(split, topology, parts, problem)
-            self.refuse(item)
-            skipped[item.location] = item
-            # Counted in a copy, since other threads repair batches at the same time.
-            num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))
-            if not is_training and num_skipped == num_local:
-                raise nothing_left(item, f"of the rank's part of {split}")
-            return None
+    def _read(self, example: Example) -> tuple[np.ndarray, ...] | None:
+        """Returns an image and its target, or None if the example is skipped."""
+        for read in self._readers:
+            problem = ""
+            try:
+                with tf.device("CPU:0"):
+                    images, targets = read(*map(tf.constant, example))
+                if tf.reduce_all(targets >= 0):
+                    return images[0].numpy(), targets[0].numpy()
+            except tf.errors.OpError as error:
+                problem = reason(error)
+            except DataError as error:  # Raised by a reader's Python code in eager mode.
+                problem = str(error)
+            except StorageError as error:  # The example may be good, so it is not left out.
+                raise self._source.record_error(error) from None
+        self._skip(example, problem)
+        return None
 
-        def repair(blanks: Example, *batch: np.ndarray) -> Example:
-            """Returns the readable images and targets of a batch, or `blanks`, an empty batch, if there are none."""
-            examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
-            attempts = list(map(read_single, examples))
-            good = [pair for pair in attempts if pair]
-            if is_training:
-                if not good:
-                    raise nothing_left(next(reversed(skipped.values())), "of its batch")
-                good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
-            return [np.stack(parts) for parts in zip(*good)] if good else blanks
+    def _skip(self, example: Example, problem: str) -> None:
+        """Leaves out an example, or raises the error about it."""
+        # A training example that is cropped at random ends with the crop's
+        # draws, which locate() does not take.
+        if self._is_training and self._source.sizing.crop:
+            example = example[:-1]
+        item = self._source.locate(self._split, self._topology, example, problem)
+        self._source.refuse(item)
+        self._skipped[item.location] = item
+        # Counted in a copy, since other threads repair batches at the same time.
+        num_skipped = sum(item.num_examples or 0 for item in list(self._skipped.values()))
+        if not self._is_training and num_skipped == self._num_local:
+            raise self._nothing_left(item, f"of the rank's part of {self._split}")
 
-        return repair
+    def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
+        return self._source.fail(
+            f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
+            "data.on_error=skip leaves nothing; check the files and the settings of dataset"
+        )
 
 
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
