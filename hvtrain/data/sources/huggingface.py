@@ -25,7 +25,7 @@ from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Parts, Phrases, Preprocessing, reason
 from hvtrain.data.sources.file_source import StreamErrors, decoded_preprocessing
-from hvtrain.data.sources.memory import narrow_dtype
+from hvtrain.data.sources.memory import names_as_text, narrow_dtype
 from hvtrain.errors import ConfigError, DataError, first_line
 
 
@@ -64,6 +64,8 @@ class HuggingFace(StreamErrors, IndexedSource):
     ) -> None:
         self.folder = data_path(dir)
         self.origin = str(self.folder)
+        input = names_as_text(input)
+        target = names_as_text(target)
         self._input = input
         self._target = target
         self._splits, self._warnings = load_splits(self.folder)
@@ -95,7 +97,7 @@ class HuggingFace(StreamErrors, IndexedSource):
             self.no_random_crop = ""
             self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
-        if types.get(str(target)) == "ClassLabel":
+        if isinstance(target, str) and types[target] == "ClassLabel":
             self.class_names = train.features[target].names
             self.num_classes = len(self.class_names)
             # DatasetDict.class_encode_column() numbers the classes of each split on its own.

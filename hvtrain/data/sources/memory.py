@@ -4,7 +4,7 @@ Each rank loads the whole arrays, but keeps only its shard. Other sources use th
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -257,6 +257,17 @@ def check_shares(**shares: float) -> None:
     if not (min(shares.values()) >= 0 and sum(shares.values()) < 1):
         settings = " and ".join(f"dataset.{name}={share}" for name, share in shares.items())
         raise ConfigError(f"{settings}: each must be 0 or more, their sum less than 1")
+
+
+def names_as_text(setting: Any) -> Any:
+    """Returns a setting with the names of columns in it as text, since Hydra takes the name 60 for a number."""
+    if setting is None:
+        return None
+    if isinstance(setting, Mapping):
+        return {str(name): value for name, value in setting.items()}
+    if isinstance(setting, Sequence) and not isinstance(setting, str):
+        return list(map(str, setting))
+    return str(setting)
 
 
 def spec_of(batch: Any) -> Any:

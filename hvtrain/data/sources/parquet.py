@@ -89,7 +89,9 @@ class Parquet(DealtSource):
         super().__init__(dir, image_shape, num_classes, scale=scale, **images)
         self._ranges: dict[Path, tuple[float, float]] = {}  # Pixel ranges by file.
         self._shuffle_groups = shuffle_groups
-        self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
+        # Hydra takes a name such as 0 for a number.
+        names = str(image_column), str(label_column)
+        self._columns = Columns(*names, self.image_shape, num_classes)
 
         # The problem of each unreadable row group, or the problems of its unusable rows by row.
         self._problems: dict[RowGroup, str | dict[int, str]] = {}

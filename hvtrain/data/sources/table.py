@@ -33,6 +33,7 @@ from hvtrain.data.sources.memory import (
     MemorySource,
     Part,
     check_counts,
+    names_as_text,
     random_parts,
     spec_of,
 )
@@ -123,8 +124,8 @@ class Table(MemorySource):
         self._files = {"train": file, "validation": validation_file, "test": test_file}
         self._text_format = {"delimiter": delimiter, "encoding": encoding}
         for setting in ("features", "missing", "drop", "id"):
-            if columns.get(setting) is not None:
-                columns[setting] = _with_text_names(columns[setting])
+            if setting in columns:
+                columns[setting] = names_as_text(columns[setting])
         self._settings = Settings(str(target), **columns)
         self._known_features: TableFeatures | None = None
         # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
@@ -354,15 +355,6 @@ class Table(MemorySource):
             log.warning("%s: %s", where, text)
         raw = partial(features.raw, values)
         return NewRows(table.num_rows, raw, self._ids_in(table), unknown)
-
-
-def _with_text_names(setting: Any) -> Any:
-    """Returns a setting with its column names as text, since Hydra takes the name 60 for a number."""
-    if isinstance(setting, Mapping):
-        return {str(name): choice for name, choice in setting.items()}
-    if isinstance(setting, Sequence) and not isinstance(setting, str):
-        return list(map(str, setting))
-    return str(setting)
 
 
 def _odd_columns(

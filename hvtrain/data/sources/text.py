@@ -32,7 +32,13 @@ from hvtrain.data.pipeline.epochs import bucketed_batches, choose_boundaries
 from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import Parts, Phrases
-from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource, check_shares
+from hvtrain.data.sources.memory import (
+    SPLIT_SEED,
+    Elements,
+    MemorySource,
+    check_shares,
+    names_as_text,
+)
 from hvtrain.errors import ConfigError
 
 # For windows, fewer documents than this are split as one continuous text, whose end goes to
@@ -119,12 +125,12 @@ class Text(MemorySource):
         super().__init__(name, self._rows_by_split, origin)
 
         self._file = file
-        self._column = column
+        self._column = names_as_text(column)
         self._tokenizer_file = tokenizer
         self._vocabulary_size = vocabulary_size
         self._length = length
         self._examples = examples
-        self._label = label
+        self._label = names_as_text(label)
         self._is_packed = examples == "windows" and label is None
         self._is_causal = objective == "causal" and label is None
         self._is_masked = objective == "masked" and label is None

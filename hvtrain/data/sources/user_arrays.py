@@ -330,8 +330,8 @@ def from_frame(
     validation: Any = None,
     *,
     image_shape: Sequence[int],
-    image_column: str | Sequence[str] = "image",
-    label_column: str = "label",
+    image_column: str | int | Sequence[str | int] = "image",
+    label_column: str | int = "label",
     name: str = "frame",
     **options,
 ) -> MemorySource:
@@ -368,10 +368,10 @@ def from_frame(
 
 
 def _frame_cells(
-    where: str, frame: Any, num_pixels: int, image_column: str | Sequence[str]
+    where: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have there."""
-    if isinstance(image_column, str):
+    if isinstance(image_column, str | int):
         rows = _frame_column(where, frame, image_column)
     else:
         rows = np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
@@ -386,12 +386,12 @@ def _frame_cells(
     return cells
 
 
-def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:
+def _frame_column(where: str, frame: Any, column: str | int) -> np.ndarray:
     """Returns a column as an array. Raises DataError if it is missing."""
     names = _columns(frame)
-    if column not in names:
+    if str(column) not in names:
         raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")
-    return frame[names[column]].to_numpy()
+    return frame[names[str(column)]].to_numpy()
 
 
 def _columns(frame: Any) -> dict[str, Any]:
