@@ -197,6 +197,7 @@ CASES = [
     Case("an index that is measured", text(NUMBERS, name="price_index"), "price_index: number", NUMBERS, pandas={}, columns=("price_index",)),
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
     Case("numbers as names of columns", text((f"{row % 3},{number}" for row, number in enumerate(GAP_TEXT)), name="1,0"), f"0: number (1 gap, {FILLED})", GAP, options={"drop": [1], "missing": {0: "median"}}, pandas={}, columns=("0",)),
+    Case("one column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="size,x"), "x: number", NUMBERS, options={"drop": "size"}, pandas={}),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
     Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
     Case("a name that Keras gives to a logarithm", text(NUMBERS, name="maximum"), "maximum: number", NUMBERS, options={"log_numbers": True}, pandas={}, columns=("maximum_",)),

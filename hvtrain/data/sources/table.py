@@ -126,6 +126,8 @@ class Table(MemorySource):
         for setting in ("features", "missing", "drop", "id"):
             if setting in columns:
                 columns[setting] = names_as_text(columns[setting])
+        # One name may stand without a list around it, as in dataset.drop=size.
+        columns["drop"] = nest.flatten(columns.get("drop") or [])
         self._settings = Settings(str(target), **columns)
         self._known_features: TableFeatures | None = None
         # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
