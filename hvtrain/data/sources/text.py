@@ -289,7 +289,7 @@ class Text(MemorySource):
         self, documents: Sequence[str], classes: Sequence[int]
     ) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
         """Divides documents among the splits; returns their texts and, if there are classes, these, by split."""
-        targets = {}
+        targets: dict[str, np.ndarray] = {}
         if self._is_packed and len(documents) < WHOLE_DOCUMENTS:
             texts = cut(documents, **self._shares)
         else:
