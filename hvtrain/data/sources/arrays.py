@@ -151,7 +151,8 @@ class ArraySource(MemorySource):
 
     def value_range(self) -> tuple[float, float] | None:
         """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
-        low, high = self.preprocessing().range or (0.0, 0.0)
+        self.fitted()
+        low, high = self._fitted["range"].tolist()
         is_integer = self._fitted["dtype"].dtype.kind in "iu"
         top = self._max_value if is_integer else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
