@@ -32,22 +32,22 @@ class ArraySource(MemorySource):
         source = ArraySource("cats", load_cats, image_shape=(64, 64, 3), num_classes=2)
 
     Args:
-        name: name of the data set, for messages and the manifest.
-        load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
+        name: Name of the data set, for messages and the manifest.
+        load: Returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
             are optional. Images are [n, h, w] or [n, h, w, c]; labels are integers [n] or [n, 1].
         image_shape: (height, width, channels).
-        num_classes: if given, each target is the index of a class.
+        num_classes: If given, each target is the index of a class.
         standardize: "per_pixel" or "per_channel" (to mean 0 and standard deviation 1), "scale" (by
             1 / max_value) or "none".
-        max_value: the largest value that a pixel may have.
-        shift_pixels, flip: augmentation of training batches; see Transform.
-        class_names: the name of each class, for users of the saved model.
-        example_shape: shape of an example before load() reshaped it, which the saved model takes.
+        max_value: The largest value that a pixel may have.
+        shift_pixels, flip: Augmentation of training batches; see Transform.
+        class_names: The name of each class, for users of the saved model.
+        example_shape: Shape of an example before load() reshaped it, which the saved model takes.
         more: origin, num_validation and more_facts; see MemorySource.
 
     Raises:
-        ConfigError: for an unknown standardize, or if the number of class_names is not num_classes.
-        DataError: if image_shape has its channels first; once loaded, for wrong shapes, labels or values.
+        ConfigError: For an unknown standardize, or if the number of class_names is not num_classes.
+        DataError: If image_shape has its channels first; once loaded, for wrong shapes, labels or values.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ArraySource(MemorySource):
         """Checks a split, and returns it with images [n, h, w, c] and labels [n].
 
         Raises:
-            DataError: for wrong shapes, labels or values.
+            DataError: For wrong shapes, labels or values.
         """
         images, *targets = elements
         where = f"{self.name}, {split} ({self.origin})"
@@ -245,7 +245,7 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """Returns labels [n] or [n, 1] as [n].
 
     Raises:
-        DataError: if they are not one integer per example; `where` begins its message.
+        DataError: If they are not one integer per example; `where` begins its message.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]

@@ -73,11 +73,11 @@ class FileSource(StreamErrors, StreamedSource):
     A subclass whose files hold pixels instead overrides preprocessing() and no_random_crop.
 
     Args:
-        dir: the folder of the files.
+        dir: The folder of the files.
         image_shape: [height, width, channels] to which images are resized.
-        class_names: the name of each of the num_classes classes.
-        shift_pixels, flip, scale: see Transform.
-        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        class_names: The name of each of the num_classes classes.
+        shift_pixels, flip, scale: See Transform.
+        sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     With on_error="stop", an unreadable example ends the stream, and explain() returns its error. With
     "skip", the example is reported by unreadable(). In training, a good example of the same batch
@@ -126,7 +126,7 @@ class FileSource(StreamErrors, StreamedSource):
         """Returns the location and the problem of an example that cannot be used.
 
         Args:
-            example: the reader's arguments for this example.
+            example: The reader's arguments for this example.
             problem: TensorFlow's error; empty if the reader gave the example the label -1.
         """
 
@@ -212,8 +212,8 @@ class BatchRepair:
     """Reads the examples of failed batches again, one by one, and leaves out those that cannot be used.
 
     Args:
-        source: the source of the batches.
-        split, topology: the shard that they belong to.
+        source: The source of the batches.
+        split, topology: The shard that they belong to.
         is_training: True if good examples replace those that fail, so that the batch stays full.
     """
 
@@ -357,7 +357,7 @@ class DealtSource(FileSource):
         """Returns the pieces of each rank.
 
         Raises:
-            DataError: if a rank would have no piece to train on; for evaluation, it may have none.
+            DataError: If a rank would have no piece to train on; for evaluation, it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:

@@ -36,18 +36,18 @@ class HuggingFace(StreamErrors, IndexedSource):
     resumed run does not read again what it has seen.
 
     Args:
-        dir: the folder that save_to_disk() wrote.
-        input: the column of the inputs; a list of columns gives a dict of inputs by name.
-        target: the column of the targets; a list gives a dict.
+        dir: The folder that save_to_disk() wrote.
+        input: The column of the inputs; a list of columns gives a dict of inputs by name.
+        target: The column of the targets; a list gives a dict.
         image_shape: [height, width, channels] to which encoded images are resized; their pixels
             become 0 ... 1.
-        shift_pixels, flip: augmentation of training images, if the input is one column of images.
-        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        shift_pixels, flip: Augmentation of training images, if the input is one column of images.
+        sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
-        ConfigError: if the library is missing, a column is unknown, or a column holds images and
+        ConfigError: If the library is missing, a column is unknown, or a column holds images and
             image_shape is not given.
-        DataError: if the folder cannot be read, or a column holds unsupported values.
+        DataError: If the folder cannot be read, or a column holds unsupported values.
     """
 
     name = "huggingface"
@@ -255,13 +255,13 @@ class HuggingFace(StreamErrors, IndexedSource):
         """Returns a column of some rows as a NumPy array; encoded images become bytes objects.
 
         Args:
-            table: the rows.
-            name: name of the column.
-            split: the rows' split, for messages.
-            numbers: the rows' indices in the split, for messages.
+            table: The rows.
+            name: Name of the column.
+            split: The rows' split, for messages.
+            numbers: The rows' indices in the split, for messages.
 
         Raises:
-            DataError: a value is missing or a list has another length, with the row's index; or an integer needs
+            DataError: A value is missing or a list has another length, with the row's index; or an integer needs
                 more than 32 bits.
         """
         values = one_array(table[name])
@@ -312,8 +312,8 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Loads the data sets in a folder, by split; also returns warnings about those that belong to no split.
 
     Raises:
-        ConfigError: if the library is missing.
-        DataError: if the folder cannot be read, or has no training part.
+        ConfigError: If the library is missing.
+        DataError: If the folder cannot be read, or has no training part.
     """
     try:
         import datasets

@@ -135,21 +135,21 @@ class ImageFolder(LabelledImages):
         python -m hvtrain dataset=image_folder dataset.dir=flowers dataset.validation_fraction=0.1
 
     Args:
-        dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
+        dir: Holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
-        validation_fraction, test_fraction: fraction of each class taken out of train if the split has
+        validation_fraction, test_fraction: Fraction of each class taken out of train if the split has
             no folder of its own; the same images in every run.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        cache: keep this rank's decoded shard in memory (height * width * channels bytes per image)
+        shift_pixels, flip: Augmentation of training images; see Transform.
+        cache: Keep this rank's decoded shard in memory (height * width * channels bytes per image)
             instead of reading its files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
-        labels, class_numbers: files with the classes of validation and test, if those folders hold
+        labels, class_numbers: Files with the classes of validation and test, if those folders hold
             images instead of class folders; see with_labels.
 
     Raises:
-        ConfigError: if the fractions leave nothing to train on, or take nothing.
-        DataError: if a folder holds no classes, a class has no training images, or a split has other classes.
+        ConfigError: If the fractions leave nothing to train on, or take nothing.
+        DataError: If a folder holds no classes, a class has no training images, or a split has other classes.
     """
 
     name = "image_folder"
@@ -297,7 +297,7 @@ def class_folders(folder: Path) -> dict[str, str]:
     """Returns the names of the class folders by their Unicode normal form (NFC), sorted.
 
     Raises:
-        DataError: if there are no class folders, or two differ only in their Unicode form.
+        DataError: If there are no class folders, or two differ only in their Unicode form.
     """
     names: dict[str, str] = {}
     for path in filter(Path.is_dir, visible(folder)):
@@ -321,9 +321,9 @@ def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> t
     """Takes the same fraction, rounded to whole images, out of each class, at random with a fixed seed.
 
     Args:
-        files: images with their classes, sorted by class.
-        fraction: the fraction of num_images to take.
-        num_images: number of images of each class before any were taken out.
+        files: Images with their classes, sorted by class.
+        fraction: The fraction of num_images to take.
+        num_images: Number of images of each class before any were taken out.
 
     Returns:
         The rest and the part that was taken out, both in the order of files.

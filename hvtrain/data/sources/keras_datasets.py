@@ -89,7 +89,7 @@ class KerasFiles(NamedTuple):
         """Makes sure that the files are in the cache, and returns a phrase that names the cache.
 
         Raises:
-            DataError: within seconds, if files are missing and their host does not answer.
+            DataError: Within seconds, if files are missing and their host does not answer.
         """
         with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
@@ -130,7 +130,7 @@ def _locked_cache() -> Iterator[Path]:
     It is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
 
     Raises:
-        DataError: if /tmp/.keras belongs to another user, or is a link.
+        DataError: If /tmp/.keras belongs to another user, or is a link.
     """
     home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
@@ -204,11 +204,11 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     the values (http://yann.lecun.com/exdb/mnist/).
 
     Args:
-        path: the file, plain or .gz.
-        num_dims: number of dimensions that the array must have.
+        path: The file, plain or .gz.
+        num_dims: Number of dimensions that the array must have.
 
     Raises:
-        DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
+        DataError: If the file is damaged, of another format, or larger than half of this machine's memory.
     """
     magic = bytes([0, 0, 8, num_dims])  # 8 is the code for unsigned bytes.
     try:
@@ -304,13 +304,13 @@ def _source(
     """Makes a source of images in 10 classes.
 
     Args:
-        dir: the folder with the files or, for CIFAR-10, with the folder cifar-10-batches-bin; None: the
+        dir: The folder with the files or, for CIFAR-10, with the folder cifar-10-batches-bin; None: the
             first available of the Debian package (for Fashion-MNIST), Keras's cache, and Keras's
             download.
-        num_validation, standardize, shift_pixels, flip: see ArraySource.
+        num_validation, standardize, shift_pixels, flip: See ArraySource.
 
     Raises:
-        DataError: if files are missing, or the download's host does not answer.
+        DataError: If files are missing, or the download's host does not answer.
     """
     load: Callable[[], Elements]
     if dir is not None:

@@ -48,18 +48,18 @@ class MemorySource(IndexedSource):
     64-bit integers become int32.
 
     Args:
-        name: name of the data set, for messages and the manifest.
-        load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
+        name: Name of the data set, for messages and the manifest.
+        load: Returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
             are optional.
-        origin: where the arrays come from, for the run's header.
-        num_validation: number of examples that are moved from train to validation, at random with a
+        origin: Where the arrays come from, for the run's header.
+        num_validation: Number of examples that are moved from train to validation, at random with a
             fixed seed; ignored if load() returns a validation part.
-        more_facts: facts for the model's builder and the task, such as num_classes, class_names or
+        more_facts: Facts for the model's builder and the task, such as num_classes, class_names or
             vocabulary_size.
 
     Raises:
-        ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: when loading, if a file cannot be read, lengths differ, examples differ in size
+        ConfigError: If num_validation is negative or leaves nothing to train on.
+        DataError: When loading, if a file cannot be read, lengths differ, examples differ in size
             between splits, or numbers are not finite or too large for 32 bits.
     """
 
@@ -188,7 +188,7 @@ class MemorySource(IndexedSource):
         The elements of train are checked first.
 
         Raises:
-            DataError: if the arrays differ in length, an example differs in size from those of
+            DataError: If the arrays differ in length, an example differs in size from those of
                 train, or a floating-point number is not finite as float32.
         """
         where = f"{self.name}, {split} ({self.origin})"
@@ -227,7 +227,7 @@ def narrow_dtype(array: np.ndarray) -> np.ndarray:
     """Converts float64 to float32, and int64 and uint64 to int32; returns arrays of other types unchanged.
 
     Raises:
-        DataError: an integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
+        DataError: An integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
             would silently become other ids.
     """
     # Types are compared by name, which is the same for both byte orders.

@@ -52,19 +52,19 @@ class Parquet(DealtSource):
             dataset.num_classes=5
 
     Args:
-        dir: a folder that holds train*.parquet or train/, and likewise validation (or val, valid, dev)
+        dir: A folder that holds train*.parquet or train/, and likewise validation (or val, valid, dev)
             and test; or a file, which is the training part.
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
-        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
-        image_column, label_column: names of columns; `record.field` names the field of a struct.
-        scale: the number by which pixels are divided.
-        shuffle_groups: number of row groups whose rows are shuffled together.
+        num_classes: Number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
+        image_column, label_column: Names of columns; `record.field` names the field of a struct.
+        scale: The number by which pixels are divided.
+        shuffle_groups: Number of row groups whose rows are shuffled together.
         images: class_names, shift_pixels, flip, and how encoded images are resized; see FileSource.
             If labels are text, class_names are by default the sorted labels of the training part.
 
     Raises:
-        ConfigError: if a setting is out of range.
-        DataError: when rows are counted, if there are no training rows, or if files differ in the kind of a column.
+        ConfigError: If a setting is out of range.
+        DataError: When rows are counted, if there are no training rows, or if files differ in the kind of a column.
     """
 
     name = "parquet"

@@ -44,21 +44,21 @@ class SegmentationFolder(ListedImages):
             dataset.image_shape=[256,256,3] dataset.num_classes=21 model=deeplabv3plus
 
     Args:
-        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png (or NAME_mask.png and the like)
+        dir: Holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png (or NAME_mask.png and the like)
             for the splits train, validation and test; or images/SPLIT/ and masks/SPLIT/; or, as
             PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
-        num_classes: number of classes, including the background.
-        flip: mirrors half of the training images, and their masks.
-        colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
+        num_classes: Number of classes, including the background.
+        flip: Mirrors half of the training images, and their masks.
+        colors: The color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
         images: class_names, shift_pixels (pixels that enter at a border are ignored), and how images
             and masks are resized; see FileSource.
 
     Raises:
-        ConfigError: if there are too many classes, or not one name and one color for each.
-        DataError: if there are no training images, or an image has no mask.
+        ConfigError: If there are too many classes, or not one name and one color for each.
+        DataError: If there are no training images, or an image has no mask.
     """
 
     name = "segmentation_folder"

@@ -79,16 +79,16 @@ class Table(MemorySource):
             model=mlp
 
     Args:
-        file: a CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
-        target: the column to predict.
-        num_test, num_validation: number of rows held out of the training table at random, with a fixed seed.
-        test_file, validation_file: tables to use instead of such rows.
-        delimiter, encoding: format of CSV files; null: detected.
-        columns: settings for columns; see Settings.
+        file: A CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
+        target: The column to predict.
+        num_test, num_validation: Number of rows held out of the training table at random, with a fixed seed.
+        test_file, validation_file: Tables to use instead of such rows.
+        delimiter, encoding: Format of CSV files; null: detected.
+        columns: Settings for columns; see Settings.
 
     Raises:
-        ConfigError: if a setting does not fit the table.
-        DataError: once loaded, if the file cannot be read or has gaps that nothing fills.
+        ConfigError: If a setting does not fit the table.
+        DataError: Once loaded, if the file cannot be read or has gaps that nothing fills.
     """
 
     target_setting = "dataset.target_is"
@@ -365,9 +365,9 @@ def _odd_columns(
     """Returns a warning for each column with cells that are not of its kind, or many new categories.
 
     Args:
-        columns: columns of the schema.
-        cells: their cells, by name.
-        unknown: shares of new categories, from unknown_shares().
+        columns: Columns of the schema.
+        cells: Their cells, by name.
+        unknown: Shares of new categories, from unknown_shares().
     """
     odd = [
         f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "

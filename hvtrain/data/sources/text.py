@@ -71,23 +71,23 @@ class Text(MemorySource):
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
 
     Args:
-        file: a text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
+        file: A text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
             null: Python's own documentation.
-        column: the table's column of texts, or the key of the text in each line of .jsonl.
-        tokenizer: a sentencepiece .model file; null: one is trained on the training part.
-        vocabulary_size: number of tokens of the tokenizer that is trained.
-        length: the largest number of tokens in an example. Tokens at the end of a split that do not fill a window
+        column: The table's column of texts, or the key of the text in each line of .jsonl.
+        tokenizer: A sentencepiece .model file; null: one is trained on the training part.
+        vocabulary_size: Number of tokens of the tokenizer that is trained.
+        length: The largest number of tokens in an example. Tokens at the end of a split that do not fill a window
             are left out.
         examples: windows, documents or paragraphs.
-        label: the table's column with the class of each text; these classes are then the targets.
+        label: The table's column with the class of each text; these classes are then the targets.
         objective: causal or masked.
-        masked_share: share of the tokens that are masked, for the objective masked.
-        validation_share, test_share: shares of the text: whole documents at random, with a fixed
+        masked_share: Share of the tokens that are masked, for the objective masked.
+        validation_share, test_share: Shares of the text: whole documents at random, with a fixed
             seed, or, for windows, the end of the text if it has fewer than WHOLE_DOCUMENTS documents.
 
     Raises:
-        ConfigError: if a setting is out of range; once loaded, if a split is shorter than one example.
-        DataError: once loaded, if the text or the tokenizer cannot be read.
+        ConfigError: If a setting is out of range; once loaded, if a split is shorter than one example.
+        DataError: Once loaded, if the text or the tokenizer cannot be read.
     """
 
     _tokenizer: Any = None

@@ -46,14 +46,14 @@ class FunctionSource(Source):
     """A source of examples from a function that opens a shard; see from_dataset().
 
     Args:
-        function: the user's function.
-        num_examples: number of examples by split, of which each shard holds an equal part. The
+        function: The user's function.
+        num_examples: Number of examples by split, of which each shard holds an equal part. The
             examples of other splits are counted shard by shard: by reading them, if tf.data does not
             know their number. In a run, each rank counts its own shards, and rank 0 also the whole.
-        more_facts: facts for the model's builder and the task.
+        more_facts: Facts for the model's builder and the task.
 
     Raises:
-        ConfigError: if num_examples names a split that the function cannot open.
+        ConfigError: If num_examples names a split that the function cannot open.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class FunctionSource(Source):
         """Returns a rank's batches of an epoch from `step` on.
 
         Args:
-            open_shards: see _open_examples().
-            seed: the run's seed; None for evaluation, where surplus examples are an error too.
+            open_shards: See _open_examples().
+            seed: The run's seed; None for evaluation, where surplus examples are an error too.
 
         Raises:
-            ConfigError: with on_error="skip".
-            DataError: if a shard is the whole data set, too small, or differs in types from the data set.
+            ConfigError: With on_error="skip".
+            DataError: If a shard is the whole data set, too small, or differs in types from the data set.
         """
         if self.skips:
             raise ConfigError(
@@ -236,7 +236,7 @@ class FunctionSource(Source):
 
         Args:
             open_shards: PyDatasets that are opened once for all epochs, unless the function declares epoch.
-            values: further arguments for the function: batch_size and, in training, seed, which also
+            values: Further arguments for the function: batch_size and, in training, seed, which also
                 shuffles the batches of a PyDataset.
 
         Returns:
@@ -341,14 +341,14 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: number of examples in all shards together, by split, or a single number for
+        num_examples: Number of examples in all shards together, by split, or a single number for
             train; the examples of other splits are counted.
-        name: name of the data set; by default the function's.
-        num_classes, class_names: number and names of the classes, if targets are classes.
-        facts: facts for the model's builder and the task, such as vocabulary_size.
+        name: Name of the data set; by default the function's.
+        num_classes, class_names: Number and names of the classes, if targets are classes.
+        facts: Facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take shard and num_shards, or needs other arguments.
+        ConfigError: If the function does not take shard and num_shards, or needs other arguments.
     """
     if not isinstance(num_examples, Mapping | None):
         num_examples = {"train": num_examples}

@@ -47,11 +47,11 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
     """Returns a user's pipeline of single examples, in the types that models take.
 
     Args:
-        dataset: the pipeline.
-        name: the source of the pipeline, with which error messages begin.
+        dataset: The pipeline.
+        name: The source of the pipeline, with which error messages begin.
 
     Raises:
-        DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
+        DataError: For elements other than (inputs, targets) or (inputs, targets, weights), and for
             tensors without a known shape.
     """
     spec = dataset.element_spec
@@ -82,12 +82,12 @@ class PyDatasetExamples:
     """A shard as a keras.utils.PyDataset, read by as many of tf.data's threads as it has workers.
 
     Args:
-        dataset: the user's PyDataset. All batches have the same size; only the last may be smaller.
-        name: the source of the data set, with which error messages begin.
-        record_error: keeps an error for the run, which otherwise sees only TensorFlow's; returns the error.
+        dataset: The user's PyDataset. All batches have the same size; only the last may be smaller.
+        name: The source of the data set, with which error messages begin.
+        record_error: Keeps an error for the run, which otherwise sees only TensorFlow's; returns the error.
 
     Raises:
-        DataError: for batches with other parts, types or sizes than the first.
+        DataError: For batches with other parts, types or sizes than the first.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class PyDatasetExamples:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
-            epoch: the epoch to begin, not before the last one. The data set's on_epoch_end and
+            epoch: The epoch to begin, not before the last one. The data set's on_epoch_end and
                 on_epoch_begin are called for each epoch up to it, as Keras would have done.
-            start: number of examples to leave out at the beginning of the epoch.
-            seed: the run's seed, with which the batches are shuffled; None keeps their order.
+            start: Number of examples to leave out at the beginning of the epoch.
+            seed: The run's seed, with which the batches are shuffled; None keeps their order.
         """
         while self.epoch < epoch:
             if self.epoch >= 0:
@@ -205,14 +205,14 @@ class UserFunction(StreamErrors):
     """Calls the user's function with the arguments that it declares.
 
     Args:
-        function: see from_dataset().
-        name: name of the data set; default: the function's.
+        function: See from_dataset().
+        name: Name of the data set; default: the function's.
 
     Attributes:
-        declared: names of the known arguments that the function takes.
+        declared: Names of the known arguments that the function takes.
 
     Raises:
-        ConfigError: if it does not take shard and num_shards, or needs other arguments.
+        ConfigError: If it does not take shard and num_shards, or needs other arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -261,15 +261,15 @@ class UserFunction(StreamErrors):
         """Calls the function to open a shard.
 
         Args:
-            key: key of the shard.
-            values: other arguments by name; those that are missing come from DEFAULTS.
+            key: Key of the shard.
+            values: Other arguments by name; those that are missing come from DEFAULTS.
 
         Returns:
             The shard's examples; None if the function returns None: there is no such split.
 
         Raises:
-            ConfigError: if the function fails.
-            DataError: if it returns anything else, or None for the training split.
+            ConfigError: If the function fails.
+            DataError: If it returns anything else, or None for the training split.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.describe_call(key)
