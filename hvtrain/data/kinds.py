@@ -28,7 +28,7 @@ KINDS_FILE = "kinds.json"
 RANGE_FACTOR = 12
 # The quantile of absolute values that is compared. The maximum says little: with per-pixel
 # normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.
-LARGE = 0.99
+LARGE_QUANTILE = 0.99
 # The quantile is computed from at most this many values: a batch of large images has many millions.
 MAX_VALUES = 100_000
 NAMES = "names"
@@ -51,11 +51,11 @@ def kinds_of(inputs: Any) -> Kinds:
         kind = input_kind(array.dtype, array.shape[1:])
         if array.size and kind["type"] != NAMES:
             step = -(-array.size // MAX_VALUES)
-            sizes = np.abs(array.ravel()[::step].astype(np.float32))
+            magnitudes = np.abs(array.ravel()[::step].astype(np.float32))
             kind |= {
                 "low": float(np.nanmin(array)),
                 "high": float(np.nanmax(array)),
-                "large": float(np.nanquantile(sizes, LARGE)),
+                "large": float(np.nanquantile(magnitudes, LARGE_QUANTILE)),
             }
         kinds[name] = kind
     return kinds
@@ -106,29 +106,29 @@ def changes(old: Kinds, new: Kinds) -> list[str]:
     return texts
 
 
-def size_advice(kept: Kinds, source: Source) -> str:
+def size_advice(run_kinds: Kinds, source: Source) -> str:
     """Returns advice for weights that do not fit; empty if inputs have the shapes of the run."""
     for name, kind in spec_kinds(source).items():
-        old_kind = kept.get(name, kind)
+        old_kind = run_kinds.get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))
         if now != then:
             return f"; inputs of {source.name} are {now}, were {then}: resize them if the model needs that size"
     return ""
 
 
-def check(source_name: str, kept: Kinds, new: Kinds, refuse: bool) -> None:
+def check(source_name: str, run_kinds: Kinds, new: Kinds, refuse: bool) -> None:
     """Compares inputs with those that a run was trained on.
 
     Args:
         source_name: Name of the data set, for the message.
-        kept: The run's kinds; empty if it kept none.
+        run_kinds: The run's kinds; empty if it has none.
         new: The inputs' kinds, from kinds_of() or spec_kinds().
         refuse: The setting guard.data; if False, warn instead of raising.
 
     Raises:
         DataError: The inputs are of another kind.
     """
-    texts = changes(kept, new)
+    texts = changes(run_kinds, new)
     if texts:
         refuse_or_warn(
             f"{source_name} is of another kind than the run was trained on: {listed(texts, separator='; ')}",

@@ -46,9 +46,17 @@ def user_path(text: str | Path) -> Path:
     return Path(os.path.expanduser(path_of(text)))  # noqa: PTH111
 
 
-def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
-    """Returns the local path of dataset.dir; for `far`, see local_copy(). Raises DataError if this host lacks it."""
-    path = local_copy(text, far) if is_remote(text) else user_path(text)
+def data_path(text: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
+    """Returns the local path of dataset.dir, downloading it if it is an address in object storage.
+
+    Args:
+        text: A path or an address.
+        remote_suffixes: Suffixes of files that stay in object storage, to be read in parts; see local_copy().
+
+    Raises:
+        DataError: This host has no such folder.
+    """
+    path = local_copy(text, remote_suffixes) if is_remote(text) else user_path(text)
     if not path.exists():
         raise DataError(
             f"dataset.dir={text} does not exist on {socket.gethostname()}; give a folder that this host has"
@@ -191,7 +199,7 @@ def check_unchanged(
     saved: Mapping[str, Any] | None,
     current: Mapping[str, Any],
     refuse: bool,
-    other_way: str = "",
+    alternative: str = "",
 ) -> None:
     """Compares the data set with the one that a checkpoint was trained on.
 
@@ -200,7 +208,7 @@ def check_unchanged(
         saved: The manifest in the checkpoint; None if it holds none.
         current: The manifest of the data set.
         refuse: If False, warn instead of raising.
-        other_way: An alternative to restoring the data set, for the message.
+        alternative: Advice that follows "restore that data set" in the message.
 
     Raises:
         DataError: The manifests differ.
@@ -209,7 +217,7 @@ def check_unchanged(
     if changes:
         refuse_or_warn(
             f"the data set is not the one of checkpoint {checkpoint}: {listed(changes, separator='; ')}",
-            f"restore that data set{other_way}",
+            f"restore that data set{alternative}",
             refuse,
         )
 

@@ -22,7 +22,7 @@ ImageShape = tuple[int, int, int]
 Parts = tuple[Any, ...]
 # Phrases by label, such as "features" or "warnings".
 Phrases = dict[str, list[str]]
-LEAVE_OUT = "or set data.on_error=skip to leave out what cannot be read"
+SKIP_ADVICE = "or set data.on_error=skip to leave out what cannot be read"
 
 
 @dataclass(frozen=True)

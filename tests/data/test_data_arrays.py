@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
-from hvtrain.data.sources.memory import as_models_take
+from hvtrain.data.sources.memory import narrow_dtype
 from hvtrain.data.sources.user_shards import checked_pipeline
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
@@ -138,7 +138,7 @@ def test_integers_beyond_32_bits_are_refused(value):
     with pytest.raises(
         DataError, match=f"the integer {value} does not fit in the 32 bits that models take; number"
     ):
-        as_models_take(ids)
+        narrow_dtype(ids)
     examples = checked_pipeline(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
     with pytest.raises(
         tf.errors.InvalidArgumentError,

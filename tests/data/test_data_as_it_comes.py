@@ -120,6 +120,14 @@ def test_pictures_are_what_pillow_sees(suffix, kind, picture, options, tmp_path)
         assert np.array_equal(image, expected)
 
 
+def test_cmyk_becomes_grey_behind_a_long_color_profile(tmp_path):
+    content = encoded(PICTURE.convert("CMYK"), "JPEG", icc_profile=bytes(8000))
+    path = write(tmp_path / "train/a/1.jpg", content)
+    grey = np.asarray(Image.open(path).convert("L"))[..., None]
+    ((image,), _) = examples(ImageFolder(str(tmp_path), (4, 6, 1), flip=False))
+    assert np.array_equal(image, grey)
+
+
 def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     write(tmp_path / "train/a/1.png", encoded(PICTURE, orientation=6))
     source = ImageFolder(str(tmp_path), SHAPE, flip=False, exif=False)
@@ -342,9 +350,9 @@ REFUSED_MASKS = [
     (
         {"1_mask.png": LABELS, "1_gt.png": LABELS},
         TWO,
-        "1.png needs one mask, .* and has 1_gt.png and 1_mask.png",
+        "1.png needs one mask, .* but has 1_gt.png and 1_mask.png",
     ),
-    ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, and has none"),
+    ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, but has none"),
     ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},

@@ -49,7 +49,7 @@ def mnist_folder(tmp_path: Path) -> Path:
 def offline(tmp_path: Path, monkeypatch) -> None:
     """No network, an empty Keras cache, no Debian package."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: False)
+    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.is_reachable", lambda host: False)
     monkeypatch.setattr(
         "hvtrain.data.sources.keras_datasets.DEBIAN_FOLDER", tmp_path / "no-package"
     )
@@ -129,7 +129,7 @@ def test_absent_and_offline_ends_in_one_line_that_says_what_to_do(offline, open_
 
 
 def test_a_host_that_refuses_or_hangs_does_not_answer(monkeypatch):
-    assert not keras_datasets.answers("127.0.0.1:1")
+    assert not keras_datasets.is_reachable("127.0.0.1:1")
     monkeypatch.setattr(keras_datasets, "PROBE_SECONDS", -0.8)  # Waits 0.2 s.
 
     def hang(*_, **__):
@@ -138,7 +138,7 @@ def test_a_host_that_refuses_or_hangs_does_not_answer(monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
     start = time.monotonic()
-    assert not keras_datasets.answers("127.0.0.1")
+    assert not keras_datasets.is_reachable("127.0.0.1")
     assert time.monotonic() - start < 1
 
 
@@ -162,7 +162,7 @@ def test_ranks_take_turns_at_kerass_cache_and_one_downloads(offline, tmp_path, m
         return (images, labels), (images, labels)
 
     monkeypatch.setattr(keras.datasets.mnist, "load_data", load_data)
-    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: True)
+    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.is_reachable", lambda host: True)
     counts: list[int] = []
     ranks = [
         threading.Thread(

@@ -42,6 +42,14 @@ def test_a_table_is_a_data_set(kind):
         assert images_of(source.evaluation("train", Topology(), 12)) == scaled(random_images(12)[0])
 
 
+def test_names_of_columns_may_be_numbers():
+    """As pandas numbers columns without names."""
+    table = tables()[1][0]
+    numbered = table.rename_columns(list(map(str, range(NUM_PIXELS + 1))))
+    options = {"image_column": range(NUM_PIXELS), "label_column": NUM_PIXELS}
+    assert from_frame(numbered, image_shape=SHAPE, **options).num_examples("train") == 12
+
+
 def test_a_table_that_does_not_fit_is_refused():
     (lists, _), (columns, names) = tables()
     for table, options, message in [

@@ -275,7 +275,10 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("trees", str(tmp_path))
     with pytest.raises(DataError, match=r"mnist is not prepared in .*; prepare it once"):
         PreparedDataset("mnist", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"name leaf, but leaves has only image, label, size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"target=label are not both features of leaves; choose from image, label, size",
+    ):
         PreparedDataset("leaves", str(prepared), input="leaf")
     with pytest.raises(ConfigError, match=r"leaves holds images; give dataset.image_shape"):
         PreparedDataset("leaves", str(prepared))

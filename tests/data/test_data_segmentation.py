@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         first_batch()
     mask.unlink()
     with pytest.raises(
-        DataError, match=r"train2.png needs one mask, such as .*masks/train2.png, and has none"
+        DataError, match=r"train2.png needs one mask, such as .*masks/train2.png, but has none"
     ):
         first_batch()
     write(mask, np.zeros((16, 24), "uint8"))

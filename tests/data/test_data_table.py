@@ -104,6 +104,17 @@ def test_ranks_share_the_features_and_split_the_rows(file):
     assert np.abs(joint.mean(axis=0)).min() < 1e-6, "normalized over the rows of both ranks"
 
 
+def test_bins_of_large_numbers_hold_equally_many(tmp_path):
+    """Milliseconds since 1970, of which float32 makes multiples of 131,072."""
+    times = 1_700_000_000_000 + 1000 * np.arange(64)
+    parquet.write_table(pa.table({"x": times, "y": ["a", "b"] * 32}), tmp_path / "t.parquet")
+    source = Table(
+        str(tmp_path / "t.parquet"), "y", num_test=0, features={"x": "float_discretized"}
+    )
+    assert source.parts()["train"].elements[0].sum(axis=0).tolist() == [2] * 32
+    assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
 def test_an_embedded_table():
     source = Table()
     assert (source.num_examples("train"), source.num_examples("test")) == (342, 100)

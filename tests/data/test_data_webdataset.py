@@ -160,7 +160,7 @@ def test_validation_is_taken_out_of_training(tmp_path):
     [
         (
             ["train-{000000..000002}.tar"],
-            r"train-000002.tar is not there; fetch it, or change dataset.train",
+            r"train-000002.tar does not exist; fetch it, or change dataset.train",
         ),
         (["shard*.tar"], r" has no shard\*\.tar; set dataset.train to its tar files"),
     ],

@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import lzma
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=number) for number i
 DAY_NUMBERS = [(day - datetime.date(1970, 1, 1)).days for day in DAYS]
 NAMES = ["Bonn", "Köln", "Ulm"] * (ROWS // 3)
 LETTERS = ["ä", "ö", "ü"] * (ROWS // 3)
+CHOICES = ["1", "2", "1,2", "2,3"] * (ROWS // 4 - 1) + ["1", "2", "1,2", "1,2,3"]
 
 
 def text(cells: Any, delimiter: str = ",", name: str = "x") -> str:
@@ -63,6 +65,22 @@ def zipped(content: str) -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("t.csv", content)
+    return data.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    np.save(data, array)
+    return data.getvalue()
+
+
+def tarred(content: str) -> bytes:
+    """A .tar.gz file."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        member = tarfile.TarInfo("t.csv")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content.encode()))
     return data.getvalue()
 
 
@@ -91,6 +109,7 @@ class Case:
 PLAIN = text(NUMBERS)
 MEDIAN = {"missing": "median"}
 GAP = [np.nan, *NUMBERS[1:]]
+GAP_TEXT = ["", *NUMBERS[1:]]
 FILLED = "filled with the median 2117.5"
 FIRST_GONE = float(np.median(NUMBERS[1:]))
 CASES = [
@@ -144,6 +163,7 @@ CASES = [
     Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, a name of their own)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
     Case("categories of Arrow", columns(x=pa.array(NAMES).dictionary_encode()), "x: 3 names", NAMES),
     Case("codes with leading zeros", text(f"{number % 7:03d}" for number in range(ROWS)), "x: 7 names", [f"{number % 7:03d}" for number in range(ROWS)], pandas={"dtype": {"x": str}}),
+    Case("several choices in a cell", text(f'"{cell}"' for cell in CHOICES), "x: 5 names", CHOICES, pandas={"dtype": {"x": str}}),
     Case("truth values", text(["true", "false"] * 30), "x: 2 names", ["true", "false"] * 30),
     Case("integers as categories", columns(x=[3_000_000_000 + number % 5 for number in range(ROWS)]), "x: 5 codes", [3_000_000_000 + number % 5 for number in range(ROWS)], options={"features": {"x": "integer_categorical"}}),
     Case("categories that Keras has taken", text(["[UNK]", "b", "c"] * 20), "x: 3 names", ["[UNK]", "b", "c"] * 20, pandas={}),
@@ -162,6 +182,7 @@ CASES = [
     Case("gzip", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.gz", pandas={}),
     Case("bzip2", bz2.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.bz2", pandas={}),
     Case("xz", lzma.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.xz", pandas={}),
+    Case("zstd", pa.compress(PLAIN.encode(), "zstd", asbytes=True), "x: number", NUMBERS, "t.csv.zst"),
     Case("zip", zipped(PLAIN), "x: number", NUMBERS, "t.csv.zip", pandas={}),
     Case("gzip without its suffix", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, pandas={"compression": "gzip"}),
     Case("Parquet in capitals", columns(x=NUMBERS), "x: number", NUMBERS, "t.PARQUET"),
@@ -175,6 +196,8 @@ CASES = [
     Case("an id in camel case", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="PassengerId,x"), "x: number", NUMBERS, pandas={}),
     Case("an index that is measured", text(NUMBERS, name="price_index"), "price_index: number", NUMBERS, pandas={}, columns=("price_index",)),
     Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
+    Case("numbers as names of columns", text((f"{row % 3},{number}" for row, number in enumerate(GAP_TEXT)), name="1,0"), f"0: number (1 gap, {FILLED})", GAP, options={"drop": [1], "missing": {0: "median"}}, pandas={}, columns=("0",)),
+    Case("one column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="size,x"), "x: number", NUMBERS, options={"drop": "size"}, pandas={}),
     Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
     Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
     Case("a name that Keras gives to a logarithm", text(NUMBERS, name="maximum"), "maximum: number", NUMBERS, options={"log_numbers": True}, pandas={}, columns=("maximum_",)),
@@ -268,6 +291,8 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("half a Parquet file", columns(x=NUMBERS)[:200], {}, r"t.csv cannot be read: .*; fix the file"),
     ("a Feather file", b"ARROW1\0\0" + bytes(40), {}, r"t.csv is a Feather file, and CSV or Parquet is needed; convert it"),
     ("an old Excel file", b"\xd0\xcf\x11\xe0" + bytes(40), {}, r"t.csv is an old Excel file, and CSV or Parquet is needed"),
+    ("a NumPy array", npy(np.eye(3)), {}, r"t.csv is a NumPy array, and CSV or Parquet is needed; convert it"),
+    ("a tar archive", tarred(PLAIN), {}, r"t.csv is a tar archive, and CSV or Parquet is needed; unpack it"),
     ("JSON lines", '{"x": 1, "y": "a"}\n' * 20, {}, r"t.csv is JSON, and CSV or Parquet is needed; convert it"),
     ("a web page", "<!doctype html>\n<table>", {}, r"t.csv is a web page, and CSV or Parquet is needed"),
     ("a zip file of two tables", b"", {}, r"it is a zip or Excel file with 2 CSV or Parquet tables instead of one"),
@@ -376,8 +401,11 @@ def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None
     for year in (2023, 2024):
         (folder / f"year={year}").mkdir(parents=True)
         (folder / f"year={year}/a.csv").write_text(PLAIN)
+        typed = tmp_path / f"typed/year={year}"
+        typed.mkdir(parents=True)
+        (typed / "a.parquet").write_bytes(columns(x=NUMBERS))
     (folder / "_SUCCESS").touch()
-    for location in (folder, folder / "year=*/a.csv"):
+    for location in (folder, folder / "year=*/a.csv", tmp_path / "typed"):
         partitioned = Table(str(location), "y", num_test=0)
         assert partitioned.num_examples("train") == 2 * ROWS
         assert partitioned.description()["features"] == ["x: number", "year: number"]

@@ -46,6 +46,9 @@ MAX_EXACT = 2**53
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
+# Several choices in a cell, such as 1,2,5; and the share of cells that shows a column of choices.
+CHOICES = r"^\d{1,2}(,\d{1,2}){2,}$"
+MIN_CHOICES = 0.01
 # Interval between lines of progress in the log.
 PROGRESS_SECONDS = 5.0
 
@@ -204,6 +207,9 @@ def _infer_text(
     # 007 is a code; as a number it would become 7.
     from_zero = text.filter(pc.starts_with(text, "0"))
     if pc.any(pc.match_substring_regex(from_zero, r"^0\d+$")).as_py():
+        return column
+    # With a decimal comma, the two choices 1,2 would become the number 1.2.
+    if share(pc.match_substring_regex(text, CHOICES)) >= MIN_CHOICES:
         return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]

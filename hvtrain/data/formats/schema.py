@@ -155,13 +155,19 @@ def plain_columns(table: pa.Table) -> dict[str, pa.Array]:
     return {name: plain(table[name]) for name in table.column_names}
 
 
-def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) -> Schema:
+def infer_schema(
+    arrays: Mapping[str, pa.Array],
+    settings: Settings,
+    name: str,
+    partitions: Collection[str] = (),
+) -> Schema:
     """Infers the schema of a training table, without the statistics of its columns.
 
     Args:
         arrays: The columns, from plain_columns().
         settings: The user's settings, which take precedence over what the cells show.
         name: Name of the table, for messages.
+        partitions: The columns that come from the names of folders, which have no types.
 
     Raises:
         ConfigError: A setting does not fit the table.
@@ -175,7 +181,7 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     is_typed = len(texts) < len(used)
     formats = number_formats(texts, settings.decimal, settings.thousands)
     inferred = {
-        column: infer(column, used[column], formats, is_typed)
+        column: infer(column, used[column], formats, is_typed and column not in partitions)
         for column in with_progress(list(used), f"{name}: kinds of columns")
     }
 

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -43,7 +43,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
 RESERVED_NAMES = re.compile(
     r"(features|where|isnan|take|cast|maximum|log1p|concatenate|add|subtract|true_divide|discretization|hashing"
-    r"|string_lookup|integer_lookup|category_encoding|mlp|numbers)(_\d+)?$"
+    r"|string_lookup|integer_lookup|category_encoding|search_sorted|reshape|mlp|numbers)(_\d+)?$"
 )
 
 
@@ -176,7 +176,10 @@ class TableFeatures:
     def _lookup(self, column: Column) -> tuple[Any, int]:
         """Returns a layer that maps cells to category indices, and the number of categories."""
         if column.bins:
-            return keras.layers.Discretization(bin_boundaries=column.bins), len(column.bins) + 1
+            num_bins = len(column.bins) + 1
+            if column.is_wide:
+                return partial(_exact_bins, np.array(column.bins)), num_bins
+            return keras.layers.Discretization(bin_boundaries=column.bins), num_bins
         if column.feature == "string_hashed":
             # Gaps have an id of their own, but no one-hot feature.
             mask = "" if self.schema.has_ids else None
@@ -319,6 +322,13 @@ class TableFeatures:
         if flagged:
             flags = ops.cast(ops.take(is_gap, np.asarray(flagged), axis=-1), "float32")
             yield flags, [places[index] + owners[index].length for index in flagged]
+
+
+def _exact_bins(boundaries: np.ndarray, numbers: Any) -> Any:
+    """Returns the bin of each float64 number, [rows, 1]; Discretization would round the boundaries to float32."""
+    ops = keras.ops
+    bins = ops.searchsorted(boundaries, ops.reshape(numbers, (-1,)), side="right")
+    return ops.reshape(bins, (-1, 1))
 
 
 def _type(column: Column) -> str:

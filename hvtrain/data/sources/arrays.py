@@ -17,8 +17,8 @@ from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
 
-# Pixels above this show that a split's range is not 0 ... 1.
-NOT_FRACTIONS = 30
+# A split with pixels above this does not have the range 0 ... 1.
+MAX_FRACTION = 30
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -32,22 +32,22 @@ class ArraySource(MemorySource):
         source = ArraySource("cats", load_cats, image_shape=(64, 64, 3), num_classes=2)
 
     Args:
-        name: name of the data set, for messages and the manifest.
-        load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
+        name: Name of the data set, for messages and the manifest.
+        load: Returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
             are optional. Images are [n, h, w] or [n, h, w, c]; labels are integers [n] or [n, 1].
         image_shape: (height, width, channels).
-        num_classes: if given, each target is the index of a class.
+        num_classes: If given, each target is the index of a class.
         standardize: "per_pixel" or "per_channel" (to mean 0 and standard deviation 1), "scale" (by
             1 / max_value) or "none".
-        max_value: the largest value that a pixel may have.
-        shift_pixels, flip: augmentation of training batches; see Transform.
-        class_names: the name of each class, for users of the saved model.
-        example_shape: shape of an example before load() reshaped it, which the saved model takes.
+        max_value: The largest value that a pixel may have.
+        shift_pixels, flip: Augmentation of training batches; see Transform.
+        class_names: The name of each class, for users of the saved model.
+        example_shape: Shape of an example before load() reshaped it, which the saved model takes.
         more: origin, num_validation and more_facts; see MemorySource.
 
     Raises:
-        ConfigError: for an unknown standardize, or if the number of class_names is not num_classes.
-        DataError: if image_shape has its channels first; once loaded, for wrong shapes, labels or values.
+        ConfigError: For an unknown standardize, or if the number of class_names is not num_classes.
+        DataError: If image_shape has its channels first; once loaded, for wrong shapes, labels or values.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ArraySource(MemorySource):
 
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
             raise DataError(
-                f"{name}: images of shape {image_shape} have their channels first, and [height, width, channels] is "
+                f"{name}: images of shape {image_shape} have their channels first, but [height, width, channels] is "
                 "needed; give x.transpose(0, 2, 3, 1), or images=False if x are not images"
             )
 
@@ -101,7 +101,7 @@ class ArraySource(MemorySource):
 
         images = train.elements[0]
         mean, scale = fit(images, train.rows, self._standardize, self._max_value)
-        self._use(
+        self._set_fitted(
             {
                 "mean": np.asarray(mean),
                 "scale": np.asarray(scale),
@@ -111,20 +111,19 @@ class ArraySource(MemorySource):
             }
         )
 
-    def _use(self, fitted: dict[str, np.ndarray]) -> None:
+    def _set_fitted(self, fitted: dict[str, np.ndarray]) -> None:
         self._fitted = fitted
         self.transform = replace(self.transform, mean=fitted["mean"], scale=fitted["scale"])
 
     def fitted(self) -> dict[str, bytes]:
-        # Usually, the first stream has fitted the normalization, but a run
-        # with nothing left to do opens no stream.
+        # Usually, the first stream has fitted the normalization, but a run without steps left opens none.
         if not self._fitted:
             self.fit(self.parts()["train"])
         return {FITTED_FILE: safetensors.save(self._fitted)}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         if FITTED_FILE in files:
-            self._use(safetensors.load(files[FITTED_FILE]))
+            self._set_fitted(safetensors.load(files[FITTED_FILE]))
 
     def preprocessing(self) -> Preprocessing:
         self.fitted()
@@ -137,22 +136,23 @@ class ArraySource(MemorySource):
         )
 
     def description(self) -> Phrases:
-        texts = []
+        ranges = []
         largest = []
         for split, part in self.parts().items():
             images = part.elements[0]
             if len(images):
-                texts.append(f"{split} {images.min():g} to {images.max():g}")
+                ranges.append(f"{split} {images.min():g} to {images.max():g}")
                 largest.append(images.max())
-        shown = ", ".join(texts)
+        shown = ", ".join(ranges)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
-        if 0 < min(largest) <= 1 and max(largest) > NOT_FRACTIONS:
+        if 0 < min(largest) <= 1 and max(largest) > MAX_FRACTION:
             description["warnings"] = [f"the splits hold values in different ranges: {shown}"]
         return description
 
     def value_range(self) -> tuple[float, float] | None:
         """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
-        low, high = self.preprocessing().range or (0.0, 0.0)
+        self.fitted()
+        low, high = self._fitted["range"].tolist()
         is_integer = self._fitted["dtype"].dtype.kind in "iu"
         top = self._max_value if is_integer else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
@@ -161,7 +161,7 @@ class ArraySource(MemorySource):
         """Checks a split, and returns it with images [n, h, w, c] and labels [n].
 
         Raises:
-            DataError: for wrong shapes, labels or values.
+            DataError: For wrong shapes, labels or values.
         """
         images, *targets = elements
         where = f"{self.name}, {split} ({self.origin})"
@@ -187,12 +187,12 @@ class ArraySource(MemorySource):
             targets[0] = labels
         return super().check(split, images, *targets)
 
-    def in_model_type(self, elements: Any) -> Any:
+    def cast_elements(self, elements: Any) -> Any:
         # Images keep their type: bytes take a quarter of the memory of float32.
         images, *others = elements
         if self._has_labels:
             others[0] = others[0].astype(np.int32)
-        return images, *super().in_model_type(tuple(others))
+        return images, *super().cast_elements(tuple(others))
 
 
 class ImagesWithMasks(ArraySource):
@@ -224,8 +224,7 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} for pixels to be ignored"
             )
 
-        # Many tools paint the foreground white, 255. If 255 were
-        # ignored, only one class would be left.
+        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:
@@ -246,7 +245,7 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """Returns labels [n] or [n, 1] as [n].
 
     Raises:
-        DataError: if they are not one integer per example; `where` begins its message.
+        DataError: If they are not one integer per example; `where` begins its message.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]

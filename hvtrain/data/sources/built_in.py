@@ -46,11 +46,11 @@ def _digits(
     has, else 0.
 
     Args:
-        num_test: number of images in the test part, which is stratified and the same in every run.
-        num_validation, standardize, shift_pixels: see ArraySource.
+        num_test: Number of images in the test part, which is stratified and the same in every run.
+        num_validation, standardize, shift_pixels: See ArraySource.
 
     Raises:
-        ConfigError: if num_test leaves too few images for testing or training.
+        ConfigError: If num_test leaves too few images for testing or training.
     """
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
@@ -116,11 +116,11 @@ class Synthetic(Source):
 
     Args:
         image_shape: [height, width, channels].
-        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1.
-        num_train, num_validation, num_test: number of examples of each split, all from the same batch.
+        num_classes: Number of classes; labels are whole numbers from 0 to num_classes - 1.
+        num_train, num_validation, num_test: Number of examples of each split, all from the same batch.
 
     Raises:
-        ConfigError: if a number is out of range.
+        ConfigError: If a number is out of range.
     """
 
     name = "synthetic"
@@ -210,15 +210,15 @@ def shapes(
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
-        num_train, num_validation, num_test: number of examples in each split.
-        noise: the most that noise adds to or subtracts from a value, in grey levels.
-        border: width in pixels of each shape's outline in the mask, where pixels are labelled 255
+        num_train, num_validation, num_test: Number of examples in each split.
+        noise: The most that noise adds to or subtracts from a value, in grey levels.
+        border: Width in pixels of each shape's outline in the mask, where pixels are labelled 255
             and so ignored, as in PASCAL VOC; 0: no outline.
-        seed: seed of the drawings, independent of the run's seed.
-        standardize, shift_pixels, flip: see ArraySource.
+        seed: Seed of the drawings, independent of the run's seed.
+        standardize, shift_pixels, flip: See ArraySource.
 
     Raises:
-        ConfigError: if a value is out of range.
+        ConfigError: If a value is out of range.
     """
     shape = check_image_shape(image_shape)
     check_least("dataset.image_shape (each side)", min(shape[:2]), MIN_SIDE)

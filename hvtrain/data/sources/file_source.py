@@ -5,7 +5,7 @@ data set takes hours. So a batch that fails is read again at once, example by ex
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
@@ -23,7 +23,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import Postprocess, Read, StreamedSource
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import (
-    LEAVE_OUT,
+    SKIP_ADVICE,
     Phrases,
     Preprocessing,
     Unreadable,
@@ -36,25 +36,28 @@ from hvtrain.system import resources
 # A batch of a DealtSource ends with the codes of its examples, which are
 # (number of the piece << ROW_BITS) + row.
 ROW_BITS = 40
+# Errors of a stream that are kept until its error is explained.
+MAX_FAILURES = 10
 
 Piece = TypeVar("Piece")
 # A batch of one example, as arrays of one element.
 Example = Sequence[np.ndarray]
 
 
-class NotesFailure:
+class StreamErrors:
     """Keeps the errors of a stream's Python code, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
-    def note(self, error: UserError) -> UserError:
+    def record_error(self, error: UserError) -> UserError:
         """Returns the error, and keeps it for explain()."""
-        self._failures = [*self._failures[-9:], error]  # tf.data reads on after the first error.
+        # More than the first, since tf.data reads on after it; only the last ones, to save memory.
+        self._failures = [*self._failures[1 - MAX_FAILURES :], error]
         return error
 
     def fail(self, message: str) -> UserError:
         """Returns a DataError to raise, and keeps it for explain()."""
-        return self.note(DataError(message))
+        return self.record_error(DataError(message))
 
     def explain(self, error: Exception) -> Exception:
         # TensorFlow's message contains the text of the error that its Python call raised.
@@ -64,17 +67,17 @@ class NotesFailure:
         return error
 
 
-class FileSource(NotesFailure, StreamedSource):
+class FileSource(StreamErrors, StreamedSource):
     """Base class for sources that read files of encoded images of any size.
 
     A subclass whose files hold pixels instead overrides preprocessing() and no_random_crop.
 
     Args:
-        dir: the folder of the files.
+        dir: The folder of the files.
         image_shape: [height, width, channels] to which images are resized.
-        class_names: the name of each of the num_classes classes.
-        shift_pixels, flip, scale: see Transform.
-        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        class_names: The name of each of the num_classes classes.
+        shift_pixels, flip, scale: See Transform.
+        sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     With on_error="stop", an unreadable example ends the stream, and explain() returns its error. With
     "skip", the example is reported by unreadable(). In training, a good example of the same batch
@@ -85,7 +88,7 @@ class FileSource(NotesFailure, StreamedSource):
     ADVICE = "fix or remove it"
     """Advice about an unreadable example, for the message."""
 
-    FAR: ClassVar[tuple[str, ...]] = ()
+    REMOTE_SUFFIXES: ClassVar[tuple[str, ...]] = ()
     """Suffixes of files that are read in parts from object storage instead of being copied."""
 
     no_random_crop = ""
@@ -103,7 +106,7 @@ class FileSource(NotesFailure, StreamedSource):
         scale: float = 255.0,
         **sizing: Any,
     ) -> None:
-        self.folder = data_path(dir, self.FAR)
+        self.folder = data_path(dir, self.REMOTE_SUFFIXES)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
@@ -123,7 +126,7 @@ class FileSource(NotesFailure, StreamedSource):
         """Returns the location and the problem of an example that cannot be used.
 
         Args:
-            example: the reader's arguments for this example.
+            example: The reader's arguments for this example.
             problem: TensorFlow's error; empty if the reader gave the example the label -1.
         """
 
@@ -158,7 +161,7 @@ class FileSource(NotesFailure, StreamedSource):
         With on_error="skip", the item is left out instead, and reported by unreadable().
         """
         if not self.skips:
-            raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {LEAVE_OUT}")
+            raise self.fail(f"{item.location}: {item.problem}; {self.ADVICE}, {SKIP_ADVICE}")
         self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
@@ -175,7 +178,7 @@ class FileSource(NotesFailure, StreamedSource):
         batch_size: int | None = None,
     ) -> Dataset:
         read = self.reader(split, topology)
-        repair = self._repairer(split, topology, is_training=batch_size is None)
+        repair = BatchRepair(self, split, topology, is_training=batch_size is None)
 
         def whole_or_repaired(step, batch):
             single = Dataset.from_tensors(batch)
@@ -204,68 +207,84 @@ class FileSource(NotesFailure, StreamedSource):
             stream = stream.unbatch().batch(batch_size)
         return stream
 
-    def _repairer(
-        self, split: str, topology: Topology, is_training: bool
-    ) -> Callable[..., Example]:
-        """Returns a function that reads a failed batch again, one by one, for its good examples.
 
-        Args:
-            is_training: True if good examples replace those that fail, so that the batch stays full.
-        """
-        num_local = self.shard_size(split, topology)
+class BatchRepair:
+    """Reads the examples of failed batches again, one by one, and leaves out those that cannot be used.
+
+    Args:
+        source: The source of the batches.
+        split, topology: The shard that they belong to.
+        is_training: True if good examples replace those that fail, so that the batch stays full.
+    """
+
+    def __init__(
+        self, source: FileSource, split: str, topology: Topology, is_training: bool
+    ) -> None:
+        self._source = source
+        self._split = split
+        self._topology = topology
+        self._is_training = is_training
+        self._num_local = source.shard_size(split, topology)
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
         # errors name nodes of the graph, so the eager one provides the reason.
-        eager_read = self.retry_reader(split, topology)
-        readers = tf.function(eager_read), eager_read
+        eager_read = source.retry_reader(split, topology)
+        self._readers = tf.function(eager_read), eager_read
         # The skipped examples, by location.
-        skipped: dict[str, Unreadable] = {}
+        self._skipped: dict[str, Unreadable] = {}
 
-        def nothing_left(item: Unreadable, scope: str) -> UserError:
-            return self.fail(
-                f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
-                "data.on_error=skip leaves nothing; check the files and the settings of dataset"
-            )
+    def __call__(self, blanks: Example, *batch: np.ndarray) -> Example:
+        """Returns the images and targets of a batch that can be read; `blanks`, an empty batch, if there are none.
 
-        def read_single(example: Example) -> tuple[np.ndarray, ...] | None:
-            """Returns an image and its target, or None if the example is skipped."""
-            for read in readers:
-                problem = ""
-                try:
-                    with tf.device("CPU:0"):
-                        images, targets = read(*map(tf.constant, example))
-                    if tf.reduce_all(targets >= 0):
-                        return images[0].numpy(), targets[0].numpy()
-                except tf.errors.OpError as error:
-                    problem = reason(error)
-                except DataError as error:  # Raised by a reader's Python code in eager mode.
-                    problem = str(error)
-                except StorageError as error:  # The example may be good, so it is not left out.
-                    raise self.note(error) from None
+        Raises:
+            DataError: An example cannot be used, and on_error is not "skip"; or no other can be used either.
+            StorageError: The storage cannot be read.
+        """
+        examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
+        attempts = list(map(self._read, examples))
+        good = [pair for pair in attempts if pair]
+        if self._is_training:
+            if not good:
+                raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
+            good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
+        return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
-            # A training example that is cropped at random ends with the crop's
-            # draws, which locate() does not take.
-            parts = example[:-1] if is_training and self.sizing.crop else example
-            item = self.locate(split, topology, parts, problem)
-            self.refuse(item)
-            skipped[item.location] = item
-            # Counted in a copy, since other threads repair batches at the same time.
-            num_skipped = sum(item.num_examples or 0 for item in list(skipped.values()))
-            if not is_training and num_skipped == num_local:
-                raise nothing_left(item, f"of the rank's part of {split}")
-            return None
+    def _read(self, example: Example) -> tuple[np.ndarray, ...] | None:
+        """Returns an image and its target, or None if the example is skipped."""
+        for read in self._readers:
+            problem = ""
+            try:
+                with tf.device("CPU:0"):
+                    images, targets = read(*map(tf.constant, example))
+                if tf.reduce_all(targets >= 0):
+                    return images[0].numpy(), targets[0].numpy()
+            except tf.errors.OpError as error:
+                problem = reason(error)
+            except DataError as error:  # Raised by a reader's Python code in eager mode.
+                problem = str(error)
+            except StorageError as error:  # The example may be good, so it is not left out.
+                raise self._source.record_error(error) from None
+        self._skip(example, problem)
+        return None
 
-        def repair(blanks: Example, *batch: np.ndarray) -> Example:
-            """Returns the readable images and targets of a batch, or `blanks`, an empty batch, if there are none."""
-            examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
-            attempts = list(map(read_single, examples))
-            good = [pair for pair in attempts if pair]
-            if is_training:
-                if not good:
-                    raise nothing_left(next(reversed(skipped.values())), "of its batch")
-                good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
-            return [np.stack(parts) for parts in zip(*good)] if good else blanks
+    def _skip(self, example: Example, problem: str) -> None:
+        """Leaves out an example, or raises the error about it."""
+        # A training example that is cropped at random ends with the crop's
+        # draws, which locate() does not take.
+        if self._is_training and self._source.sizing.crop:
+            example = example[:-1]
+        item = self._source.locate(self._split, self._topology, example, problem)
+        self._source.refuse(item)
+        self._skipped[item.location] = item
+        # Counted in a copy, since other threads repair batches at the same time.
+        num_skipped = sum(item.num_examples or 0 for item in list(self._skipped.values()))
+        if not self._is_training and num_skipped == self._num_local:
+            raise self._nothing_left(item, f"of the rank's part of {self._split}")
 
-        return repair
+    def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
+        return self._source.fail(
+            f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
+            "data.on_error=skip leaves nothing; check the files and the settings of dataset"
+        )
 
 
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
@@ -310,7 +329,7 @@ class DealtSource(FileSource):
         self.num_examples("train")
         return super().facts()
 
-    def take_class_names(self, names: Collection[str], label: str) -> None:
+    def set_class_names(self, names: Collection[str], label: str) -> None:
         """Sets the class names to the sorted `names`, the distinct labels of the training part.
 
         Args:
@@ -338,7 +357,7 @@ class DealtSource(FileSource):
         """Returns the pieces of each rank.
 
         Raises:
-            DataError: if a rank would have no piece to train on; for evaluation, it may have none.
+            DataError: If a rank would have no piece to train on; for evaluation, it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:

@@ -24,30 +24,30 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Parts, Phrases, Preprocessing, reason
-from hvtrain.data.sources.file_source import NotesFailure, decoded_preprocessing
-from hvtrain.data.sources.memory import as_models_take
+from hvtrain.data.sources.file_source import StreamErrors, decoded_preprocessing
+from hvtrain.data.sources.memory import names_as_text, narrow_dtype
 from hvtrain.errors import ConfigError, DataError, first_line
 
 
-class HuggingFace(NotesFailure, IndexedSource):
+class HuggingFace(StreamErrors, IndexedSource):
     """A data set that save_to_disk() wrote: a DatasetDict, or one Dataset, which is the training part.
 
     The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by index, so a
     resumed run does not read again what it has seen.
 
     Args:
-        dir: the folder that save_to_disk() wrote.
-        input: the column of the inputs; a list of columns gives a dict of inputs by name.
-        target: the column of the targets; a list gives a dict.
+        dir: The folder that save_to_disk() wrote.
+        input: The column of the inputs; a list of columns gives a dict of inputs by name.
+        target: The column of the targets; a list gives a dict.
         image_shape: [height, width, channels] to which encoded images are resized; their pixels
             become 0 ... 1.
-        shift_pixels, flip: augmentation of training images, if the input is one column of images.
-        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        shift_pixels, flip: Augmentation of training images, if the input is one column of images.
+        sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
-        ConfigError: if the library is missing, a column is unknown, or a column holds images and
+        ConfigError: If the library is missing, a column is unknown, or a column holds images and
             image_shape is not given.
-        DataError: if the folder cannot be read, or a column holds unsupported values.
+        DataError: If the folder cannot be read, or a column holds unsupported values.
     """
 
     name = "huggingface"
@@ -64,6 +64,8 @@ class HuggingFace(NotesFailure, IndexedSource):
     ) -> None:
         self.folder = data_path(dir)
         self.origin = str(self.folder)
+        input = names_as_text(input)
+        target = names_as_text(target)
         self._input = input
         self._target = target
         self._splits, self._warnings = load_splits(self.folder)
@@ -95,7 +97,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.no_random_crop = ""
             self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
-        if types.get(str(target)) == "ClassLabel":
+        if isinstance(target, str) and types[target] == "ClassLabel":
             self.class_names = train.features[target].names
             self.num_classes = len(self.class_names)
             # DatasetDict.class_encode_column() numbers the classes of each split on its own.
@@ -240,7 +242,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             shape.append(len(values[0]))
             values = values.flatten()
 
-        array = as_models_take(np.asarray(values))
+        array = narrow_dtype(np.asarray(values))
         if pa.types.is_nested(values.type) or array.dtype.kind not in "iufbO":
             raise DataError(
                 f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
@@ -253,13 +255,13 @@ class HuggingFace(NotesFailure, IndexedSource):
         """Returns a column of some rows as a NumPy array; encoded images become bytes objects.
 
         Args:
-            table: the rows.
-            name: name of the column.
-            split: the rows' split, for messages.
-            numbers: the rows' indices in the split, for messages.
+            table: The rows.
+            name: Name of the column.
+            split: The rows' split, for messages.
+            numbers: The rows' indices in the split, for messages.
 
         Raises:
-            DataError: a value is missing or a list has another length, with the row's index; or an integer needs
+            DataError: A value is missing or a list has another length, with the row's index; or an integer needs
                 more than 32 bits.
         """
         values = one_array(table[name])
@@ -299,8 +301,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         dtype = self._specs[name].dtype
         if dtype != tf.string:
             try:
-                # as_models_take() refuses integers that do not fit.
-                array = as_models_take(array).astype(dtype.as_numpy_dtype)
+                # narrow_dtype() refuses integers that do not fit.
+                array = narrow_dtype(array).astype(dtype.as_numpy_dtype)
             except DataError as error:
                 raise self.fail(f"{self.folder}, {split}, {name}: {error}") from None
         return array.reshape(count, *shape)
@@ -310,8 +312,8 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Loads the data sets in a folder, by split; also returns warnings about those that belong to no split.
 
     Raises:
-        ConfigError: if the library is missing.
-        DataError: if the folder cannot be read, or has no training part.
+        ConfigError: If the library is missing.
+        DataError: If the folder cannot be read, or has no training part.
     """
     try:
         import datasets

@@ -24,7 +24,7 @@ from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
-from hvtrain.data.sources.memory import SPLIT_SEED, on_cpu
+from hvtrain.data.sources.memory import SPLIT_SEED, check_shares, on_cpu
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
@@ -48,7 +48,7 @@ def read_members(paths: Tensor) -> Tensor:
 class ListedImages(FileSource, IndexedSource):
     """Base class for sources that list images by path. A subclass sets _files, by split, and defines reader()."""
 
-    FAR = SUFFIXES
+    REMOTE_SUFFIXES = SUFFIXES
     _files: dict[str, Files]
     read_files: Callable[[Any], Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
 
@@ -135,21 +135,21 @@ class ImageFolder(LabelledImages):
         python -m hvtrain dataset=image_folder dataset.dir=flowers dataset.validation_fraction=0.1
 
     Args:
-        dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
+        dir: Holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
-        validation_fraction, test_fraction: fraction of each class taken out of train if the split has
+        validation_fraction, test_fraction: Fraction of each class taken out of train if the split has
             no folder of its own; the same images in every run.
-        shift_pixels, flip: augmentation of training images; see Transform.
-        cache: keep this rank's decoded shard in memory (height * width * channels bytes per image)
+        shift_pixels, flip: Augmentation of training images; see Transform.
+        cache: Keep this rank's decoded shard in memory (height * width * channels bytes per image)
             instead of reading its files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
-        labels, class_numbers: files with the classes of validation and test, if those folders hold
+        labels, class_numbers: Files with the classes of validation and test, if those folders hold
             images instead of class folders; see with_labels.
 
     Raises:
-        ConfigError: if the fractions leave nothing to train on, or take nothing.
-        DataError: if a folder holds no classes, a class has no training images, or a split has other classes.
+        ConfigError: If the fractions leave nothing to train on, or take nothing.
+        DataError: If a folder holds no classes, a class has no training images, or a split has other classes.
     """
 
     name = "image_folder"
@@ -181,16 +181,10 @@ class ImageFolder(LabelledImages):
         # Pixels and labels by split and topology.
         self._cached: dict[tuple[str, Topology], tuple[Tensor, Tensor]] = {}
 
-        fractions = {"validation": validation_fraction, "test": test_fraction}
-        if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
-            raise ConfigError(
-                f"dataset.validation_fraction={validation_fraction} and "
-                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less than 1"
-            )
-
-        # Number of entries that are not images in class folders, by split
-        # and kind, for the description.
+        check_shares(validation_fraction=validation_fraction, test_fraction=test_fraction)
+        # Number of entries that are not images in class folders, by split and suffix.
         self._others: dict[str, Counter[str]] = {}
+        fractions = {"validation": validation_fraction, "test": test_fraction}
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
@@ -303,7 +297,7 @@ def class_folders(folder: Path) -> dict[str, str]:
     """Returns the names of the class folders by their Unicode normal form (NFC), sorted.
 
     Raises:
-        DataError: if there are no class folders, or two differ only in their Unicode form.
+        DataError: If there are no class folders, or two differ only in their Unicode form.
     """
     names: dict[str, str] = {}
     for path in filter(Path.is_dir, visible(folder)):
@@ -327,9 +321,9 @@ def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> t
     """Takes the same fraction, rounded to whole images, out of each class, at random with a fixed seed.
 
     Args:
-        files: images with their classes, sorted by class.
-        fraction: the fraction of num_images to take.
-        num_images: number of images of each class before any were taken out.
+        files: Images with their classes, sorted by class.
+        fraction: The fraction of num_images to take.
+        num_images: Number of images of each class before any were taken out.
 
     Returns:
         The rest and the part that was taken out, both in the order of files.

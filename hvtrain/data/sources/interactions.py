@@ -29,12 +29,12 @@ def clicks(
     of these logits on the test part; a model can exceed it only by chance.
 
     Args:
-        num_train, num_test: number of examples of each split.
-        category_sizes: number of ids of each categorical feature, at least two features.
-        seed: seed of the random data, independent of the run's seed.
+        num_train, num_test: Number of examples of each split.
+        category_sizes: Number of ids of each categorical feature, at least two features.
+        seed: Seed of the random data, independent of the run's seed.
 
     Raises:
-        ConfigError: a number is out of range, or there are fewer than two features.
+        ConfigError: A number is out of range, or there are fewer than two features.
     """
     if len(category_sizes) < 2:
         raise ConfigError(
@@ -83,12 +83,12 @@ def purchases(
     possible recall at k, for clusters of k items, is LOYALTY + (1 - LOYALTY) / num_clusters.
 
     Args:
-        num_train, num_test: number of examples of each split.
-        num_users, num_items, num_clusters: numbers of each; num_items must be a multiple of num_clusters.
-        seed: seed of the random data, independent of the run's seed.
+        num_train, num_test: Number of examples of each split.
+        num_users, num_items, num_clusters: Numbers of each; num_items must be a multiple of num_clusters.
+        seed: Seed of the random data, independent of the run's seed.
 
     Raises:
-        ConfigError: a number is out of range, or num_items is not a multiple of num_clusters.
+        ConfigError: A number is out of range, or num_items is not a multiple of num_clusters.
     """
     check_counts(
         1,

@@ -89,13 +89,13 @@ class KerasFiles(NamedTuple):
         """Makes sure that the files are in the cache, and returns a phrase that names the cache.
 
         Raises:
-            DataError: within seconds, if files are missing and their host does not answer.
+            DataError: Within seconds, if files are missing and their host does not answer.
         """
         with _locked_cache() as folder:
             present = all((folder / name).exists() for name in self.cached)
         if not present:
             # Outside the lock, so that the ranks of an offline host fail together, not in turn.
-            if not answers(self.host):
+            if not is_reachable(self.host):
                 raise DataError(
                     f"{self.name} is not on this machine, and {self.host} does not answer; {self.advice}"
                 )
@@ -130,7 +130,7 @@ def _locked_cache() -> Iterator[Path]:
     It is in KERAS_HOME or ~/.keras, or in /tmp/.keras if that is not writable.
 
     Raises:
-        DataError: if /tmp/.keras belongs to another user, or is a link.
+        DataError: If /tmp/.keras belongs to another user, or is a link.
     """
     home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
@@ -160,7 +160,7 @@ def _locked_cache() -> Iterator[Path]:
         os.close(lock)
 
 
-def answers(host: str) -> bool:
+def is_reachable(host: str) -> bool:
     """True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
 
     def probe():
@@ -177,7 +177,7 @@ def _read_idx_folder(folder: Path) -> Elements:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        images_path, labels_path = (_find(folder, name) for name in names)
+        images_path, labels_path = (_plain_or_gz(folder, name) for name in names)
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -191,7 +191,7 @@ def _read_idx_folder(folder: Path) -> Elements:
     return arrays
 
 
-def _find(folder: Path, name: str) -> Path:
+def _plain_or_gz(folder: Path, name: str) -> Path:
     """Returns the path of the plain file or, without one, of the .gz file, which may not exist."""
     path = folder / name
     return path if path.is_file() else folder / f"{name}.gz"
@@ -204,11 +204,11 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     the values (http://yann.lecun.com/exdb/mnist/).
 
     Args:
-        path: the file, plain or .gz.
-        num_dims: number of dimensions that the array must have.
+        path: The file, plain or .gz.
+        num_dims: Number of dimensions that the array must have.
 
     Raises:
-        DataError: if the file is damaged, of another format, or larger than half of this machine's memory.
+        DataError: If the file is damaged, of another format, or larger than half of this machine's memory.
     """
     magic = bytes([0, 0, 8, num_dims])  # 8 is the code for unsigned bytes.
     try:
@@ -304,20 +304,20 @@ def _source(
     """Makes a source of images in 10 classes.
 
     Args:
-        dir: the folder with the files or, for CIFAR-10, with the folder cifar-10-batches-bin; None: the
+        dir: The folder with the files or, for CIFAR-10, with the folder cifar-10-batches-bin; None: the
             first available of the Debian package (for Fashion-MNIST), Keras's cache, and Keras's
             download.
-        num_validation, standardize, shift_pixels, flip: see ArraySource.
+        num_validation, standardize, shift_pixels, flip: See ArraySource.
 
     Raises:
-        DataError: if files are missing, or the download's host does not answer.
+        DataError: If files are missing, or the download's host does not answer.
     """
     load: Callable[[], Elements]
     if dir is not None:
         folder = user_path(dir)
         if (folder / CIFAR_FOLDER).is_dir():
             folder /= CIFAR_FOLDER
-        missing = [name for name in files.names if not _find(folder, name).is_file()]
+        missing = [name for name in files.names if not _plain_or_gz(folder, name).is_file()]
         if missing:
             raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
         load = partial(files.read, folder)

@@ -17,12 +17,12 @@ from hvtrain.data.formats.image_files import is_image, upright
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
-from hvtrain.data.source import ImageShape
 from hvtrain.errors import ConfigError, DataError
 
-# Paths of an image and of its mask.
+# Paths of images, each with the path of its mask.
 Pairs = list[tuple[str, str]]
-Color = ImageShape
+# Levels of red, green and blue, 0 ... 255.
+Color = tuple[int, int, int]
 
 # Suffixes that tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe) or
 # a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
@@ -35,7 +35,7 @@ _IMAGE_SUFFIX = re.compile(r"[ _.-](images?|img|sat|rgb|leftImg8bit)$", re.IGNOR
 TURNED_BY_90_DEGREES = (5, 6, 7, 8)
 
 
-def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
+def match_masks(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     """Finds the mask of each image in the folder `masks`, by the same name or one with a suffix such as _mask.
 
     Returns:
@@ -59,7 +59,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
         if len(matches) != 1:
             names = " and ".join(path.name for path in matches)
             raise DataError(
-                f"{image} needs one mask, such as {masks / image.stem}.png, and has {names or 'none'}"
+                f"{image} needs one mask, such as {masks / image.stem}.png, but has {names or 'none'}"
             )
         pairs.append((str(image), str(matches[0])))
 
@@ -96,7 +96,7 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     return parsed
 
 
-def _opened(path: str) -> Image.Image:
+def _open_image(path: str) -> Image.Image:
     """Opens an image file, or a member of a shard."""
     data = member_bytes(path)
     return Image.open(path if data is None else io.BytesIO(data))
@@ -129,7 +129,7 @@ class MaskReader:
         """
         image, mask = pair
         try:
-            with _opened(image) as picture, _opened(mask) as mask_picture:
+            with _open_image(image) as picture, _open_image(mask) as mask_picture:
                 if mask_picture.format == "JPEG" and not (self.colors or self.is_binary):
                     raise DataError(
                         f"{mask} is a JPEG, which changes class indices a little; write masks as PNG"
@@ -142,8 +142,7 @@ class MaskReader:
                         "or, with dataset.exif=false, as they are stored"
                     )
                 values = self._values(mask, mask_picture, is_sized=True)
-                # An image of ones, resized in the same way and padded with
-                # zeros, shows where padding is.
+                # An image of ones, resized in the same way and padded with zeros, shows where padding is.
                 is_image = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
@@ -152,10 +151,11 @@ class MaskReader:
 
         last = 0 if self.is_binary else self.num_classes - 1
         labels = values.astype(np.int32)
-        is_outside = (labels != values) | (labels > last) & (labels != IGNORED) | (labels < 0)
-        if is_outside.any():
+        # Fractions, as in TIFF files of floats, are not labels either.
+        is_label = (labels == values) & (labels >= 0) & ((labels <= last) | (labels == IGNORED))
+        if not is_label.all():
             raise DataError(
-                f"{mask} has the label {values[is_outside][0]}, outside 0 ... {last} and {IGNORED}; "
+                f"{mask} has the label {values[~is_label][0]}, outside 0 ... {last} and {IGNORED}; "
                 "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
             )
         classes = values == IGNORED if self.is_binary else values
@@ -166,7 +166,7 @@ class MaskReader:
         counts = Counter[int]()
         for mask in masks:
             # The streams report masks that cannot be read. Pillow raises errors of many types.
-            with suppress(Exception), _opened(mask) as labels:
+            with suppress(Exception), _open_image(mask) as labels:
                 values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts

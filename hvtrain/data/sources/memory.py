@@ -4,7 +4,7 @@ Each rank loads the whole arrays, but keeps only its shard. Other sources use th
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,18 +48,18 @@ class MemorySource(IndexedSource):
     64-bit integers become int32.
 
     Args:
-        name: name of the data set, for messages and the manifest.
-        load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
+        name: Name of the data set, for messages and the manifest.
+        load: Returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
             are optional.
-        origin: where the arrays come from, for the run's header.
-        num_validation: number of examples that are moved from train to validation, at random with a
+        origin: Where the arrays come from, for the run's header.
+        num_validation: Number of examples that are moved from train to validation, at random with a
             fixed seed; ignored if load() returns a validation part.
-        more_facts: facts for the model's builder and the task, such as num_classes, class_names or
+        more_facts: Facts for the model's builder and the task, such as num_classes, class_names or
             vocabulary_size.
 
     Raises:
-        ConfigError: if num_validation is negative or leaves nothing to train on.
-        DataError: when loading, if a file cannot be read, lengths differ, examples differ in size
+        ConfigError: If num_validation is negative or leaves nothing to train on.
+        DataError: When loading, if a file cannot be read, lengths differ, examples differ in size
             between splits, or numbers are not finite or too large for 32 bits.
     """
 
@@ -130,12 +130,12 @@ class MemorySource(IndexedSource):
             shards = {}
             for split_name, part in parts.items():
                 rows = part.rows[self.shard_rows(split_name, topology)]
-                shard = self.in_model_type(take(part.elements, rows))
+                shard = self.cast_elements(take(part.elements, rows))
                 shards[split_name] = on_cpu(shard)
             self._shards[topology] = shards
 
         # A missing split has no examples.
-        elements = self._shards[topology].get(split, no_examples(self._spec))
+        elements = self._shards[topology].get(split, empty_batch(self._spec))
 
         def read(indices):
             return nest.map_structure(lambda array: tf.gather(array, indices), elements)
@@ -167,7 +167,7 @@ class MemorySource(IndexedSource):
                 f"{self.name} ({self.origin}) cannot be read: {error}; fix the file"
             ) from error
         train = parts["train"]
-        self._spec = spec_of(self.in_model_type(take(train.elements, slice(0))))
+        self._spec = spec_of(self.cast_elements(take(train.elements, slice(0))))
 
         # If the arrays include a validation part, nothing is taken out of training.
         if self._num_validation and "validation" not in parts:
@@ -188,7 +188,7 @@ class MemorySource(IndexedSource):
         The elements of train are checked first.
 
         Raises:
-            DataError: if the arrays differ in length, an example differs in size from those of
+            DataError: If the arrays differ in length, an example differs in size from those of
                 train, or a floating-point number is not finite as float32.
         """
         where = f"{self.name}, {split} ({self.origin})"
@@ -209,7 +209,7 @@ class MemorySource(IndexedSource):
                 continue
             # Models take float32, in which a large float64 is infinite.
             with np.errstate(over="ignore"):
-                is_finite = np.isfinite(as_models_take(array))
+                is_finite = np.isfinite(narrow_dtype(array))
             if not is_finite.all():
                 row = np.argmin(is_finite.reshape(len(array), -1).all(axis=1))
                 raise DataError(
@@ -218,16 +218,16 @@ class MemorySource(IndexedSource):
 
         return elements
 
-    def in_model_type(self, elements: Any) -> Any:
+    def cast_elements(self, elements: Any) -> Any:
         """Converts some rows of a split to the types that models take."""
-        return nest.map_structure(as_models_take, elements)
+        return nest.map_structure(narrow_dtype, elements)
 
 
-def as_models_take(array: np.ndarray) -> np.ndarray:
+def narrow_dtype(array: np.ndarray) -> np.ndarray:
     """Converts float64 to float32, and int64 and uint64 to int32; returns arrays of other types unchanged.
 
     Raises:
-        DataError: an integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
+        DataError: An integer does not fit into 32 bits. Users' ids are often 64-bit hashes, which
             would silently become other ids.
     """
     # Types are compared by name, which is the same for both byte orders.
@@ -251,12 +251,31 @@ def check_counts(low: int = 0, **counts: int) -> None:
         check_least(f"dataset.{name}", count, low)
 
 
+def check_shares(**shares: float) -> None:
+    """Raises ConfigError unless these settings can be shares of the data set that are taken out of train."""
+    # Written so that NaN, for which every comparison is false, is refused too.
+    if not (min(shares.values()) >= 0 and sum(shares.values()) < 1):
+        settings = " and ".join(f"dataset.{name}={share}" for name, share in shares.items())
+        raise ConfigError(f"{settings}: each must be 0 or more, their sum less than 1")
+
+
+def names_as_text(setting: Any) -> Any:
+    """Returns a setting with the names of columns in it as text, since Hydra takes the name 60 for a number."""
+    if setting is None:
+        return None
+    if isinstance(setting, Mapping):
+        return {str(name): value for name, value in setting.items()}
+    if isinstance(setting, Sequence) and not isinstance(setting, str):
+        return list(map(str, setting))
+    return str(setting)
+
+
 def spec_of(batch: Any) -> Any:
     """Returns the spec of one example in a batch of nested arrays or symbolic tensors."""
     return nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
 
 
-def no_examples(element_spec: Any) -> Any:
+def empty_batch(element_spec: Any) -> Any:
     """Returns tensors for zero examples of this spec."""
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 

@@ -52,24 +52,24 @@ class Parquet(DealtSource):
             dataset.num_classes=5
 
     Args:
-        dir: a folder that holds train*.parquet or train/, and likewise validation (or val, valid, dev)
+        dir: A folder that holds train*.parquet or train/, and likewise validation (or val, valid, dev)
             and test; or a file, which is the training part.
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
-        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
-        image_column, label_column: names of columns; `record.field` names the field of a struct.
-        scale: the number by which pixels are divided.
-        shuffle_groups: number of row groups whose rows are shuffled together.
+        num_classes: Number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
+        image_column, label_column: Names of columns; `record.field` names the field of a struct.
+        scale: The number by which pixels are divided.
+        shuffle_groups: Number of row groups whose rows are shuffled together.
         images: class_names, shift_pixels, flip, and how encoded images are resized; see FileSource.
             If labels are text, class_names are by default the sorted labels of the training part.
 
     Raises:
-        ConfigError: if a setting is out of range.
-        DataError: when rows are counted, if there are no training rows, or if files differ in the kind of a column.
+        ConfigError: If a setting is out of range.
+        DataError: When rows are counted, if there are no training rows, or if files differ in the kind of a column.
     """
 
     name = "parquet"
     PIECE = "row group"
-    FAR = row_groups.SUFFIXES
+    REMOTE_SUFFIXES = row_groups.SUFFIXES
     _encoded: bool
     _pixel_type: tf.DType
 
@@ -89,20 +89,22 @@ class Parquet(DealtSource):
         super().__init__(dir, image_shape, num_classes, scale=scale, **images)
         self._ranges: dict[Path, tuple[float, float]] = {}  # Pixel ranges by file.
         self._shuffle_groups = shuffle_groups
-        self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
+        # Hydra takes a name such as 0 for a number.
+        names = str(image_column), str(label_column)
+        self._columns = Columns(*names, self.image_shape, num_classes)
 
         # The problem of each unreadable row group, or the problems of its unusable rows by row.
         self._problems: dict[RowGroup, str | dict[int, str]] = {}
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
+        files = {"train": [self.folder]}
+        if self.folder.is_dir():
+            files, self._warnings = find_split_files(self.folder, row_groups.files_of)
         # The first file with each type of pixels, and with labels that are text or are not, for the
         # messages about types that cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         label_paths: dict[bool, Path] = {}
-        files = {"train": [self.folder]}
-        if self.folder.is_dir():
-            files, self._warnings = find_split_files(self.folder, row_groups.files_of)
         counts = {
             split: {
                 group: group.num_rows
@@ -111,34 +113,33 @@ class Parquet(DealtSource):
             }
             for split, paths in files.items()
         }
-
         if not counts["train"]:
             raise DataError(
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
-        # Encoded images may have different binary types, and pixels different numeric types, but
-        # one data set cannot have both.
-        image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
-        for paths, problem in (
-            (image_paths, f"{self._columns.image} holds encoded images in one and pixels"),
-            (label_paths, f"{self._columns.label} holds text in one and whole numbers"),
-        ):
-            if len(paths) > 1:
-                first, second = paths.values()
-                raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
-
-        self._encoded = True in image_paths
-        # Only pixels that are all uint8 keep their type; others become float32.
-        self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
+        self._set_image_type(first_paths)
+        check_single_kind(f"{self._columns.label} holds text in one and whole numbers", label_paths)
         row_groups.check_ranges(self._ranges)
         if True in label_paths:
             if self.class_names is None:
                 train_paths = dict.fromkeys(group.path for group in counts["train"])
                 names = row_groups.label_names(train_paths, self._columns)
-                self.take_class_names(names, self._columns.label)
+                self.set_class_names(names, self._columns.label)
             self._columns = self._columns._replace(class_names=tuple(self.class_names or ()))
         return counts
+
+    def _set_image_type(self, first_paths: dict[pa.DataType, Path]) -> None:
+        """Sets whether images are encoded, and the type of pixels, given the first file with each type."""
+        # Encoded images may have different binary types, and pixels different numeric types, but
+        # one data set cannot have both.
+        image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
+        check_single_kind(
+            f"{self._columns.image} holds encoded images in one and pixels", image_paths
+        )
+        self._encoded = True in image_paths
+        # Only pixels that are all uint8 keep their type; others become float32.
+        self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
 
     def sample_images(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:
@@ -261,7 +262,7 @@ class Parquet(DealtSource):
             if problems:
                 self._problems[group] = problems
         except StorageError as error:  # The rows may be good, so they are not left out.
-            raise self.note(error) from None
+            raise self.record_error(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
             # Placeholder rows for an unreadable row group.
@@ -278,6 +279,13 @@ class Parquet(DealtSource):
         if isinstance(problems, str):
             return Unreadable(str(piece), problems, piece.num_rows)
         return Unreadable(f"{piece}, row {row}", problems.get(row, problem))
+
+
+def check_single_kind(problem: str, paths: dict[bool, Path]) -> None:
+    """Raises DataError if there is a file of each of two kinds; `problem` describes them."""
+    if len(paths) > 1:
+        first, second = paths.values()
+        raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
 
 
 def pieces_of(

@@ -20,7 +20,7 @@ from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Parts, Phrases
 from hvtrain.data.sources.image_folder import Files, ListedImages
-from hvtrain.data.sources.mask_files import MaskReader, pair_up, parse_colors
+from hvtrain.data.sources.mask_files import MaskReader, match_masks, parse_colors
 from hvtrain.errors import ConfigError, DataError
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
@@ -44,21 +44,21 @@ class SegmentationFolder(ListedImages):
             dataset.image_shape=[256,256,3] dataset.num_classes=21 model=deeplabv3plus
 
     Args:
-        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png (or NAME_mask.png and the like)
+        dir: Holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png (or NAME_mask.png and the like)
             for the splits train, validation and test; or images/SPLIT/ and masks/SPLIT/; or, as
             PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: [height, width, channels]; every image is resized, and read with that many channels.
-        num_classes: number of classes, including the background.
-        flip: mirrors half of the training images, and their masks.
-        colors: the color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
+        num_classes: Number of classes, including the background.
+        flip: Mirrors half of the training images, and their masks.
+        colors: The color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
             level; one more for ignored pixels.
         images: class_names, shift_pixels (pixels that enter at a border are ignored), and how images
             and masks are resized; see FileSource.
 
     Raises:
-        ConfigError: if there are too many classes, or not one name and one color for each.
-        DataError: if there are no training images, or an image has no mask.
+        ConfigError: If there are too many classes, or not one name and one color for each.
+        DataError: If there are no training images, or an image has no mask.
     """
 
     name = "segmentation_folder"
@@ -92,22 +92,14 @@ class SegmentationFolder(ListedImages):
         self._image_phrases  # noqa: B018
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
         if num_classes == 2 and not colors:
-            values = set(self._count("train"))
-            # A rare class may be missing from the sample, so all masks
-            # are searched until one has it.
-            if values <= {0}:
-                rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
-                values |= next((labels for labels in rest if labels - {0}), set())
-            # Many tools paint the foreground white, 255. If 255 were
-            # ignored, only one class would be left.
-            self._masks = replace(self._masks, is_binary=IGNORED in values <= {0, IGNORED})
+            self._masks = replace(self._masks, is_binary=self._has_white_foreground())
 
     def fitted(self) -> dict[str, bytes]:
         return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # The masks of other data may show no 255. But where they hold 0 and 255 alone, 255 is class 1 whatever
-        # the run's masks held: otherwise only the background would be evaluated.
+        # Other data may have masks without 255, so the run decides. If it did not read 255 as class 1, these
+        # masks still may: otherwise, only the background would be evaluated.
         if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 
@@ -117,6 +109,18 @@ class SegmentationFolder(ListedImages):
         if (self.folder / "ImageSets").is_dir():
             return voc_pairs(self.folder), []
         return list_pairs(self.folder)
+
+    def _has_white_foreground(self) -> bool:
+        """True if training masks hold no value but 0 and 255. Then 255 is class 1, not ignored.
+
+        Many tools paint the foreground white. If it were ignored, only one class would be left.
+        """
+        values = set(self._count("train"))
+        # A rare class may be missing from the sample, so all masks are searched until one has it.
+        if values <= {0}:
+            rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
+            values |= next((labels for labels in rest if labels - {0}), set())
+        return IGNORED in values <= {0, IGNORED}
 
     def _count(self, split: str) -> Counter[int]:
         """Counts the pixels of each label in up to MAX_COUNTED masks of a split."""
@@ -175,8 +179,8 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
 
     The folders are SPLIT/images/ and SPLIT/masks/, or images/SPLIT/ and masks/SPLIT/.
     """
-    images = _named(folder, IMAGE_FOLDERS)
-    masks = _named(folder, MASK_FOLDERS)
+    images = _find_folder(folder, IMAGE_FOLDERS)
+    masks = _find_folder(folder, MASK_FOLDERS)
     if images and masks:
         folder = images
     parts = split_folders(folder)
@@ -189,21 +193,21 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
             image_folder = path
             mask_folder = split_folders(masks).get(split, masks / path.name)
         else:
-            image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
-            mask_folder = _named(path, MASK_FOLDERS) or path / "masks"
+            image_folder = _find_folder(path, IMAGE_FOLDERS) or path / "images"
+            mask_folder = _find_folder(path, MASK_FOLDERS) or path / "masks"
         entries = visible(image_folder)
         paths = list(filter(is_image, entries))
-        pairs[split], unused = pair_up(paths, mask_folder)
-        alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
-        if alone:
+        pairs[split], unused = match_masks(paths, mask_folder)
+        others = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
+        if others:
             warnings.append(
-                f"{split}: left out files that are not images, or masks without one: {listed(alone)}"
+                f"{split}: left out files that are not images, or masks without one: {listed(others)}"
             )
 
     return pairs, warnings
 
 
-def _named(folder: Path, names: Sequence[str]) -> Path | None:
+def _find_folder(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the folder with the first of these names that exists, ignoring case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = (path for name in names for path in folders if path.name.lower() == name)
@@ -228,5 +232,7 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
             raise DataError(
                 f"{file} lists {listed(unknown)}, but JPEGImages/ has no such image; fix the list"
             )
-        pairs[split], _ = pair_up([images[stem] for stem in stems], folder / "SegmentationClass")
+        pairs[split], _ = match_masks(
+            [images[stem] for stem in stems], folder / "SegmentationClass"
+        )
     return pairs

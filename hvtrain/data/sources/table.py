@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from hvtrain.data.formats.schema import (
     unknown_shares,
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
-from hvtrain.data.formats.tables import read_table
+from hvtrain.data.formats.tables import partitions_in, read_table
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Parts, Phrases, Preprocessing
 from hvtrain.data.sources.memory import (
@@ -32,6 +33,7 @@ from hvtrain.data.sources.memory import (
     MemorySource,
     Part,
     check_counts,
+    names_as_text,
     random_parts,
     spec_of,
 )
@@ -77,16 +79,16 @@ class Table(MemorySource):
             model=mlp
 
     Args:
-        file: a CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
-        target: the column to predict.
-        num_test, num_validation: number of rows held out of the training table at random, with a fixed seed.
-        test_file, validation_file: tables to use instead of such rows.
-        delimiter, encoding: format of CSV files; null: detected.
-        columns: settings for columns; see Settings.
+        file: A CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
+        target: The column to predict.
+        num_test, num_validation: Number of rows held out of the training table at random, with a fixed seed.
+        test_file, validation_file: Tables to use instead of such rows.
+        delimiter, encoding: Format of CSV files; null: detected.
+        columns: Settings for columns; see Settings.
 
     Raises:
-        ConfigError: if a setting does not fit the table.
-        DataError: once loaded, if the file cannot be read or has gaps that nothing fills.
+        ConfigError: If a setting does not fit the table.
+        DataError: Once loaded, if the file cannot be read or has gaps that nothing fills.
     """
 
     target_setting = "dataset.target_is"
@@ -103,8 +105,7 @@ class Table(MemorySource):
         encoding: str | None = None,
         **columns: Any,
     ) -> None:
-        # Not MemorySource's num_validation, which would take rows out
-        # after features are fitted to them.
+        # Not MemorySource's num_validation, which takes rows out after features are fitted to them.
         self._num_held_out = {"validation": num_validation, "test": num_test}
         check_counts(num_validation=num_validation, num_test=num_test)
         if delimiter is not None and len(delimiter) != 1:
@@ -122,11 +123,14 @@ class Table(MemorySource):
 
         self._files = {"train": file, "validation": validation_file, "test": test_file}
         self._text_format = {"delimiter": delimiter, "encoding": encoding}
-        # Hydra takes the name 60 for a number.
+        for setting in ("features", "missing", "drop", "id"):
+            if setting in columns:
+                columns[setting] = names_as_text(columns[setting])
+        # One name may stand without a list around it, as in dataset.drop=size.
+        columns["drop"] = nest.flatten(columns.get("drop") or [])
         self._settings = Settings(str(target), **columns)
         self._known_features: TableFeatures | None = None
-        # By split, for raw_examples() and cells(): all columns, and
-        # the indices of the split's rows.
+        # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
         self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
         self._ids: dict[str, dict[str, np.ndarray]] = {}
         self._description: dict[str, list[str]] = {}
@@ -149,58 +153,60 @@ class Table(MemorySource):
         The features are fitted to the training rows, unless fit_as() set those of an earlier run.
         """
         tables = {split: self._read(file, split) for split, file in self._files.items() if file}
-        elements = {}
+        elements: dict[str, Parts] = {}
         for split, table in tables.items():
-            where = str(self._files[split])
-            arrays = plain_columns(table)
-            is_new = self._known_features is None
-            schema = (
-                infer_schema(arrays, self._settings, self.name) if is_new else self._features.schema
-            )
-            if self._settings.id not in (None, *table.column_names):
-                raise DataError(
-                    f"{where} lacks the column {self._settings.id} (dataset.id); add it"
-                )
-            columns = [*schema.columns, schema.target]
-            cells = read_cells(columns, arrays, where)
-            targets, is_used = self._targets(schema, cells[schema.target.name], where)
-            for column in schema.columns:
-                if column.missing == "drop":
-                    is_used &= ~cells[column.name].is_gap
-            rows = np.flatnonzero(is_used)
+            elements |= self._encode(split, table)
+        return elements
 
-            parts = {split: rows}
-            if split == "train":
-                parts = self._split(rows)
-                if is_new:
-                    fitted = [
-                        fit(column, cells[column.name], parts["train"])
-                        for column in with_progress(
-                            schema.columns, f"{where}: statistics of columns"
-                        )
-                    ]
-                    schema = replace(schema, columns=fitted)
-                    self._take_schema(schema)
-            values = {
-                column.name: filled(column, cells[column.name], where, rows)
-                for column in schema.columns
+    def _encode(self, split: str, table: pa.Table) -> dict[str, Parts]:
+        """Encodes the table of a split; that of train also holds the splits without a table of their own."""
+        where = str(self._files[split])
+        arrays = plain_columns(table)
+        is_fitted = self._known_features is not None
+        schema = (
+            self._features.schema
+            if is_fitted
+            else infer_schema(arrays, self._settings, self.name, partitions_in(table))
+        )
+        if self._settings.id not in (None, *table.column_names):
+            raise DataError(f"{where} lacks the column {self._settings.id} (dataset.id); add it")
+        columns = [*schema.columns, schema.target]
+        cells = read_cells(columns, arrays, where)
+        targets, is_used = self._targets(schema, cells[schema.target.name], where)
+        for column in schema.columns:
+            if column.missing == "drop":
+                is_used &= ~cells[column.name].is_gap
+        rows = np.flatnonzero(is_used)
+
+        parts = self._split(rows) if split == "train" else {split: rows}
+        if not is_fitted:
+            progress = with_progress(schema.columns, f"{where}: statistics of columns")
+            fitted = [fit(column, cells[column.name], parts["train"]) for column in progress]
+            schema = replace(schema, columns=fitted)
+            self._set_schema(schema)
+        values = {
+            column.name: filled(column, cells[column.name], where, rows)
+            for column in schema.columns
+        }
+        warnings = _odd_columns(columns, cells, unknown_shares(schema.columns, values))
+        num_dropped = table.num_rows - len(rows)
+        if num_dropped:
+            warnings.append(f"rows left out because of gaps: {num_dropped:,}")
+        if split == "train":
+            self._description = {
+                "features": describe(schema, cells),
+                "target": [describe_target(schema, targets[parts["train"]])],
+                "warnings": warnings,
             }
-            warnings = _odd_columns(columns, cells, unknown_shares(schema.columns, values))
-            num_dropped = table.num_rows - len(rows)
-            if num_dropped:
-                warnings.append(f"rows left out because of gaps: {num_dropped:,}")
-            if split == "train":
-                self._description = {
-                    "features": describe(schema, cells),
-                    "target": [describe_target(schema, targets[parts["train"]])],
-                    "warnings": warnings,
-                }
-            else:
-                self._description["warnings"] += [f"{split}: {text}" for text in warnings]
-            for part, numbers in parts.items():
-                elements[part] = self._features.encode(values, numbers, where), targets[numbers]
-                self._loaded[part] = values, numbers
-                self._ids[part] = {name: ids[numbers] for name, ids in self._ids_in(table).items()}
+        else:
+            self._description["warnings"] += [f"{split}: {text}" for text in warnings]
+
+        elements = {}
+        ids = self._ids_in(table)
+        for part, numbers in parts.items():
+            elements[part] = self._features.encode(values, numbers, where), targets[numbers]
+            self._loaded[part] = values, numbers
+            self._ids[part] = {name: column[numbers] for name, column in ids.items()}
         return elements
 
     def _read(self, file: Any, split: str) -> pa.Table:
@@ -247,7 +253,7 @@ class Table(MemorySource):
         parts = zip(sizes, random_parts(*sizes.values()))
         return {split: rows[numbers] for split, numbers in parts if len(numbers)}
 
-    def _take_schema(self, schema: Schema) -> None:
+    def _set_schema(self, schema: Schema) -> None:
         self._known_features = TableFeatures(schema)
         if schema.has_ids:
             self.more_facts = {"category_sizes": self._known_features.category_sizes}
@@ -264,7 +270,7 @@ class Table(MemorySource):
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         # The file may have other columns than when the run began, or columns of another type.
         if TABLE_FILE in files:
-            self._take_schema(Schema.from_json(files[TABLE_FILE]))
+            self._set_schema(Schema.from_json(files[TABLE_FILE]))
 
     def whole_targets(self) -> dict[str, Any]:
         try:
@@ -306,8 +312,7 @@ class Table(MemorySource):
             self.parts()
         values, rows = self._loaded[split]
         chosen = rows[np.asarray(numbers, np.int64)]
-        # Counted from 0 over all files, as in messages. Line numbers would
-        # also count blank lines.
+        # Counted from 0 over all files, as in messages. Line numbers would also count blank lines.
         files = nest.flatten(self._files.get(split) or self._files["train"])
         names = listed([Path(file).name for file in files], most=2)
         cells = {f"row of {names}": chosen.tolist()}
@@ -327,8 +332,8 @@ class Table(MemorySource):
         if name is None or name not in table.column_names:
             return {}
         column = table[name]
-        # NumPy's integers have no gaps, floats would round large ids, and Arrow
-        # gives a gap among categories the last category.
+        # NumPy's integers have no gaps, floats would round large ids, and Arrow gives a gap among
+        # categories the last category.
         if column.null_count and not pa.types.is_temporal(column.type):
             return {name: np.array(column.to_pylist(), object)}
         return {name: column.to_numpy()}
@@ -350,23 +355,19 @@ class Table(MemorySource):
         unknown = unknown_shares(schema.columns, values)
         for text in _odd_columns(schema.columns, cells, unknown):
             log.warning("%s: %s", where, text)
-        return NewRows(
-            table.num_rows,
-            lambda rows: features.raw(values, rows),
-            self._ids_in(table),
-            unknown,
-        )
+        raw = partial(features.raw, values)
+        return NewRows(table.num_rows, raw, self._ids_in(table), unknown)
 
 
 def _odd_columns(
     columns: Sequence[Column], cells: Mapping[str, Cells], unknown: Mapping[str, float]
 ) -> list[str]:
-    """Names the columns with cells that are not of their kind, or often new; returns a phrase for each.
+    """Returns a warning for each column with cells that are not of its kind, or many new categories.
 
     Args:
-        columns: columns of the schema.
-        cells: their cells, by name.
-        unknown: shares of new categories, from unknown_shares().
+        columns: Columns of the schema.
+        cells: Their cells, by name.
+        unknown: Shares of new categories, from unknown_shares().
     """
     odd = [
         f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "

@@ -5,6 +5,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ from hvtrain.data.pipeline.epochs import bucketed_batches, choose_boundaries
 from hvtrain.data.pipeline.streams import Read
 from hvtrain.data.pipeline.transform import fold_in
 from hvtrain.data.source import Parts, Phrases
-from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
+from hvtrain.data.sources.memory import (
+    SPLIT_SEED,
+    Elements,
+    MemorySource,
+    check_shares,
+    names_as_text,
+)
 from hvtrain.errors import ConfigError
 
 # For windows, fewer documents than this are split as one continuous text, whose end goes to
@@ -64,23 +71,23 @@ class Text(MemorySource):
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
 
     Args:
-        file: a text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
+        file: A text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
             null: Python's own documentation.
-        column: the table's column of texts, or the key of the text in each line of .jsonl.
-        tokenizer: a sentencepiece .model file; null: one is trained on the training part.
-        vocabulary_size: number of tokens of the tokenizer that is trained.
-        length: the largest number of tokens in an example. Tokens at the end of a split that do not fill a window
+        column: The table's column of texts, or the key of the text in each line of .jsonl.
+        tokenizer: A sentencepiece .model file; null: one is trained on the training part.
+        vocabulary_size: Number of tokens of the tokenizer that is trained.
+        length: The largest number of tokens in an example. Tokens at the end of a split that do not fill a window
             are left out.
         examples: windows, documents or paragraphs.
-        label: the table's column with the class of each text; these classes are then the targets.
+        label: The table's column with the class of each text; these classes are then the targets.
         objective: causal or masked.
-        masked_share: share of the tokens that are masked, for the objective masked.
-        validation_share, test_share: shares of the text: whole documents at random, with a fixed
+        masked_share: Share of the tokens that are masked, for the objective masked.
+        validation_share, test_share: Shares of the text: whole documents at random, with a fixed
             seed, or, for windows, the end of the text if it has fewer than WHOLE_DOCUMENTS documents.
 
     Raises:
-        ConfigError: if a setting is out of range; once loaded, if a split is shorter than one example.
-        DataError: once loaded, if the text or the tokenizer cannot be read.
+        ConfigError: If a setting is out of range; once loaded, if a split is shorter than one example.
+        DataError: Once loaded, if the text or the tokenizer cannot be read.
     """
 
     _tokenizer: Any = None
@@ -107,11 +114,7 @@ class Text(MemorySource):
         # Without masked tokens, there would be nothing to learn.
         if not 0 < masked_share < 1:
             raise ConfigError(f"dataset.masked_share={masked_share} is not between 0 and 1")
-        if not (min(validation_share, test_share) >= 0 and validation_share + test_share < 1):
-            raise ConfigError(
-                f"dataset.validation_share={validation_share} and dataset.test_share={test_share}: "
-                "each must be 0 or more, their sum less than 1"
-            )
+        check_shares(validation_share=validation_share, test_share=test_share)
         if file is None:
             name = "python_documentation"
             origin = f"pydoc_data.topics of Python {platform.python_version()}"
@@ -122,12 +125,12 @@ class Text(MemorySource):
         super().__init__(name, self._rows_by_split, origin)
 
         self._file = file
-        self._column = column
+        self._column = names_as_text(column)
         self._tokenizer_file = tokenizer
         self._vocabulary_size = vocabulary_size
         self._length = length
         self._examples = examples
-        self._label = label
+        self._label = names_as_text(label)
         self._is_packed = examples == "windows" and label is None
         self._is_causal = objective == "causal" and label is None
         self._is_masked = objective == "masked" and label is None
@@ -250,57 +253,60 @@ class Text(MemorySource):
 
     def _rows_by_split(self) -> Elements:
         """Reads the text and returns its rows of tokens, by split."""
-        classes: list[int] = []
+        documents, classes = self._read()
+        num_characters = sum(map(len, documents))
+        self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
+        texts, targets = self._divide(documents, classes)
+
+        # When the text is read again, or a run continues, the tokenizer stays the same.
+        if self._tokenizer is None:
+            if self._tokenizer_file is None:
+                self._tokenizer = train_tokenizer(texts["train"], self._vocabulary_size)
+            else:
+                self._tokenizer = load_tokenizer(self._tokenizer_file)
+
+        if self._is_packed:
+            return {split: self._windows(split, part) for split, part in texts.items()}
+        rows = {split: self._padded_rows(split, part) for split, part in texts.items()}
+        # Classes replace the tokens as targets, and need no weights.
+        return {split: (rows[split][0], part) for split, part in targets.items()} or rows
+
+    def _read(self) -> tuple[list[str], list[int]]:
+        """Reads the documents, or their paragraphs, and their classes; no classes without `label`."""
         if self._label is not None:
             documents, classes, self.class_names = read_labelled(
                 str(self._file), self._column, self._label
             )
             self.num_classes = len(self.class_names)
-        elif self._file is None:
-            documents = embedded()
-        else:
-            documents = read_documents(self._file, self._column)
-        if self._examples == "paragraphs" and not classes:
-            documents = [
-                text
-                for document in documents
-                for text in re.split(EMPTY_LINE, document)
-                if text.strip()
-            ]
+            return documents, classes
+        documents = embedded() if self._file is None else read_documents(self._file, self._column)
+        if self._examples == "paragraphs":
+            texts = chain.from_iterable(re.split(EMPTY_LINE, text) for text in documents)
+            documents = [text for text in texts if text.strip()]
+        return documents, []
 
-        num_characters = sum(map(len, documents))
-        self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
+    def _divide(
+        self, documents: Sequence[str], classes: Sequence[int]
+    ) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
+        """Divides documents among the splits; returns their texts and, if there are classes, these, by split."""
+        targets: dict[str, np.ndarray] = {}
         if self._is_packed and len(documents) < WHOLE_DOCUMENTS:
-            parts = cut(documents, **self._shares)
+            texts = cut(documents, **self._shares)
         else:
-            numbers = deal(list(map(len, documents)), **self._shares)
-            parts = {
-                split: [documents[number] for number in part] for split, part in numbers.items()
-            }
+            indices = deal(list(map(len, documents)), **self._shares)
+            texts = {split: [documents[index] for index in part] for split, part in indices.items()}
+            if classes:
+                labels = np.array(classes, np.int32)
+                targets = {split: labels[part] for split, part in indices.items()}
+
         for split, share in self._shares.items():
-            if share and not parts.get(split):
+            if share and not texts.get(split):
                 raise ConfigError(
                     f"dataset.{split}_share={share} of {self._summary} rounds to nothing; raise it, or set it to 0"
                 )
+        return texts, targets
 
-        # When the text is read again, or a run continues, the tokenizer stays the same.
-        if self._tokenizer is None:
-            if self._tokenizer_file is None:
-                self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
-            else:
-                self._tokenizer = load_tokenizer(self._tokenizer_file)
-
-        if self._is_packed:
-            return {split: self._rows(split, texts) for split, texts in parts.items()}
-        elements = {}
-        for split, texts in parts.items():
-            elements[split] = self._filled_rows(split, texts)
-            if classes:
-                targets = np.array(classes, np.int32)[numbers[split]]
-                elements[split] = elements[split][0], targets
-        return elements
-
-    def _filled_rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
+    def _padded_rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
         """Returns the inputs, targets and weights of a split, a document per row; stores the rows' lengths."""
         size = self._length + 1
         rows = [[*self._tokenizer.encode(text), self._tokenizer.end][:size] for text in documents]
@@ -315,8 +321,8 @@ class Text(MemorySource):
             return tokens[:, :-1], tokens[:, 1:], weights[:, 1:]
         return self._masked_for(split, tokens[:, :-1], weights[:, :-1])
 
-    def _rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
-        """Returns the examples of a split: inputs, targets and, if tokens are masked, weights.
+    def _windows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
+        """Returns the windows of a split: inputs, targets and, if tokens are masked, weights.
 
         Raises:
             ConfigError: The text is shorter than one example.

@@ -27,20 +27,20 @@ class PreparedDataset(FunctionSource):
     resumed run reads the epoch's earlier examples again, but does not decode their images.
 
     Args:
-        dataset: the name of the data set, such as "mnist", "mnist:3.0.1" or "NAME/CONFIG".
-        data_dir: the folder of prepared data sets; None: the default of tensorflow_datasets.
-        input, target: names of features; None: those that the data set itself declares.
-        splits: the run's splits, in the notation of tensorflow_datasets: {train: "train[:90%]",
+        dataset: The name of the data set, such as "mnist", "mnist:3.0.1" or "NAME/CONFIG".
+        data_dir: The folder of prepared data sets; None: the default of tensorflow_datasets.
+        input, target: Names of features; None: those that the data set itself declares.
+        splits: The run's splits, in the notation of tensorflow_datasets: {train: "train[:90%]",
             validation: "train[90%:]"}; None: those named train, validation and test.
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
-        shuffle_buffer: size of the shuffle buffer in examples with still encoded images.
-        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
+        shuffle_buffer: Size of the shuffle buffer in examples with still encoded images.
+        sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
-        ConfigError: without the library, for unknown features or splits, and for images without an
+        ConfigError: Without the library, for unknown features or splits, and for images without an
             image_shape.
-        DataError: if the data set is not prepared.
+        DataError: If the data set is not prepared.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class PreparedDataset(FunctionSource):
         # The data set may declare its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
         self._keys = [input or supervised[0], target or supervised[1]]
-        unknown = [str(key) for key in self._keys if key not in features]
-        if unknown:
+        if not {*self._keys} <= features.keys():
             raise ConfigError(
-                f"dataset.input and dataset.target name {', '.join(unknown)}, but {dataset} has only "
-                f"{', '.join(features)}"
+                f"dataset.input={self._keys[0]} and dataset.target={self._keys[1]} are not both features of {dataset}; "
+                f"choose from {', '.join(features)}"
             )
 
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))
@@ -155,8 +154,8 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     """Opens a prepared data set.
 
     Raises:
-        ConfigError: without the library.
-        DataError: if the data set is not prepared.
+        ConfigError: Without the library.
+        DataError: If the data set is not prepared.
     """
     try:
         import tensorflow_datasets as tfds

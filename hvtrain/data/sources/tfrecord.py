@@ -59,22 +59,22 @@ class TFRecords(DealtSource):
     in TensorFlow's global seed, so that the order would depend on what else the process did.
 
     Args:
-        dir: a folder with train*.tfrecord, validation*.tfrecord and test*.tfrecord, or with folders
+        dir: A folder with train*.tfrecord, validation*.tfrecord and test*.tfrecord, or with folders
             train/, validation/ and test/ of such files; only the training files are required. Names may
             end in .tfrecords or .tfrec, or in -00000-of-00001; files may be gzipped.
         image_shape: [height, width, channels] to which images are resized.
-        num_classes: number of classes; labels are whole numbers from first_label on, or text.
-        image_key, label_key: names of the features of a tf.train.Example.
-        shuffle_buffer: number of records that are shuffled together; below 2, only files are shuffled.
-        first_label: the label of class 0. It is 1 in files of TensorFlow's scripts for ImageNet, in
+        num_classes: Number of classes; labels are whole numbers from first_label on, or text.
+        image_key, label_key: Names of the features of a tf.train.Example.
+        shuffle_buffer: Number of records that are shuffled together; below 2, only files are shuffled.
+        first_label: The label of class 0. It is 1 in files of TensorFlow's scripts for ImageNet, in
             which 0 stands for the background.
         images: class_names, shift_pixels, flip, and how images are resized; see FileSource. If labels
             are text, class_names are by default the sorted labels of the training part, if its files
             are small enough to be read in advance.
 
     Raises:
-        DataError: if there is no training file; once counted, if a file is damaged.
-        ConfigError: once counted, if none of the sampled records holds an encoded image and a label.
+        DataError: If there is no training file; once counted, if a file is damaged.
+        ConfigError: Once counted, if none of the sampled records holds an encoded image and a label.
     """
 
     name = "tfrecord"
@@ -182,7 +182,7 @@ class TFRecords(DealtSource):
         )
         # Unreadable records are ignored here; the streams report them.
         distinct = labels.ignore_errors().unique().as_numpy_iterator()
-        self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
+        self.set_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def sample_images(self) -> list[tuple[str, bytes]]:
         return self._sampled(self._image_key)

@@ -51,20 +51,20 @@ def from_arrays(
         images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The
             default is True if x is an array of such a shape, and either x holds bytes or y holds class
             indices or masks.
-        num_classes: number of classes, if each target is one whole number; by default, that of class_names or the
+        num_classes: Number of classes, if each target is one whole number; by default, that of class_names or the
             largest number in y_train plus 1. If it is given, one-hot rows, whole floats and booleans are
             classes too, and whole numbers [n, h, w] are masks of classes (255: ignored), which
             augmentation moves with their images.
-        class_names: the name of each class. Text targets become indices into these names, which by
+        class_names: The name of each class. Text targets become indices into these names, which by
             default are the sorted texts in y_train.
-        num_validation: number of examples taken out of the training part at random, with a fixed
+        num_validation: Number of examples taken out of the training part at random, with a fixed
             seed.
-        facts: more facts for the model's builder and the task, such as vocabulary_size.
-        options: those of ArraySource, for images.
+        facts: More facts for the model's builder and the task, such as vocabulary_size.
+        options: Those of ArraySource, for images.
 
     Raises:
-        DataError: if arrays do not belong together, or hold neither numbers nor text.
-        ConfigError: if options for images are given, but x are not images.
+        DataError: If arrays do not belong together, or hold neither numbers nor text.
+        ConfigError: If options for images are given, but x are not images.
     """
     arrays = _arrays_by_split(
         name,
@@ -330,8 +330,8 @@ def from_frame(
     validation: Any = None,
     *,
     image_shape: Sequence[int],
-    image_column: str | Sequence[str] = "image",
-    label_column: str = "label",
+    image_column: str | int | Sequence[str | int] = "image",
+    label_column: str | int = "label",
     name: str = "frame",
     **options,
 ) -> MemorySource:
@@ -342,15 +342,15 @@ def from_frame(
         source = from_frame(train, test, image_shape=[28, 28, 1], image_column=pixels)
 
     Args:
-        train, test, validation: tables whose columns have to_numpy().
+        train, test, validation: Tables whose columns have to_numpy().
         image_shape: [height, width, channels].
-        image_column: a column of lists (or arrays) of height * width * channels numbers, or the
+        image_column: A column of lists (or arrays) of height * width * channels numbers, or the
             names of that many columns of one number each, as in pixel0 ... pixel783.
-        label_column: a column of whole numbers.
-        options: those of from_arrays.
+        label_column: A column of whole numbers.
+        options: Those of from_arrays.
 
     Raises:
-        DataError: if a column is missing or holds something else.
+        DataError: If a column is missing or holds something else.
     """
     shape = check_image_shape(image_shape)
     arrays: dict[str, Any] = {}
@@ -368,10 +368,10 @@ def from_frame(
 
 
 def _frame_cells(
-    where: str, frame: Any, num_pixels: int, image_column: str | Sequence[str]
+    where: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have there."""
-    if isinstance(image_column, str):
+    if isinstance(image_column, str | int):
         rows = _frame_column(where, frame, image_column)
     else:
         rows = np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
@@ -386,12 +386,12 @@ def _frame_cells(
     return cells
 
 
-def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:
+def _frame_column(where: str, frame: Any, column: str | int) -> np.ndarray:
     """Returns a column as an array. Raises DataError if it is missing."""
     names = _columns(frame)
-    if column not in names:
+    if str(column) not in names:
         raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")
-    return frame[names[column]].to_numpy()
+    return frame[names[str(column)]].to_numpy()
 
 
 def _columns(frame: Any) -> dict[str, Any]:

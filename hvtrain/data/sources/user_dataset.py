@@ -20,12 +20,12 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs
 from hvtrain.data.pipeline.streams import finish
 from hvtrain.data.source import Parts, Source, StreamRequest
-from hvtrain.data.sources.memory import no_examples
+from hvtrain.data.sources.memory import empty_batch
 from hvtrain.data.sources.user_shards import (
     PyDatasetExamples,
     ShardKey,
     UserFunction,
-    kinds_in_words,
+    describe_spec,
 )
 from hvtrain.errors import ConfigError, DataError
 
@@ -46,14 +46,14 @@ class FunctionSource(Source):
     """A source of examples from a function that opens a shard; see from_dataset().
 
     Args:
-        function: the user's function.
-        num_examples: number of examples by split, of which each shard holds an equal part. The
+        function: The user's function.
+        num_examples: Number of examples by split, of which each shard holds an equal part. The
             examples of other splits are counted shard by shard: by reading them, if tf.data does not
             know their number. In a run, each rank counts its own shards, and rank 0 also the whole.
-        more_facts: facts for the model's builder and the task.
+        more_facts: Facts for the model's builder and the task.
 
     Raises:
-        ConfigError: if num_examples names a split that the function cannot open.
+        ConfigError: If num_examples names a split that the function cannot open.
     """
 
     def __init__(
@@ -136,19 +136,19 @@ class FunctionSource(Source):
         topology = request.topology
         share = request.share_of(self.shard_size("train", topology))
         first_epoch, steps_done = request.position
-        kept: dict[ShardKey, PyDatasetExamples] = {}
+        open_shards: dict[ShardKey, PyDatasetExamples] = {}
 
         def open_epoch(epoch):
             # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
-            return self._batches("train", topology, share, kept, epoch, step, request.seed)
+            return self._batches("train", topology, share, open_shards, epoch, step, request.seed)
 
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         number = self.shard_size(split, topology)
         if not number:
-            empty = Dataset.from_tensor_slices(no_examples(self.element_spec))
+            empty = Dataset.from_tensor_slices(empty_batch(self.element_spec))
             return finish(empty.batch(batch_size), topology)
 
         share = Share(batch_size, -(-number // batch_size), number)
@@ -162,7 +162,7 @@ class FunctionSource(Source):
         split: str,
         topology: Topology,
         share: Share,
-        kept: dict[ShardKey, PyDatasetExamples],
+        open_shards: dict[ShardKey, PyDatasetExamples],
         epoch: int = 0,
         step: int = 0,
         seed: int | None = None,
@@ -170,12 +170,12 @@ class FunctionSource(Source):
         """Returns a rank's batches of an epoch from `step` on.
 
         Args:
-            kept: see _open_examples().
-            seed: the run's seed; None for evaluation, where surplus examples are an error too.
+            open_shards: See _open_examples().
+            seed: The run's seed; None for evaluation, where surplus examples are an error too.
 
         Raises:
-            ConfigError: with on_error="skip".
-            DataError: if a shard is the whole data set, too small, or differs in types from the data set.
+            ConfigError: With on_error="skip".
+            DataError: If a shard is the whole data set, too small, or differs in types from the data set.
         """
         if self.skips:
             raise ConfigError(
@@ -184,7 +184,7 @@ class FunctionSource(Source):
             )
         # One shard, or several if ranks have unequal weights.
         keys = _shard_keys(topology, split)
-        call = self._function.call_in_words(keys[0])
+        call = self._function.describe_call(keys[0])
         fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
         values = {"batch_size": share.batch_size}
         if seed is not None:
@@ -200,7 +200,7 @@ class FunctionSource(Source):
         start = share.begin(step)
         first = start if len(keys) == 1 else 0
         element_spec = self.element_spec
-        opened = [self._open_examples(key, kept, epoch, first, values) for key in keys]
+        opened = [self._open_examples(key, open_shards, epoch, first, values) for key in keys]
         parts, counts = zip(*opened)
 
         # Known numbers are checked now; otherwise, cut_epoch() checks them as examples are read.
@@ -216,8 +216,8 @@ class FunctionSource(Source):
         # The model was built for the types of the whole training part.
         if parts[0].element_spec != element_spec:
             raise DataError(
-                f"{call} gives {kinds_in_words(parts[0].element_spec)}, but the whole training part "
-                f"{kinds_in_words(element_spec)}; give all shards and splits the same types and shapes"
+                f"{call} gives {describe_spec(parts[0].element_spec)}, but the whole training part "
+                f"{describe_spec(element_spec)}; give all shards and splits the same types and shapes"
             )
 
         examples = reduce(Dataset.concatenate, parts).skip(start - first)
@@ -227,7 +227,7 @@ class FunctionSource(Source):
     def _open_examples(
         self,
         key: ShardKey,
-        kept: dict[ShardKey, PyDatasetExamples],
+        open_shards: dict[ShardKey, PyDatasetExamples],
         epoch: int,
         start: int,
         values: Mapping[str, int],
@@ -235,8 +235,8 @@ class FunctionSource(Source):
         """Opens a shard's examples of an epoch from `start` on.
 
         Args:
-            kept: PyDatasets that are opened once for all epochs, unless the function declares epoch.
-            values: further arguments for the function: batch_size and, in training, seed, which also
+            open_shards: PyDatasets that are opened once for all epochs, unless the function declares epoch.
+            values: Further arguments for the function: batch_size and, in training, seed, which also
                 shuffles the batches of a PyDataset.
 
         Returns:
@@ -244,18 +244,18 @@ class FunctionSource(Source):
         """
         function = self._function
         # A PyDataset cannot return to an earlier epoch, so a new one is opened.
-        shard: Any = kept.get(key)
+        shard: Any = open_shards.get(key)
         if shard is None or shard.epoch > epoch:
             # A PyDataset has to be whole, since each epoch reads its batches in another order.
             num_seen = 0 if self._has_batches else start
             shard = function.open(key, epoch=epoch, start=num_seen, **values)
             if shard is None:
-                call = function.call_in_words(key)
+                call = function.describe_call(key)
                 raise function.fail(f"{call} returned None; examples are needed")
         if isinstance(shard, PyDatasetExamples):
             # A function that declares epoch is called for each epoch.
             if "epoch" not in function.declared:
-                kept[key] = shard
+                open_shards[key] = shard
             return shard.examples(epoch, start, values.get("seed")), shard.cardinality()
 
         # A function that declares start has left out the examples before it.
@@ -272,7 +272,7 @@ class FunctionSource(Source):
         if key not in self._counts:
             examples = self._open(key)
             number = int(examples.cardinality()) if examples else 0
-            call = self._function.call_in_words(key)
+            call = self._function.describe_call(key)
             if number == tf.data.INFINITE_CARDINALITY:
                 raise DataError(
                     f"{call} never ends; set num_examples to the number of examples in an epoch"
@@ -341,14 +341,14 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: number of examples in all shards together, by split, or a single number for
+        num_examples: Number of examples in all shards together, by split, or a single number for
             train; the examples of other splits are counted.
-        name: name of the data set; by default the function's.
-        num_classes, class_names: number and names of the classes, if targets are classes.
-        facts: facts for the model's builder and the task, such as vocabulary_size.
+        name: Name of the data set; by default the function's.
+        num_classes, class_names: Number and names of the classes, if targets are classes.
+        facts: Facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take shard and num_shards, or needs other arguments.
+        ConfigError: If the function does not take shard and num_shards, or needs other arguments.
     """
     if not isinstance(num_examples, Mapping | None):
         num_examples = {"train": num_examples}

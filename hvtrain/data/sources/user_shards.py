@@ -20,8 +20,8 @@ from tensorflow.data import Dataset
 from hvtrain.data.pipeline.epochs import call_python, seeded
 from hvtrain.data.pipeline.streams import ORDER
 from hvtrain.data.source import Parts
-from hvtrain.data.sources.file_source import NotesFailure
-from hvtrain.data.sources.memory import RENUMBER, as_models_take, spec_of
+from hvtrain.data.sources.file_source import StreamErrors
+from hvtrain.data.sources.memory import RENUMBER, narrow_dtype, spec_of
 from hvtrain.errors import ConfigError, DataError, UserError, cause_of
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 REQUIRED = ("shard", "num_shards")
 # Arguments that a function may declare, and their values while its examples are counted.
 DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
-# The same conversions as in as_models_take().
+# The same conversions as in narrow_dtype().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32, tf.uint64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
 
@@ -47,16 +47,16 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
     """Returns a user's pipeline of single examples, in the types that models take.
 
     Args:
-        dataset: the pipeline.
-        name: the source of the pipeline, with which error messages begin.
+        dataset: The pipeline.
+        name: The source of the pipeline, with which error messages begin.
 
     Raises:
-        DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
+        DataError: For elements other than (inputs, targets) or (inputs, targets, weights), and for
             tensors without a known shape.
     """
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-        raise DataError(f"{name} gives elements of {_parts_in_words(spec)}; {PARTS_NEEDED}")
+        raise DataError(f"{name} gives elements of {_describe_parts(spec)}; {PARTS_NEEDED}")
     for part in nest.flatten(spec):
         # Ragged and sparse tensors have specs of other types.
         if not isinstance(part, TensorSpec) or not part.shape.is_fully_defined():
@@ -82,20 +82,23 @@ class PyDatasetExamples:
     """A shard as a keras.utils.PyDataset, read by as many of tf.data's threads as it has workers.
 
     Args:
-        dataset: the user's PyDataset. All batches have the same size; only the last may be smaller.
-        name: the source of the data set, with which error messages begin.
-        note: keeps an error for the run, which otherwise sees only TensorFlow's; returns the error.
+        dataset: The user's PyDataset. All batches have the same size; only the last may be smaller.
+        name: The source of the data set, with which error messages begin.
+        record_error: Keeps an error for the run, which otherwise sees only TensorFlow's; returns the error.
 
     Raises:
-        DataError: for batches with other parts, types or sizes than the first.
+        DataError: For batches with other parts, types or sizes than the first.
     """
 
     def __init__(
-        self, dataset: keras.utils.PyDataset, name: str, note: Callable[[UserError], UserError]
+        self,
+        dataset: keras.utils.PyDataset,
+        name: str,
+        record_error: Callable[[UserError], UserError],
     ) -> None:
         self._dataset = dataset
         self._name = name
-        self._note = note
+        self._record_error = record_error
         self.epoch = -1
         """The last epoch that was begun; -1 for none."""
 
@@ -125,10 +128,10 @@ class PyDatasetExamples:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
-            epoch: the epoch to begin, not before the last one. The data set's on_epoch_end and
+            epoch: The epoch to begin, not before the last one. The data set's on_epoch_end and
                 on_epoch_begin are called for each epoch up to it, as Keras would have done.
-            start: number of examples to leave out at the beginning of the epoch.
-            seed: the run's seed, with which the batches are shuffled; None keeps their order.
+            start: Number of examples to leave out at the beginning of the epoch.
+            seed: The run's seed, with which the batches are shuffled; None keeps their order.
         """
         while self.epoch < epoch:
             if self.epoch >= 0:
@@ -163,8 +166,8 @@ class PyDatasetExamples:
         batch, size = self._batch(int(number))
         if spec_of(batch) != self.element_spec:
             raise self._fail(
-                f"batch {number} holds {kinds_in_words(spec_of(batch))}, but batch 0 "
-                f"{kinds_in_words(self.element_spec)}; give all batches the same parts, types and shapes"
+                f"batch {number} holds {describe_spec(spec_of(batch))}, but batch 0 "
+                f"{describe_spec(self.element_spec)}; give all batches the same parts, types and shapes"
             )
         if size != self._sizes[number]:
             raise self._wrong_size(size, int(number))
@@ -177,8 +180,8 @@ class PyDatasetExamples:
         """
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
-        parts = nest.map_structure(lambda part: as_models_take(np.asarray(part)), tuple(batch))
+            raise self._fail(f"batch {number} is {_describe_parts(batch)}; {PARTS_NEEDED}")
+        parts = nest.map_structure(lambda part: narrow_dtype(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
         sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
@@ -195,21 +198,21 @@ class PyDatasetExamples:
         )
 
     def _fail(self, problem: str) -> UserError:
-        return self._note(DataError(f"{self._name}: {problem}"))
+        return self._record_error(DataError(f"{self._name}: {problem}"))
 
 
-class UserFunction(NotesFailure):
+class UserFunction(StreamErrors):
     """Calls the user's function with the arguments that it declares.
 
     Args:
-        function: see from_dataset().
-        name: name of the data set; default: the function's.
+        function: See from_dataset().
+        name: Name of the data set; default: the function's.
 
     Attributes:
-        declared: names of the known arguments that the function takes.
+        declared: Names of the known arguments that the function takes.
 
     Raises:
-        ConfigError: if it does not take shard and num_shards, or needs other arguments.
+        ConfigError: If it does not take shard and num_shards, or needs other arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -249,7 +252,7 @@ class UserFunction(NotesFailure):
                 f"{self.name} takes no {' and no '.join(missing)}; it must take both and return that shard"
             )
 
-    def call_in_words(self, key: ShardKey) -> str:
+    def describe_call(self, key: ShardKey) -> str:
         """Formats the call for a shard as Python code, to begin a message with."""
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
@@ -258,18 +261,18 @@ class UserFunction(NotesFailure):
         """Calls the function to open a shard.
 
         Args:
-            key: key of the shard.
-            values: other arguments by name; those that are missing come from DEFAULTS.
+            key: Key of the shard.
+            values: Other arguments by name; those that are missing come from DEFAULTS.
 
         Returns:
             The shard's examples; None if the function returns None: there is no such split.
 
         Raises:
-            ConfigError: if the function fails.
-            DataError: if it returns anything else, or None for the training split.
+            ConfigError: If the function fails.
+            DataError: If it returns anything else, or None for the training split.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
-        call = self.call_in_words(key)
+        call = self.describe_call(key)
         try:
             # Seeded, so that a shuffle has the same order whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
@@ -277,13 +280,13 @@ class UserFunction(NotesFailure):
                 if isinstance(shard, Dataset):
                     return checked_pipeline(shard, call)
                 if isinstance(shard, keras.utils.PyDataset):
-                    return PyDatasetExamples(shard, call, self.note)
+                    return PyDatasetExamples(shard, call, self.record_error)
         except UserError as error:
             # The message already says what is wrong; a line of the user's code would add nothing.
-            raise self.note(error) from error.__cause__
+            raise self.record_error(error) from error.__cause__
         except Exception as error:  # The user's code may raise anything.
             message = f"{call} failed: {cause_of(error)}; tracebacks=true shows its traceback"
-            raise self.note(ConfigError(message)) from error
+            raise self.record_error(ConfigError(message)) from error
 
         if shard is not None or key.split == "train":
             raise self.fail(
@@ -315,13 +318,13 @@ class UserFunction(NotesFailure):
             )
 
 
-def _parts_in_words(element: Any) -> str:
+def _describe_parts(element: Any) -> str:
     if isinstance(element, tuple | list):
         return f"{len(element)} parts"
     return f"a {type(element).__name__}"
 
 
-def kinds_in_words(spec: Any) -> str:
+def describe_spec(spec: Any) -> str:
     """Lists the names, types and shapes of an example's parts."""
     return ", ".join(
         " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])

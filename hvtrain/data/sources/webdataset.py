@@ -56,23 +56,23 @@ def web_dataset(
     no example again.
 
     Args:
-        dir: the folder of the shards.
+        dir: The folder of the shards.
         image_shape: [height, width, channels] to which images are resized.
-        num_classes: number of classes, including the background if targets are masks.
-        train, validation, test: shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
+        num_classes: Number of classes, including the background if targets are masks.
+        train, validation, test: Shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
             Globs for validation and test may match nothing.
-        image_key: endings of images' names, in order: the first that an example has is its image.
-        label_key: ending of labels' names: cls or the like for a number or class name; json.NAME for
+        image_key: Endings of images' names, in order: the first that an example has is its image.
+        label_key: Ending of labels' names: cls or the like for a number or class name; json.NAME for
             a field of KEY.json; seg.png, or another image, for a mask as in SegmentationFolder.
-        num_validation: number of examples taken out of train at random, with a fixed seed.
-        flip: mirrors half of the training images, and their masks.
-        colors: the colors of classes in colored masks; see SegmentationFolder.
+        num_validation: Number of examples taken out of train at random, with a fixed seed.
+        flip: Mirrors half of the training images, and their masks.
+        colors: The colors of classes in colored masks; see SegmentationFolder.
         images: class_names (needed if labels are names), shift_pixels, and how images are resized;
             see FileSource.
 
     Raises:
-        ConfigError: if num_validation does not fit the shards.
-        DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
+        ConfigError: If num_validation does not fit the shards.
+        DataError: If there is no shard, one is damaged or compressed, or an example lacks a part.
     """
     kind: type[Sharded] = ShardedImages
     if label_key.lower().endswith(SUFFIXES):
@@ -98,14 +98,14 @@ class Sharded(ListedImages):
     """Base class for sources of images in shards: finds each split's shards and their examples.
 
     Args:
-        names: the shards of train, validation and test, each as paths, globs and ranges.
-        image_keys, label_key, num_validation: see web_dataset().
-        settings, images: arguments of the next base class.
+        names: The shards of train, validation and test, each as paths, globs and ranges.
+        image_keys, label_key, num_validation: See web_dataset().
+        settings, images: Arguments of the next base class.
     """
 
     name = "webdataset"
     ADVICE = "write or fetch the shard again"
-    FAR = ("",)  # type: ignore[assignment]  # Any file: its members are read one by one.
+    REMOTE_SUFFIXES = ("",)  # type: ignore[assignment]  # Any file: its members are read one by one.
     read_files = staticmethod(read_members)
 
     def __init__(
@@ -153,7 +153,7 @@ class Sharded(ListedImages):
                 paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
                 if not paths and "*" not in name:
                     raise DataError(
-                        f"{self.folder / name} is not there; fetch it, or change dataset.{split}"
+                        f"{self.folder / name} does not exist; fetch it, or change dataset.{split}"
                     )
                 for path in paths:
                     # Two patterns of a split may name the same shard.
@@ -179,11 +179,11 @@ class Sharded(ListedImages):
         """Lists the examples of each split.
 
         Args:
-            refuse: called with each item that cannot be used; it may raise an error.
+            refuse: Called with each item that cannot be used; it may raise an error.
 
         Raises:
             ConfigError: num_validation does not fit the shards.
-            DataError: the shards of train hold no example.
+            DataError: The shards of train hold no example.
         """
         examples: dict[str, Files] = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
