@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import keras
@@ -37,7 +38,7 @@ from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.publishing import Metrics, Tracking
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
-from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run, Start
 
@@ -81,7 +82,14 @@ def make_callbacks(
     throughput = Throughput(context)
     validation = Validation(context, start)
     validates = validation.dataset is not None
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, validates))
+    user_callbacks = strategy.comm.all_or_raise(
+        lambda: own_callbacks(run, context.model, validates)
+    )
+    own = {
+        name: callback
+        for name, callback in user_callbacks.items()
+        if is_chief or not isinstance(callback, WRITERS)
+    }
     for callback in own.values():
         _end_whole_epochs(callback, context)
     state = CallbackState(context, own, start)
@@ -102,6 +110,7 @@ def make_callbacks(
 
     agree = LambdaCallback(on_epoch_end=agree_within_epoch)
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
+    monitors = LambdaCallback(on_epoch_end=lambda epoch, logs: check_monitors(user_callbacks, logs))
 
     has_ranks = run.topology.size > 1
     callbacks = [
@@ -130,6 +139,8 @@ def make_callbacks(
         has_ranks and config.train.balance and Balance(context, throughput),
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
+        # After the checkpoint, from which the run continues once the name is corrected.
+        monitors,
         is_chief and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
@@ -237,7 +248,7 @@ _REFUSED = {
 
 
 def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Callback]:
-    """Returns the user's callbacks on this rank, by name. Keras's callbacks that only write are on the chief alone.
+    """Builds the user's callbacks, by name.
 
     Args:
         run: The run, whose config names them.
@@ -249,7 +260,6 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             place; or checkpoint.best is not a metric of this run.
     """
     config = run.config
-    is_chief = run.topology.is_chief
     for name, settings in config.callbacks.items():
         package, _, kind = settings["_target_"].rpartition(".")
         if package.startswith("keras.") and kind in _REFUSED:
@@ -258,7 +268,7 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
-    if run.best not in metrics and not callbacks:  # Callbacks may add metrics.
+    if run.best not in metrics and not any(map(_may_add_metrics, callbacks.values())):
         raise ConfigError(
             f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
         )
@@ -286,24 +296,60 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
                 "checkpoint.every_steps instead"
             )
         is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
-        if is_chief and is_tensorboard and not find_spec("tensorboard"):
+        if run.topology.is_chief and is_tensorboard and not find_spec("tensorboard"):
             raise ConfigError(
                 f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
             )
         if not validates:
             _check_monitor(name, callback, config)
-    return {
-        name: callback
-        for name, callback in callbacks.items()
-        if is_chief or not isinstance(callback, WRITERS)
-    }
+    return callbacks
+
+
+def check_monitors(callbacks: Mapping[str, Callback], logs: Logs) -> None:
+    """Checks, at the end of an epoch, that its logs have what Keras's callbacks monitor (every rank).
+
+    Keras itself only warns, after every epoch. This cannot be checked before the training, because a
+    model may log names that are known only then.
+
+    Args:
+        callbacks: The user's callbacks by name, on every rank also those that only the chief uses.
+        logs: The logs of the epoch, after all callbacks that add to them.
+
+    Raises:
+        ConfigError: A callback monitors a metric that the run does not have.
+    """
+    # A callback of the user's may add its metric in some epochs only.
+    if any(map(_may_add_metrics, callbacks.values())):
+        return
+    has_validated = any(name.startswith("val_") for name in logs)
+    for name, callback in callbacks.items():
+        monitor = _monitored(callback)
+        is_due = has_validated or not monitor.startswith("val_")
+        # An epoch may be too short for an estimate of the noise scale.
+        if monitor and is_due and monitor not in (*logs, "noise_scale"):
+            raise ConfigError(
+                f"callbacks.{name}.monitor={monitor} is not a metric of this run; {nearest(monitor, list(logs))}"
+            )
+
+
+def _may_add_metrics(callback: Callback) -> bool:
+    """True if the callback contains code of the user's, which may add metrics to the logs."""
+    is_own = type(callback).__module__.partition(".")[0] not in ("hvtrain", "keras")
+    return is_own or isinstance(callback, LambdaCallback)
+
+
+def _monitored(callback: Callback) -> str:
+    """Returns the name of the metric on which the callback acts; empty if there is none."""
+    # ModelCheckpoint uses its monitor only with save_best_only.
+    if not getattr(callback, "save_best_only", True):
+        return ""
+    return str(getattr(callback, "monitor", ""))
 
 
 def _check_monitor(name: str, callback: Callback, config: RunConfig) -> None:
     """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
-    monitor = str(getattr(callback, "monitor", ""))
-    # ModelCheckpoint uses its monitor only with save_best_only.
-    if not monitor.startswith("val_") or not getattr(callback, "save_best_only", True):
+    monitor = _monitored(callback)
+    if not monitor.startswith("val_"):
         return
     advice = "as the split validation"
     if "num_validation" in config.dataset:
