@@ -37,6 +37,8 @@ COLORS = (
     layers.RandomSharpness,
     layers.Solarization,
 )
+# Layers that bring images into another range.
+SCALING = (layers.Rescaling, layers.Normalization)
 CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
 
@@ -83,9 +85,12 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
         setting = f"augment.{name}"
         with tf.device("CPU:0"):
             layer = build(config, setting, keras.Layer, facts, source.name)
-        if "value_range" not in str(config.augment[name]):
+        has_range = "value_range" in str(config.augment[name])
+        members = dict(_in_turn(setting, layer))
+        _refuse_scaling(setting, list(members.values()), has_range)
+        if not has_range:
             _check_range(setting, layer, limits, source.name)
-        chosen.update(_in_turn(setting, layer))
+        chosen.update(members)
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
@@ -153,13 +158,34 @@ def _target_kind(source: Source, task: Task, moves: bool) -> Labels | Masks:
     return Labels(soften, math.prod(softened.shape[1:]))
 
 
+def _refuse_scaling(setting: str, members: list[keras.Layer], has_range: bool) -> None:
+    """Raises ConfigError if layers rescale the training images: those of validation are not augmented.
+
+    Args:
+        setting: The setting that the layers belong to.
+        members: The layers, in order.
+        has_range: The setting names value_range, which says that images return to it: within a layer of
+            the user's, or by a second Rescaling.
+    """
+    num_scaling = sum(isinstance(member, SCALING) for member in members)
+    if has_range and num_scaling != 1:
+        return
+    for member in members:
+        for inner in member._flatten_layers():
+            if isinstance(inner, SCALING):
+                raise ConfigError(
+                    f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of "
+                    f"validation; leave it out, or scale the images back and set value_range in {setting}"
+                )
+
+
 def _check_range(
     setting: str,
     layer: keras.Layer,
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError if a layer rescales, or its value_range, such as the default 0 to 255, is not the images'.
+    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not the images'.
 
     A layer with another range would clip the images.
 
@@ -170,11 +196,6 @@ def _check_range(
         source_name: The name of the data set.
     """
     for inner in layer._flatten_layers():
-        if isinstance(inner, (layers.Rescaling, layers.Normalization)):
-            raise ConfigError(
-                f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of validation; "
-                "leave it out"
-            )
         own_range = getattr(inner, "value_range", None)
         if own_range is None or tuple(own_range) == limits:
             continue
