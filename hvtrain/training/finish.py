@@ -19,7 +19,13 @@ from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
-from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
+from hvtrain.system.run_files import (
+    RESULT_FILE,
+    REVIEW_FILE,
+    RunRecord,
+    proof_in_words,
+    write_result,
+)
 from hvtrain.tasks.examples import ReviewedExamples, as_numpy
 from hvtrain.training.callbacks.run_context import RunContext, goodput_in_words
 from hvtrain.training.run import Run, versions
@@ -117,7 +123,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     def write():
         export(model, run.source, run.task, run.topology, folder)
         complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
-        write_json(folder / RESULT_FILE, asdict(complete), indent=2)
+        write_result(folder, complete)
         return complete
 
     with comm.whole_tables(model, folder):
