@@ -86,7 +86,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
         with tf.device("CPU:0"):
             layer = build(config, setting, keras.Layer, facts, source.name)
         has_range = "value_range" in str(config.augment[name])
-        members = dict(_in_turn(setting, layer))
+        members = dict(_members(setting, layer))
         _refuse_scaling(setting, list(members.values()), has_range)
         if not has_range:
             _check_range(setting, layer, limits, source.name)
@@ -94,9 +94,10 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
-    moves = not all(isinstance(layer, COLORS) for layer in chosen.values())
+    moves_pixels = not all(isinstance(layer, COLORS) for layer in chosen.values())
+    targets = _target_kind(source, task, moves_pixels)
     source.augmentation = Augmentation(
-        chosen, tuple(inputs.shape), _target_kind(source, task, moves), keeps_integers, in_step
+        chosen, tuple(inputs.shape), targets, keeps_integers, in_step
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
@@ -135,14 +136,14 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
     return names[1:]
 
 
-def _target_kind(source: Source, task: Task, moves: bool) -> Labels | Masks:
+def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Masks:
     """Returns how layers treat targets: masks move with their images, labels can only be mixed.
 
-    Raises ConfigError if a layer `moves` pixels, and other targets or weights have values for each.
+    Raises ConfigError if a layer moves pixels, and other targets or weights have values for each.
     """
     image, targets, *weights = source.element_spec
     others = weights if task.targets_are_masks else (targets, weights)
-    if moves and are_per_pixel(image, others):
+    if moves_pixels and are_per_pixel(image, others):
         raise ConfigError(
             f"augment moves images, and not the targets or weights of {source.name} that are images; leave out all "
             "layers but those that change colors"
@@ -208,10 +209,10 @@ def _check_range(
         )
 
 
-def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
+def _members(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     """Yields (setting, layer) for the layer, or for each inner layer of a Pipeline or Sequential."""
     if type(layer) not in (layers.Pipeline, keras.Sequential):
         yield setting, layer
         return
     for number, inner in enumerate(layer.layers):
-        yield from _in_turn(f"{setting}.layers[{number}]", inner)
+        yield from _members(f"{setting}.layers[{number}]", inner)

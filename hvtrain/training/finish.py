@@ -188,7 +188,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     """
     comm = run.strategy.comm
     checkpoints = run.folder / "checkpoints"
-    best = comm.on_chief(lambda: _reading_best(writer.read_best, checkpoints))
+    best = comm.on_chief(lambda: _read_or_warn(writer.read_best, checkpoints))
     if best is None:
         return None
 
@@ -205,7 +205,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
-        if not comm.on_chief(lambda: _reading_best(load)):
+        if not comm.on_chief(lambda: _read_or_warn(load)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
@@ -219,7 +219,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     return {**best, "metrics": metrics}
 
 
-def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
+def _read_or_warn(read: Callable[..., Any], *args: Any) -> Any:
     """Returns read(*args); None, with a warning, if the best checkpoint or its record cannot be read."""
     try:
         return read(*args)

@@ -209,16 +209,16 @@ def weighted_mixture(
     [[0.0, 0.75], [1.0, 2.0]]
     """
     is_binary = targets.shape[-1] != len(class_weights) or targets.shape.rank == 1
-    parts = targets
+    shares = targets
     if is_binary:
         second = tf.reshape(targets, [-1])
-        parts = tf.stack([1 - second, second], axis=-1)
+        shares = tf.stack([1 - second, second], axis=-1)
 
     # A cross-entropy is linear in the targets p: with class weights w, sum(w p log q) is sum(w p)
     # times that of the targets w p / sum(w p).
-    heavy = parts * tf.constant(class_weights, tf.float32)
-    weights = tf.reduce_sum(heavy, axis=-1)
-    heavy = tf.math.divide_no_nan(heavy, weights[:, None])
+    weighted_shares = shares * tf.constant(class_weights, tf.float32)
+    weights = tf.reduce_sum(weighted_shares, axis=-1)
+    weighted_shares = tf.math.divide_no_nan(weighted_shares, weights[:, None])
     if is_binary:
-        heavy = tf.reshape(heavy[:, 1], tf.shape(targets))
-    return heavy, weights
+        weighted_shares = tf.reshape(weighted_shares[:, 1], tf.shape(targets))
+    return weighted_shares, weights

@@ -57,8 +57,8 @@ REPLACED = (
     "model.json",
     "best.keras",
 )
-# Number of starts, the newest ones, that starts.json keeps.
-MOST_STARTS = 100
+# Number of starts that starts.json keeps, the newest ones.
+MAX_STARTS = 100
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
@@ -200,7 +200,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             },
             "git": checkout(working_folder),
         }
-        starts = [*earlier[1 - MOST_STARTS :], facts]
+        starts = [*earlier[1 - MAX_STARTS :], facts]
         last_step_ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
         # Writing changed the file's modification time, which tells when the last step ended (see
