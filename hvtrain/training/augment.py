@@ -200,12 +200,12 @@ def _check_range(
         own_range = getattr(inner, "value_range", None)
         if own_range is None or tuple(own_range) == limits:
             continue
-        known = "does not give the range of its images"
+        source_range = "does not give the range of its images"
         if limits:
-            known = f"gives images from {limits[0]:g} to {limits[1]:g}"
+            source_range = f"gives images from {limits[0]:g} to {limits[1]:g}"
         raise ConfigError(
             f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
-            f"{source_name} {known}; set value_range in {setting}"
+            f"{source_name} {source_range}; set value_range in {setting}"
         )
 
 

@@ -118,23 +118,40 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
             f"{setting} needs a task whose targets are classes; {type(task).__name__} has none"
         )
 
-    facts = source.facts()
-    num_classes = facts.get("num_classes", 2)  # For a binary task the source may give no number.
     if chosen == BALANCED:
-        targets = source.whole_targets().get("train")
-        if targets is None:
-            raise ConfigError(
-                f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
-            )
-        counts = count_classes(np.asarray(targets), num_classes)
-        balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
-        return np.where(counts, balanced, 0.0).tolist()
-
+        return _balanced_weights(setting, source)
     if not isinstance(chosen, Mapping):
         raise ConfigError(
             f"{setting} is neither {BALANCED} nor a mapping such as {{0: 1.0, 1: 5.0}}"
         )
-    names = [str(name) for name in facts.get("class_names", ())]
+    return _weights_by_class(setting, chosen, source)
+
+
+def _num_classes(source: Source) -> int:
+    # For a binary task the source may give no number.
+    return source.facts().get("num_classes", 2)
+
+
+def _balanced_weights(setting: str, source: Source) -> list[float]:
+    """Returns n / (classes x count) for each class. Raises ConfigError if the source has no counts."""
+    targets = source.whole_targets().get("train")
+    if targets is None:
+        raise ConfigError(
+            f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
+        )
+    num_classes = _num_classes(source)
+    counts = count_classes(np.asarray(targets), num_classes)
+    balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
+    return np.where(counts, balanced, 0.0).tolist()
+
+
+def _weights_by_class(setting: str, chosen: Mapping[Any, Any], source: Source) -> list[float]:
+    """Returns the weights that the user has chosen by name or index; 1 for other classes.
+
+    Raises ConfigError for an unknown class or an invalid weight.
+    """
+    names = [str(name) for name in source.facts().get("class_names", ())]
+    num_classes = _num_classes(source)
     weights = [1.0] * num_classes
     for key, weight in chosen.items():
         name = str(key)

@@ -71,12 +71,12 @@ class Balance(RunCallback):
         ):
             return
 
-        before = plan.batch_sizes
+        old_sizes = plan.batch_sizes
         work_seconds = [rank.own_work for rank in times]
-        sizes = balanced_sizes(before, work_seconds)
+        new_sizes = balanced_sizes(old_sizes, work_seconds)
         old_seconds = max(work_seconds)
         new_seconds = max(
-            size * (work / old) for size, work, old in zip(sizes, work_seconds, before)
+            new * (work / old) for new, work, old in zip(new_sizes, work_seconds, old_sizes)
         )
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
         # The conditions above are the same on all ranks, so all of them come here or none does.
@@ -88,14 +88,14 @@ class Balance(RunCallback):
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",
-                slowest_in_words(times, before, self.strategy.devices),
+                slowest_in_words(times, old_sizes, self.strategy.devices),
                 epoch + 2,
-                " + ".join(map(str, sizes)),
-                " + ".join(map(str, before)),
+                " + ".join(map(str, new_sizes)),
+                " + ".join(map(str, old_sizes)),
                 1000 * new_seconds,
                 1000 * old_seconds,
             )
-        self.run.meta.update(batch_sizes=sizes, balanced=True)
+        self.run.meta.update(batch_sizes=new_sizes, balanced=True)
         self.report.rebalanced = True
         self.model.stop_training = True
 

@@ -283,26 +283,31 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
         # minimizes whatever is not an accuracy.
         if getattr(callback, "mode", None) == "auto" and hasattr(callback, "monitor"):
             callback.mode = "max" if run.task.sign(callback.monitor) == 1 else "min"
-        if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
-            raise ConfigError(
-                f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
-                "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
-            )
-        is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
-        if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
-            raise ConfigError(
-                f"callbacks.{name}.save_freq={callback.save_freq} would save rank 0's own weights, since those of "
-                f"strategy={run.strategy.name} differ between synchronizations; set it to epoch, or set "
-                "checkpoint.every_steps instead"
-            )
-        is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
-        if run.topology.is_chief and is_tensorboard and not find_spec("tensorboard"):
-            raise ConfigError(
-                f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
-            )
+        _check_callback(name, callback, run, model)
         if not validates:
-            _check_monitor(name, callback, config)
+            _refuse_unvalidated_monitor(name, callback, config)
     return callbacks
+
+
+def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model) -> None:
+    """Raises ConfigError if a callback lacks a package, or would save what is not the model of all ranks."""
+    if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
+        raise ConfigError(
+            f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
+            "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
+        )
+    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
+        raise ConfigError(
+            f"callbacks.{name}.save_freq={callback.save_freq} would save rank 0's own weights, since those of "
+            f"strategy={run.strategy.name} differ between synchronizations; set it to epoch, or set "
+            "checkpoint.every_steps instead"
+        )
+    is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
+    if run.topology.is_chief and is_tensorboard and not find_spec("tensorboard"):
+        raise ConfigError(
+            f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
+        )
 
 
 def check_monitors(callbacks: Mapping[str, Callback], logs: Logs) -> None:
@@ -346,7 +351,7 @@ def _monitored(callback: Callback) -> str:
     return str(getattr(callback, "monitor", ""))
 
 
-def _check_monitor(name: str, callback: Callback, config: RunConfig) -> None:
+def _refuse_unvalidated_monitor(name: str, callback: Callback, config: RunConfig) -> None:
     """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
     monitor = _monitored(callback)
     if not monitor.startswith("val_"):

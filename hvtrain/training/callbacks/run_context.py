@@ -91,12 +91,12 @@ class Goodput:
         >>> Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).summary(10)["other"]
         4.0
         """
-        whole = max(now - self.began, 1e-9)
+        total = max(now - self.began, 1e-9)
         return {
-            "share": self.seconds["steps"] / whole,
-            "all": whole,
+            "share": self.seconds["steps"] / total,
+            "all": total,
             **self.seconds,
-            "other": max(0.0, whole - sum(self.seconds.values())),
+            "other": max(0.0, total - sum(self.seconds.values())),
         }
 
 
