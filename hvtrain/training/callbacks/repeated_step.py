@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
 from hvtrain.strategies.loop import replaced
-from hvtrain.training.callbacks.guard import named
+from hvtrain.training.callbacks.guard import named, ranks_not_finite
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ class LayerSearch(RunCallback):
         if hasattr(self.model.optimizer, "dynamic_scale"):
             return  # A loss scale skips steps that overflow; their loss is not an error.
 
-        is_finite = self.comm.gather(math.isfinite(logs.get("loss", 0.0)))
-        ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
+        ranks = ranks_not_finite(self.comm, logs.get("loss", 0.0))
         if ranks:
             origin = self.find_origin(self.step)
             raise TrainingError(
