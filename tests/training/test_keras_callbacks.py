@@ -7,7 +7,7 @@ import pytest
 from keras.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 from hvtrain.errors import ConfigError
-from hvtrain.training.callbacks.make_callbacks import check_monitors
+from hvtrain.training.callbacks.make_callbacks import check_logged, monitored_names
 from launching import many_runs, without_hvtrain
 from tiers import with_nightly
 
@@ -152,16 +152,18 @@ def test_a_monitor_that_the_logs_lack_is_refused():
         "stop": EarlyStopping("val_acuracy"),
         "save": ModelCheckpoint("x.keras", monitor="unused"),
     }
+    monitored = monitored_names(callbacks, "accuracy")
     training = {"loss": 1.0, "accuracy": 0.5}
     logs = training | {"val_loss": 1.0, "val_accuracy": 0.5}
-    check_monitors(callbacks, training)
+    check_logged(monitored, training)
     with pytest.raises(
         ConfigError,
         match=r"callbacks.stop.monitor=val_acuracy is not a metric .*; did you mean 'val_accuracy'\?",
     ):
-        check_monitors(callbacks, logs)
-    check_monitors(callbacks | {"own": LambdaCallback()}, logs)
-    check_monitors({"stop": EarlyStopping("val_accuracy")}, logs)
+        check_logged(monitored, logs)
+    with pytest.raises(ConfigError, match=r"checkpoint.best=loss is not a metric of this run"):
+        check_logged(monitored_names({}, "loss"), {"own_loss": 1.0})
+    assert monitored_names(callbacks | {"own": LambdaCallback()}, "other") == {}
 
 
 @pytest.mark.nightly

@@ -109,8 +109,9 @@ def make_callbacks(
             interruption.agree_on_reason()
 
     agree = LambdaCallback(on_epoch_end=agree_within_epoch)
+    monitored = monitored_names(user_callbacks, config.checkpoint.best)
+    check_names = LambdaCallback(on_epoch_end=lambda epoch, logs: check_logged(monitored, logs))
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
-    monitors = LambdaCallback(on_epoch_end=lambda epoch, logs: check_monitors(user_callbacks, logs))
 
     has_ranks = run.topology.size > 1
     callbacks = [
@@ -140,7 +141,7 @@ def make_callbacks(
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
         # After the checkpoint, from which the run continues once the name is corrected.
-        monitors,
+        check_names,
         is_chief and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
@@ -268,7 +269,9 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
-    if run.best not in metrics and not any(map(_may_add_metrics, callbacks.values())):
+    has_own_step = type(model).train_step is not keras.Model.train_step
+    may_log_more = has_own_step or any(map(_may_add_metrics, callbacks.values()))
+    if run.best not in metrics and not may_log_more:
         raise ConfigError(
             f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
         )
@@ -310,30 +313,40 @@ def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model)
         )
 
 
-def check_monitors(callbacks: Mapping[str, Callback], logs: Logs) -> None:
-    """Checks, at the end of an epoch, that its logs have what Keras's callbacks monitor (every rank).
+def monitored_names(callbacks: Mapping[str, Callback], best: str | None) -> dict[str, str]:
+    """Returns the names of the metrics on which Keras's callbacks and checkpoint.best depend, by setting.
 
-    Keras itself only warns, after every epoch. This cannot be checked before the training, because a
-    model may log names that are known only then.
+    Empty if a callback of the user's may add its metrics in some epochs only.
+    """
+    if any(map(_may_add_metrics, callbacks.values())):
+        return {}
+    names = {
+        f"callbacks.{name}.monitor": _monitor_of(callback) for name, callback in callbacks.items()
+    }
+    names["checkpoint.best"] = best or ""
+    return {setting: name for setting, name in names.items() if name}
+
+
+def check_logged(monitored: Mapping[str, str], logs: Logs) -> None:
+    """Checks that an epoch's logs contain the monitored metrics (every rank).
+
+    Keras itself only warns, after every epoch. Not all names are known before the training: a model may
+    log metrics of its own.
 
     Args:
-        callbacks: The user's callbacks by name, on every rank also those that only the chief uses.
-        logs: The logs of the epoch, after all callbacks that add to them.
+        monitored: The result of monitored_names.
+        logs: The logs, after all callbacks that add to them.
 
     Raises:
-        ConfigError: A callback monitors a metric that the run does not have.
+        ConfigError: A metric is missing.
     """
-    # A callback of the user's may add its metric in some epochs only.
-    if any(map(_may_add_metrics, callbacks.values())):
-        return
     has_validated = any(name.startswith("val_") for name in logs)
-    for name, callback in callbacks.items():
-        monitor = _monitored(callback)
-        is_due = has_validated or not monitor.startswith("val_")
+    for setting, name in monitored.items():
+        is_due = has_validated or not name.startswith("val_")
         # An epoch may be too short for an estimate of the noise scale.
-        if monitor and is_due and monitor not in (*logs, "noise_scale"):
+        if is_due and name not in (*logs, "noise_scale"):
             raise ConfigError(
-                f"callbacks.{name}.monitor={monitor} is not a metric of this run; {nearest(monitor, list(logs))}"
+                f"{setting}={name} is not a metric of this run; {nearest(name, list(logs))}"
             )
 
 
@@ -343,7 +356,7 @@ def _may_add_metrics(callback: Callback) -> bool:
     return is_own or isinstance(callback, LambdaCallback)
 
 
-def _monitored(callback: Callback) -> str:
+def _monitor_of(callback: Callback) -> str:
     """Returns the name of the metric on which the callback acts; empty if there is none."""
     # ModelCheckpoint uses its monitor only with save_best_only.
     if not getattr(callback, "save_best_only", True):
@@ -353,7 +366,7 @@ def _monitored(callback: Callback) -> str:
 
 def _refuse_unvalidated_monitor(name: str, callback: Callback, config: RunConfig) -> None:
     """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
-    monitor = _monitored(callback)
+    monitor = _monitor_of(callback)
     if not monitor.startswith("val_"):
         return
     advice = "as the split validation"

@@ -35,9 +35,9 @@ class Verdict(NamedTuple):
     """The result of a check.
 
     Attributes:
-        ranks: those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
-        variable: the index of the variable whose gradient differs most.
-        difference: how much that gradient differs, relative to its norm.
+        ranks: Those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
+        variable: The index of the variable whose gradient differs most.
+        difference: How much that gradient differs, relative to its norm.
     """
 
     ranks: list[int]
