@@ -187,7 +187,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
     # ModelCheckpoint and TensorBoard count batches themselves if the
     # value is a number, not "epoch".
-    counted = [
+    frequencies = [
         getattr(callback, name, None)
         for callback in callbacks
         for name in ("save_freq", "update_freq")
@@ -198,9 +198,9 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         or module == "hvtrain.keras.learning_rate"
         for module in modules
     )
-    counts = [steps for steps in counted if isinstance(steps, int)]
+    batch_intervals = [steps for steps in frequencies if isinstance(steps, int)]
     # The chief decides, since it alone has the callbacks that only write.
-    acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
+    acts_on_batches, batch_intervals = strategy.comm.broadcast((acts_on_batches, batch_intervals))
 
     sync_every = strategy.sync_every
     saved_every = {
@@ -219,7 +219,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         *saved_every.values(),
         config.guard.recompute_every,
         math.lcm(config.guard.every, sync_every),
-        *counts,
+        *batch_intervals,
         strategy.membership.commit_steps,
         bool(config.checkpoint.every_minutes) and math.lcm(steps_between_clock_checks, sync_every),
         config.profile.timeline and config.profile.steps,

@@ -233,7 +233,7 @@ class RunContext:
             lambda: run.strategy.watchdog.phase(EXCHANGE),
         )
         folder = run.folder
-        records, seconds, ended = run.strategy.comm.on_chief(
+        records, seconds, last_step_ended = run.strategy.comm.on_chief(
             lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
         )
         # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since
@@ -248,7 +248,7 @@ class RunContext:
         report = RunReport(
             records,
             {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-            Goodput.resumed(run.meta.get("goodput"), began, ended),
+            Goodput.resumed(run.meta.get("goodput"), began, last_step_ended),
             flops_per_example=flops_per_example(model),
             peak_flops=peak and peak * run.strategy.num_computing,
         )
