@@ -11,7 +11,7 @@ from hvtrain.finished.hugging_face import open_hub, upload
 from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
 from hvtrain.system.files import page_path, read_json, write_json
-from hvtrain.system.run_files import RESULT_FILE
+from hvtrain.system.run_files import RESULT_FILE, restore_nan
 from hvtrain.system.storage.runs import Output
 
 
@@ -180,7 +180,7 @@ folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
 
     # One process is enough; more would only write the same file.
     with opened(finished, alone=True, uses_split=False) as run:
-        result = read_json(finished.folder / RESULT_FILE, dict)
+        result = restore_nan(read_json(finished.folder / RESULT_FILE, dict))
         verdict = export_checked(run, model_format, path, result, repo or path.name)
         output.send()
         print(f"{run.checkpoint} in {options.output or path}; {verdict}")

@@ -24,7 +24,7 @@ import psutil
 
 from hvtrain.errors import LostRankError
 from hvtrain.system.console import signals_held
-from hvtrain.system.run_files import RESULT_FILE, EpochRecord, read_history
+from hvtrain.system.run_files import RESULT_FILE, EpochRecord, read_history, restore_nan
 
 # Longer than a launcher takes to kill its ranks: 30 s after the first signal, or at once after the
 # second (supervisor.py).
@@ -160,7 +160,7 @@ def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
     if code:
         raise LostRankError(failure(log.read_text(errors="replace"), code))
     try:
-        return json.loads((run / RESULT_FILE).read_text("utf-8"))
+        return restore_nan(json.loads((run / RESULT_FILE).read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise LostRankError(
             f"the run succeeded, but {run / RESULT_FILE} cannot be read: {error}"

@@ -18,6 +18,7 @@ from hvtrain.system.run_files import (
     read_history,
     read_rank_seconds,
     read_starts,
+    restore_nan,
 )
 from hvtrain.system.run_lock import is_held
 
@@ -216,7 +217,7 @@ def _read_result(folder: Path) -> Record:
             f"{path} is damaged; move it away, and the same command tests the run again"
         )
 
-    return result
+    return restore_nan(result)
 
 
 def _read_config(folder: Path) -> Record:

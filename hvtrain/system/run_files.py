@@ -5,6 +5,7 @@ Nothing here checks the rank: callers make sure that only rank 0 writes.
 
 import csv
 import io
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from hvtrain.system.files import (
     read_json,
     whole_lines,
     write_atomic,
+    write_json,
 )
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE
 from hvtrain.system.text import human_bytes
@@ -140,6 +142,27 @@ class EpochTable:
             write_atomic(self.path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
             self._columns = columns
         self._num_written = len(items)
+
+
+def write_result(folder: Path, record: RunRecord) -> None:
+    """Writes result.json. Numbers that are not finite become null, since JSON has no NaN or infinity."""
+    write_json(folder / RESULT_FILE, _finite(asdict(record)), indent=2)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def restore_nan(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of result.json with NaN for each metric that is null."""
+    best = result.get("best") or {}
+    for metrics in (result.get("metrics") or {}, best.get("metrics") or {}):
+        metrics.update({name: math.nan for name, value in metrics.items() if value is None})
+    return result
 
 
 def history_table(folder: Path) -> EpochTable:

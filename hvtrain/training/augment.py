@@ -37,6 +37,8 @@ COLORS = (
     layers.RandomSharpness,
     layers.Solarization,
 )
+# Layers that bring images into another range.
+SCALING = (layers.Rescaling, layers.Normalization)
 CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
 
@@ -83,15 +85,19 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
         setting = f"augment.{name}"
         with tf.device("CPU:0"):
             layer = build(config, setting, keras.Layer, facts, source.name)
-        if "value_range" not in str(config.augment[name]):
+        has_range = "value_range" in str(config.augment[name])
+        members = dict(_members(setting, layer))
+        _refuse_scaling(setting, list(members.values()), has_range)
+        if not has_range:
             _check_range(setting, layer, limits, source.name)
-        chosen.update(_in_turn(setting, layer))
+        chosen.update(members)
 
     # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
-    moves = not all(isinstance(layer, COLORS) for layer in chosen.values())
+    moves_pixels = not all(isinstance(layer, COLORS) for layer in chosen.values())
+    targets = _target_kind(source, task, moves_pixels)
     source.augmentation = Augmentation(
-        chosen, tuple(inputs.shape), _target_kind(source, task, moves), keeps_integers, in_step
+        chosen, tuple(inputs.shape), targets, keeps_integers, in_step
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
@@ -130,14 +136,14 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
     return names[1:]
 
 
-def _target_kind(source: Source, task: Task, moves: bool) -> Labels | Masks:
+def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Masks:
     """Returns how layers treat targets: masks move with their images, labels can only be mixed.
 
-    Raises ConfigError if a layer `moves` pixels, and other targets or weights have values for each.
+    Raises ConfigError if a layer moves pixels, and other targets or weights have values for each.
     """
     image, targets, *weights = source.element_spec
     others = weights if task.targets_are_masks else (targets, weights)
-    if moves and are_per_pixel(image, others):
+    if moves_pixels and are_per_pixel(image, others):
         raise ConfigError(
             f"augment moves images, and not the targets or weights of {source.name} that are images; leave out all "
             "layers but those that change colors"
@@ -153,13 +159,34 @@ def _target_kind(source: Source, task: Task, moves: bool) -> Labels | Masks:
     return Labels(soften, math.prod(softened.shape[1:]))
 
 
+def _refuse_scaling(setting: str, members: list[keras.Layer], has_range: bool) -> None:
+    """Raises ConfigError if layers rescale the training images: those of validation are not augmented.
+
+    Args:
+        setting: The setting that the layers belong to.
+        members: The layers, in order.
+        has_range: The setting names value_range, which says that images return to it: within a layer of
+            the user's, or by a second Rescaling.
+    """
+    num_scaling = sum(isinstance(member, SCALING) for member in members)
+    if has_range and num_scaling != 1:
+        return
+    for member in members:
+        for inner in member._flatten_layers():
+            if isinstance(inner, SCALING):
+                raise ConfigError(
+                    f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of "
+                    f"validation; leave it out, or scale the images back and set value_range in {setting}"
+                )
+
+
 def _check_range(
     setting: str,
     layer: keras.Layer,
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError if a layer rescales, or its value_range, such as the default 0 to 255, is not the images'.
+    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not the images'.
 
     A layer with another range would clip the images.
 
@@ -170,27 +197,22 @@ def _check_range(
         source_name: The name of the data set.
     """
     for inner in layer._flatten_layers():
-        if isinstance(inner, (layers.Rescaling, layers.Normalization)):
-            raise ConfigError(
-                f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of validation; "
-                "leave it out"
-            )
         own_range = getattr(inner, "value_range", None)
         if own_range is None or tuple(own_range) == limits:
             continue
-        known = "does not give the range of its images"
+        source_range = "does not give the range of its images"
         if limits:
-            known = f"gives images from {limits[0]:g} to {limits[1]:g}"
+            source_range = f"gives images from {limits[0]:g} to {limits[1]:g}"
         raise ConfigError(
             f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
-            f"{source_name} {known}; set value_range in {setting}"
+            f"{source_name} {source_range}; set value_range in {setting}"
         )
 
 
-def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
+def _members(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     """Yields (setting, layer) for the layer, or for each inner layer of a Pipeline or Sequential."""
     if type(layer) not in (layers.Pipeline, keras.Sequential):
         yield setting, layer
         return
     for number, inner in enumerate(layer.layers):
-        yield from _in_turn(f"{setting}.layers[{number}]", inner)
+        yield from _members(f"{setting}.layers[{number}]", inner)

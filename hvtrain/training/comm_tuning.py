@@ -94,13 +94,13 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
         return
 
     began = time.monotonic()
-    mib = sum(sizes) / MIB
-    if default.bucket_mib >= mib:
+    gradient_mib = sum(sizes) / MIB
+    if default.bucket_mib >= gradient_mib:
         # All gradients fit into one bucket, and 0 is the setting for that.
         default = default._replace(bucket_mib=0.0)
     # The plan's first step: plan.shift is not 0 if the run began with another plan.
     batches = run.batches_from(run.plan.shift)
-    best, seconds = _search(strategy, batches, build, default, mib)
+    best, seconds = _search(strategy, batches, build, default, gradient_mib)
 
     gain = "the default"
     if best != default:
@@ -126,15 +126,15 @@ def _search(
     batches: tf.data.Dataset,
     build: Callable[[], keras.Model],
     default: CommSettings,
-    mib: float,
+    gradient_mib: float,
 ) -> tuple[CommSettings, dict[CommSettings, float]]:
-    """Returns the fastest settings for `mib` MiB of gradients, and the seconds per step of all settings tried.
+    """Returns the fastest settings, and the seconds per step of all settings tried.
 
     A time is that of the slowest rank, so all ranks make the same choice.
     """
     seconds: dict[CommSettings, float] = {}
 
-    buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
+    buckets = [0.0, *(size for size in BUCKETS_MIB if size < gradient_mib)]
     best = default
     # One setting at a time, starting from the best so far: half as many trials as a full grid.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
@@ -173,15 +173,15 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
-    def step_seconds(number):
+    def step_seconds(num_steps):
         steps(1)  # The first step after a restart is slower: it fills Horovod's cache.
         began = time.perf_counter()
-        steps(number)
-        return (time.perf_counter() - began) / number
+        steps(num_steps)
+        return (time.perf_counter() - began) / num_steps
 
     slowest = max(strategy.comm.gather(step_seconds(1)))
-    number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / slowest)))
-    return lambda: step_seconds(number)
+    num_steps = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / slowest)))
+    return lambda: step_seconds(num_steps)
 
 
 def _device_kind() -> str:

@@ -185,9 +185,9 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))
         inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), finished)
-    kept = kinds.read(run.folder) if is_resumed else {}
-    if kept:
-        kinds.check(source.name, kept, kinds.kinds_of(inputs), run.config.guard.data)
+    recorded = kinds.read(run.folder) if is_resumed else {}
+    if recorded:
+        kinds.check(source.name, recorded, kinds.kinds_of(inputs), run.config.guard.data)
     else:
         kinds.keep(run.folder, inputs)
 

@@ -156,7 +156,7 @@ class Sender(Copies):
             # Newest first, since a restart needs the newest.
             for name, sums in reversed(sums_of(checkpoints).items()):
                 if self._present.get(name) != sums:
-                    self._send_one(checkpoints / name)
+                    self._send_checkpoint(checkpoints / name)
                     self._present[name] = sums
         except (OSError, ValueError, UserError) as error:
             log.warning(
@@ -166,7 +166,7 @@ class Sender(Copies):
                 "without copies" if self._is_lost else "and the next one tries again",
             )
 
-    def _send_one(self, path: Path) -> None:
+    def _send_checkpoint(self, path: Path) -> None:
         """Sends a checkpoint, with the run's small files as they are now. Raises StorageError or OSError."""
         names = [CONFIG_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
         small = [

@@ -19,7 +19,13 @@ from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
-from hvtrain.system.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words
+from hvtrain.system.run_files import (
+    RESULT_FILE,
+    REVIEW_FILE,
+    RunRecord,
+    proof_in_words,
+    write_result,
+)
 from hvtrain.tasks.examples import ReviewedExamples, as_numpy
 from hvtrain.training.callbacks.run_context import RunContext, goodput_in_words
 from hvtrain.training.run import Run, versions
@@ -117,7 +123,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     def write():
         export(model, run.source, run.task, run.topology, folder)
         complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
-        write_json(folder / RESULT_FILE, asdict(complete), indent=2)
+        write_result(folder, complete)
         return complete
 
     with comm.whole_tables(model, folder):
@@ -182,7 +188,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     """
     comm = run.strategy.comm
     checkpoints = run.folder / "checkpoints"
-    best = comm.on_chief(lambda: _reading_best(writer.read_best, checkpoints))
+    best = comm.on_chief(lambda: _read_or_warn(writer.read_best, checkpoints))
     if best is None:
         return None
 
@@ -199,7 +205,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     if best["step"] != record.num_steps or run.config.callbacks:
         # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
-        if not comm.on_chief(lambda: _reading_best(load)):
+        if not comm.on_chief(lambda: _read_or_warn(load)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
@@ -213,7 +219,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     return {**best, "metrics": metrics}
 
 
-def _reading_best(read: Callable[..., Any], *args: Any) -> Any:
+def _read_or_warn(read: Callable[..., Any], *args: Any) -> Any:
     """Returns read(*args); None, with a warning, if the best checkpoint or its record cannot be read."""
     try:
         return read(*args)

@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
-MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
+MAX_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
 # Prefixes of the environment variables by which a launcher finds the processes of its launch, to
 # end them.
-_OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
+_LAUNCHER_PREFIXES = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
 # By the kind of a notice.
 TITLES = {
@@ -58,24 +58,24 @@ class Notice:
         self._addresses: Sequence[str] = ()
         self._sender: subprocess.Popen[bytes] | None = None
 
-    def begin(self, chosen: Sequence[str], folder: Path) -> None:
+    def begin(self, addresses: Sequence[str], folder: Path) -> None:
         """Starts the process that sends the notice, unless it is running already.
 
         Raises ConfigError if apprise is missing or does not know an address.
         """
         # A restart of the ranks calls this again.
-        if not chosen or self._sender:
+        if not addresses or self._sender:
             return
         if not find_spec("apprise"):
             raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
 
-        self._addresses = chosen
+        self._addresses = addresses
         sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.training.notice", str(os.getpid())],
             env={
                 name: value
                 for name, value in os.environ.items()
-                if not name.startswith(_OF_A_LAUNCH)
+                if not name.startswith(_LAUNCHER_PREFIXES)
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -112,25 +112,25 @@ class Notice:
 
     def finished(self, text: str) -> None:
         """Sends the results of a finished run."""
-        self._tell("finished", text)
+        self._submit("finished", text)
 
     def stopped(self, text: str) -> None:
         """Sends the notice that the run was asked to stop; the text says how to continue it."""
-        self._tell("stopped", text)
+        self._submit("stopped", text)
 
     def failed(self, error: BaseException) -> None:
         """Sends the cause of a failure, unless a final notice has been sent already."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
-            self._tell("failed", cause_in_words(error))
+            self._submit("failed", cause_in_words(error))
 
     def note(self, text: str) -> None:
         """Records why the run fails, to be sent if this process is ended before it can say more.
 
         Any thread may call this.
         """
-        self._tell("failed", text, is_last=False)
+        self._submit("failed", text, is_last=False)
 
     def wait(self) -> None:
         """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns about each address that did not accept it.
@@ -147,10 +147,10 @@ class Notice:
                 )
         self._sender = None
 
-    def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
+    def _submit(self, kind: str, text: str, is_last: bool = True) -> None:
         # The text of an error may quote an address that contains a password.
         text = without_passwords(text).removeprefix("stopped because ")
-        self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
+        self._write({"kind": kind, "body": text[:MAX_CHARACTERS], "is_last": is_last})
 
     def _write(self, message: dict[str, Any]) -> None:
         sender = self._sender

@@ -118,23 +118,40 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
             f"{setting} needs a task whose targets are classes; {type(task).__name__} has none"
         )
 
-    facts = source.facts()
-    num_classes = facts.get("num_classes", 2)  # For a binary task the source may give no number.
     if chosen == BALANCED:
-        targets = source.whole_targets().get("train")
-        if targets is None:
-            raise ConfigError(
-                f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
-            )
-        counts = count_classes(np.asarray(targets), num_classes)
-        balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
-        return np.where(counts, balanced, 0.0).tolist()
-
+        return _balanced_weights(setting, source)
     if not isinstance(chosen, Mapping):
         raise ConfigError(
             f"{setting} is neither {BALANCED} nor a mapping such as {{0: 1.0, 1: 5.0}}"
         )
-    names = [str(name) for name in facts.get("class_names", ())]
+    return _weights_by_class(setting, chosen, source)
+
+
+def _num_classes(source: Source) -> int:
+    # For a binary task the source may give no number.
+    return source.facts().get("num_classes", 2)
+
+
+def _balanced_weights(setting: str, source: Source) -> list[float]:
+    """Returns n / (classes x count) for each class. Raises ConfigError if the source has no counts."""
+    targets = source.whole_targets().get("train")
+    if targets is None:
+        raise ConfigError(
+            f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
+        )
+    num_classes = _num_classes(source)
+    counts = count_classes(np.asarray(targets), num_classes)
+    balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
+    return np.where(counts, balanced, 0.0).tolist()
+
+
+def _weights_by_class(setting: str, chosen: Mapping[Any, Any], source: Source) -> list[float]:
+    """Returns the weights that the user has chosen by name or index; 1 for other classes.
+
+    Raises ConfigError for an unknown class or an invalid weight.
+    """
+    names = [str(name) for name in source.facts().get("class_names", ())]
+    num_classes = _num_classes(source)
     weights = [1.0] * num_classes
     for key, weight in chosen.items():
         name = str(key)
@@ -209,16 +226,16 @@ def weighted_mixture(
     [[0.0, 0.75], [1.0, 2.0]]
     """
     is_binary = targets.shape[-1] != len(class_weights) or targets.shape.rank == 1
-    parts = targets
+    shares = targets
     if is_binary:
         second = tf.reshape(targets, [-1])
-        parts = tf.stack([1 - second, second], axis=-1)
+        shares = tf.stack([1 - second, second], axis=-1)
 
     # A cross-entropy is linear in the targets p: with class weights w, sum(w p log q) is sum(w p)
     # times that of the targets w p / sum(w p).
-    heavy = parts * tf.constant(class_weights, tf.float32)
-    weights = tf.reduce_sum(heavy, axis=-1)
-    heavy = tf.math.divide_no_nan(heavy, weights[:, None])
+    weighted_shares = shares * tf.constant(class_weights, tf.float32)
+    weights = tf.reduce_sum(weighted_shares, axis=-1)
+    weighted_shares = tf.math.divide_no_nan(weighted_shares, weights[:, None])
     if is_binary:
-        heavy = tf.reshape(heavy[:, 1], tf.shape(targets))
-    return heavy, weights
+        weighted_shares = tf.reshape(weighted_shares[:, 1], tf.shape(targets))
+    return weighted_shares, weights

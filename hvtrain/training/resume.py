@@ -188,18 +188,18 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     The metrics of an unfinished epoch are sums, so the chief adds those of ranks that left. A new
     rank starts with empty metrics, its own seeds, and the chief's learning rate factor.
     """
-    kept = states[:size]
+    remaining = states[:size]
     # Any rank could take over the sums, since metrics come from the sums over all ranks.
     for lost in states[size:]:
         sums = {
             name: value + lost[name]
-            for name, value in kept[0].items()
+            for name, value in remaining[0].items()
             if name.startswith("metric/")
         }
-        kept[0] = kept[0] | sums
+        remaining[0] = remaining[0] | sums
     # Seeds are not copied, since dropout would drop the same units on two ranks.
-    new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
-    return kept + [new] * (size - len(kept))
+    new = {name: value for name, value in remaining[0].items() if name == "rate/factor"}
+    return remaining + [new] * (size - len(remaining))
 
 
 def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
@@ -216,20 +216,20 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
     if size == len(memories):
         return [shared | memory for memory in memories]
 
-    moved = [dict(shared) for _ in range(size)]
+    redistributed = [dict(shared) for _ in range(size)]
     for name in sorted(set.intersection(*map(set, memories)) - shared.keys()):
         arrays = [memory[name] for memory in memories]
         dtype = arrays[0].dtype
         if name.startswith(f"{model_state.MEMORY}mean/"):
             mean = np.mean(arrays, axis=0, dtype=np.float64).astype(dtype)
-            for memory in moved:
+            for memory in redistributed:
                 memory[name] = mean
             continue
-        kept = arrays[:size]
-        kept[0] = sum(arrays[size:], start=kept[0])
-        for memory, array in zip(moved, kept):
+        remaining = arrays[:size]
+        remaining[0] = sum(arrays[size:], start=remaining[0])
+        for memory, array in zip(redistributed, remaining):
             memory[name] = (array * (size / len(arrays))).astype(dtype)
-    return moved
+    return redistributed
 
 
 def send_arrays(

@@ -57,8 +57,8 @@ REPLACED = (
     "model.json",
     "best.keras",
 )
-# Number of starts, the newest ones, that starts.json keeps.
-MOST_STARTS = 100
+# Number of starts that starts.json keeps, the newest ones.
+MAX_STARTS = 100
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
@@ -200,7 +200,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             },
             "git": checkout(working_folder),
         }
-        starts = [*earlier[1 - MOST_STARTS :], facts]
+        starts = [*earlier[1 - MAX_STARTS :], facts]
         last_step_ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
         # Writing changed the file's modification time, which tells when the last step ended (see
@@ -223,14 +223,15 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     >>> argv = ["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"]
     >>> command(argv, ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"
-    >>> command(["train.py"], ["s1"])
-    'python train.py'
+    >>> command(["/home/me/hvtrain/train.py"], ["s1"])
+    'python /home/me/hvtrain/train.py'
     """
     by_hand = os.environ.get(console.BY_HAND)
     if by_hand:
         return by_hand
     # Either .../hvtrain/__main__.py or the installed program .../hvtrain.
-    is_runner = "hvtrain" in Path(argv[0]).parts[-2:]
+    script = Path(argv[0])
+    is_runner = script.name == "hvtrain" or script.parts[-2:] == ("hvtrain", "__main__.py")
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
 
     launcher: list[str] = []

@@ -202,8 +202,8 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 # MLflow refuses a request with more parameters than this, and values with more characters.
-MOST_PARAMS = 100
-LONGEST_PARAM = 6000
+MAX_PARAMS = 100
+MAX_PARAM_LENGTH = 6000
 
 
 class MLflow(Tracker):
@@ -287,6 +287,6 @@ class MLflow(Tracker):
 
         # MLflow refuses all parameters if one name contains, for example, a *.
         values = {plain_name(name): value for name, value in flatten(settings).items()}
-        params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
-        for begin in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
+        params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in values.items()]
+        for begin in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + MAX_PARAMS])

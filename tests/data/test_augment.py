@@ -400,6 +400,13 @@ LAYER = "+augment.x={_target_: keras.layers."
             r"x \(Rescaling\) would rescale the training images, and not those of validation",
         ),
         (
+            [
+                LAYER + "Pipeline, layers: [{_target_: keras.layers.Rescaling, scale: 0.5}, "
+                "{_target_: keras.layers.RandomContrast, factor: 0.2, value_range: [0, 8]}]}"
+            ],
+            r"x \(Rescaling\) would rescale the training images",
+        ),
+        (
             ["augment=mix_up", "data.augment_on=device", "train.jit_compile=true"],
             "data.augment_on=device and train.jit_co",
         ),
@@ -416,6 +423,18 @@ LAYER = "+augment.x={_target_: keras.layers."
 def test_layers_that_do_not_fit_are_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         opened(digits(), Classification(), *words)
+
+
+def test_layers_that_scale_images_back_are_accepted():
+    inner = ", ".join(
+        [
+            "{_target_: keras.layers.Rescaling, scale: 0.5}",
+            "{_target_: keras.layers.RandomContrast, factor: 0.2, value_range: [0, 8]}",
+            "{_target_: keras.layers.Rescaling, scale: 2}",
+        ]
+    )
+    source = opened(digits(), Classification(), LAYER + f"Pipeline, layers: [{inner}]}}")
+    assert source.augmentation
 
 
 def test_a_random_crop_is_taken_by_the_source(tmp_path):

@@ -10,15 +10,14 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Scatter, Table, Texts
-from hvtrain.system.files import write_json
 from hvtrain.system.run_files import (
-    RESULT_FILE,
     REVIEW_FILE,
     STARTS_FILE,
     EpochRecord,
     RunRecord,
     history_table,
     ranks_table,
+    write_result,
 )
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -143,7 +142,7 @@ def write_run(
     (folder / STARTS_FILE).write_text(json.dumps([{**START, "num_ranks": 3}, START]))
     (folder / REVIEW_FILE).write_text(json.dumps([asdict(figure) for figure in FIGURES]))
     if finished:
-        write_json(folder / RESULT_FILE, asdict(record(**changes)), indent=2)
+        write_result(folder, record(**changes))
     return folder
 
 

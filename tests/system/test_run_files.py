@@ -2,20 +2,22 @@
 
 import contextlib
 import json
+import math
 import resource
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hvtrain.errors import StorageError
-from hvtrain.system.files import flush, write_atomic, write_json
+from hvtrain.system.files import flush, write_atomic
 from hvtrain.system.run_files import (
     RESULT_FILE,
     EpochRecord,
     RunRecord,
     history_table,
     read_history,
+    restore_nan,
+    write_result,
 )
 from run_folders import record
 
@@ -138,5 +140,18 @@ def test_folders_that_their_file_system_cannot_flush():
 
 def test_result_comes_back(tmp_path):
     written = record(sample="a text")
-    write_json(tmp_path / RESULT_FILE, asdict(written))
+    write_result(tmp_path, written)
     assert RunRecord(**json.loads((tmp_path / RESULT_FILE).read_text())) == written
+
+
+def test_a_result_is_strict_json_whatever_its_numbers(tmp_path):
+    metrics = {"test_loss": math.nan, "test_accuracy": 0.5}
+    best = {"step": 30, "metric": "val_loss", "value": 0.4, "metrics": {"test_loss": math.inf}}
+    write_result(tmp_path, record(test_loss=math.nan, metrics=metrics, best=best))
+    text = (tmp_path / RESULT_FILE).read_text()
+    result = json.loads(text, parse_constant=pytest.fail)
+    assert (result["test_loss"], result["metrics"]["test_loss"]) == (None, None)
+    restored = restore_nan(result)
+    assert math.isnan(restored["metrics"]["test_loss"])
+    assert math.isnan(restored["best"]["metrics"]["test_loss"])
+    assert restored["metrics"]["test_accuracy"] == 0.5

@@ -157,11 +157,11 @@ def test_a_new_receiver_gets_what_there_is_and_a_known_one_what_it_lacks(
     for step in (4, 8):
         write(hosts[0], step)
     sent = []
-    send_one = copies.Sender._send_one
+    send_checkpoint = copies.Sender._send_checkpoint
     monkeypatch.setattr(
         copies.Sender,
-        "_send_one",
-        lambda self, path: sent.append(path.name) or send_one(self, path),
+        "_send_checkpoint",
+        lambda self, path: sent.append(path.name) or send_checkpoint(self, path),
     )
     with connected(*hosts) as sender:
         sender.send()

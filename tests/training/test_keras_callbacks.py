@@ -4,7 +4,10 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from keras.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
+from hvtrain.errors import ConfigError
+from hvtrain.training.callbacks.make_callbacks import check_logged, monitored_names
 from launching import many_runs, without_hvtrain
 from tiers import with_nightly
 
@@ -141,6 +144,26 @@ def test_the_best_of_a_run_that_ends_within_an_epoch(ran, folder):
     assert results["interrupted"] == {"stopped": 75}
     best = json.loads((folder / "interrupted" / "checkpoints" / "best.json").read_text())
     assert best["step"] == 12
+
+
+def test_a_monitor_that_the_logs_lack_is_refused():
+    """At the first epoch whose logs would have it, unless a callback of the user's may add it later."""
+    callbacks = {
+        "stop": EarlyStopping("val_acuracy"),
+        "save": ModelCheckpoint("x.keras", monitor="unused"),
+    }
+    monitored = monitored_names(callbacks, "accuracy")
+    training = {"loss": 1.0, "accuracy": 0.5}
+    logs = training | {"val_loss": 1.0, "val_accuracy": 0.5}
+    check_logged(monitored, training)
+    with pytest.raises(
+        ConfigError,
+        match=r"callbacks.stop.monitor=val_acuracy is not a metric .*; did you mean 'val_accuracy'\?",
+    ):
+        check_logged(monitored, logs)
+    with pytest.raises(ConfigError, match=r"checkpoint.best=loss is not a metric of this run"):
+        check_logged(monitored_names({}, "loss"), {"own_loss": 1.0})
+    assert monitored_names(callbacks | {"own": LambdaCallback()}, "other") == {}
 
 
 @pytest.mark.nightly

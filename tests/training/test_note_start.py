@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
-    monkeypatch.setattr(run_folder, "MOST_STARTS", 3)
+    monkeypatch.setattr(run_folder, "MAX_STARTS", 3)
     for step in range(5):
         run_folder.note_start(run, ["s1", "s1"], {"model": "mlp"}, step)
     starts = read_starts(run.folder)

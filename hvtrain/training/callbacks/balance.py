@@ -15,10 +15,10 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 log = logging.getLogger(__name__)
 
 # A step must become at least this many times as fast; a smaller gain may be noise.
-LEAST_GAIN = 1.1
+MIN_SPEEDUP = 1.1
 # Size of the largest batch of a rank, relative to the mean: a larger
 # one might not fit into the device's memory.
-MOST_BATCHES = 2
+MAX_BATCH_RATIO = 2
 
 
 class Balance(RunCallback):
@@ -71,29 +71,31 @@ class Balance(RunCallback):
         ):
             return
 
-        before = plan.batch_sizes
-        works = [rank.own_work for rank in times]
-        sizes = balanced_sizes(before, works)
-        old_seconds = max(works)
-        new_seconds = max(size * (work / old) for size, work, old in zip(sizes, works, before))
+        old_sizes = plan.batch_sizes
+        work_seconds = [rank.own_work for rank in times]
+        new_sizes = balanced_sizes(old_sizes, work_seconds)
+        old_seconds = max(work_seconds)
+        new_seconds = max(
+            new * (work / old) for new, work, old in zip(new_sizes, work_seconds, old_sizes)
+        )
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
         # The conditions above are the same on all ranks, so all of them come here or none does.
         cost = self.comm.broadcast(self._first_step_seconds)
-        if old_seconds < LEAST_GAIN * new_seconds or saved_seconds < cost:
+        if old_seconds < MIN_SPEEDUP * new_seconds or saved_seconds < cost:
             return
 
         if self.is_chief:
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",
-                slowest_in_words(times, before, self.strategy.devices),
+                slowest_in_words(times, old_sizes, self.strategy.devices),
                 epoch + 2,
-                " + ".join(map(str, sizes)),
-                " + ".join(map(str, before)),
+                " + ".join(map(str, new_sizes)),
+                " + ".join(map(str, old_sizes)),
                 1000 * new_seconds,
                 1000 * old_seconds,
             )
-        self.run.meta.update(batch_sizes=sizes, balanced=True)
+        self.run.meta.update(batch_sizes=new_sizes, balanced=True)
         self.report.rebalanced = True
         self.model.stop_training = True
 
@@ -102,7 +104,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
     """Returns the batch sizes, with the same sum, with which the last rank to finish is earliest.
 
     A rank's work is assumed to be proportional to its batch. Each batch has at least one example and
-    at most MOST_BATCHES times the mean.
+    at most MAX_BATCH_RATIO times the mean.
 
     Args:
         batch_sizes: Examples in a step, by rank.
@@ -115,7 +117,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
     """
     total = sum(batch_sizes)
     num_ranks = len(batch_sizes)
-    largest = math.ceil(MOST_BATCHES * total / num_ranks)
+    largest = math.ceil(MAX_BATCH_RATIO * total / num_ranks)
     example_seconds = [work / size for work, size in zip(seconds, batch_sizes)]
 
     sizes = [1] * num_ranks
@@ -142,12 +144,13 @@ def slowest_in_words(
     per_example = [
         StepTimes(*(seconds / size for seconds in rank)) for rank, size in zip(times, batch_sizes)
     ]
-    works = [rank.own_work for rank in per_example]
-    slowest = works.index(max(works))
-    fastest = works.index(min(works))
-    more = per_example[slowest] - per_example[fastest]
-    cause = "data" if more.data > more.compute else "compute"
+    work_seconds = [rank.own_work for rank in per_example]
+    slowest = work_seconds.index(max(work_seconds))
+    fastest = work_seconds.index(min(work_seconds))
+    ratio = work_seconds[slowest] / max(work_seconds[fastest], 1e-9)
+    excess = per_example[slowest] - per_example[fastest]
+    cause = "data" if excess.data > excess.compute else "compute"
     return (
-        f"rank {slowest} ({devices[slowest]}) takes {works[slowest] / max(works[fastest], 1e-9):.1f} times as long for "
-        f"an example as rank {fastest} ({cause})"
+        f"rank {slowest} ({devices[slowest]}) takes {ratio:.1f} times as long for an example as "
+        f"rank {fastest} ({cause})"
     )

@@ -258,12 +258,12 @@ class Checkpointing(_Saving):
         if self.model.stop_training and not self.position.in_epoch:
             self.interruption.agree_on_reason()
         is_end = self.position.is_last or self.model.stop_training
-        by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
-        by_steps = self.position.is_multiple_of(self.config.every_steps)
+        is_epoch_due = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
+        is_step_due = self.position.is_multiple_of(self.config.every_steps)
 
         # _minutes_due is collective. The conditions before it are the same on all ranks, so all
         # call it or none does.
-        if is_end or by_epochs or by_steps or self._minutes_due():
+        if is_end or is_epoch_due or is_step_due or self._minutes_due():
             # An interrupted epoch has its metrics once a later start has finished it.
             self._save({} if self.position.in_epoch and self.report.stopped_by else logs)
 
@@ -275,8 +275,8 @@ class Checkpointing(_Saving):
             ends_early = self.plan.ends_early and self.position.is_last
             # An elastic job continues from memory instead.
             is_elastic = self.strategy.membership.commit_steps
-            goes_on = self.report.rebalanced or (ends_early and not is_elastic)
-            if goes_on and not self.report.stopped_by and whole_step != self.step:
+            continues = self.report.rebalanced or (ends_early and not is_elastic)
+            if continues and not self.report.stopped_by and whole_step != self.step:
                 # Otherwise the next attempt would resume from an older checkpoint
                 # and come here again, endlessly.
                 raise CheckpointError(

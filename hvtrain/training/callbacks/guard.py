@@ -18,6 +18,7 @@ from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import ranks_at_fault
 from hvtrain.keras.process import is_lost_rank_error
 from hvtrain.keras.sharded_embedding import wrong_ids
+from hvtrain.strategies.comm import Comm
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class Guard(RunCallback):
 
         # The logs have the loss over all ranks; each rank's own loss shows where it went wrong.
         own_loss = float(self.model.get_metrics_result()["loss"])
-        is_finite = self.comm.gather(math.isfinite(own_loss))
-        ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
+        ranks = ranks_not_finite(self.comm, own_loss)
         raise TrainingError(
             f"the loss of epoch {epoch + 1} is not finite (step {self.step:,}) on {named(ranks)}; "
             f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
@@ -110,6 +110,12 @@ def explain_errors(
         unreadable = DataError(f"{where}{cause}")
         unreadable.spokesman = topology.rank  # No other rank reads this file.
         raise unreadable from error
+
+
+def ranks_not_finite(comm: Comm, value: float) -> list[int]:
+    """Returns the ranks on which a value is not finite (every rank)."""
+    is_finite = comm.gather(math.isfinite(value))
+    return [rank for rank, finite in enumerate(is_finite) if not finite]
 
 
 def named(ranks: Sequence[int]) -> str:

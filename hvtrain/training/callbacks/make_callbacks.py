@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import keras
@@ -37,7 +38,7 @@ from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.publishing import Metrics, Tracking
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
-from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run, Start
 
@@ -81,7 +82,14 @@ def make_callbacks(
     throughput = Throughput(context)
     validation = Validation(context, start)
     validates = validation.dataset is not None
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, validates))
+    user_callbacks = strategy.comm.all_or_raise(
+        lambda: own_callbacks(run, context.model, validates)
+    )
+    own = {
+        name: callback
+        for name, callback in user_callbacks.items()
+        if is_chief or not isinstance(callback, WRITERS)
+    }
     for callback in own.values():
         _end_whole_epochs(callback, context)
     state = CallbackState(context, own, start)
@@ -101,6 +109,8 @@ def make_callbacks(
             interruption.agree_on_reason()
 
     agree = LambdaCallback(on_epoch_end=agree_within_epoch)
+    monitored = monitored_names(user_callbacks, config.checkpoint.best)
+    check_names = LambdaCallback(on_epoch_end=lambda epoch, logs: check_logged(monitored, logs))
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1
@@ -130,6 +140,8 @@ def make_callbacks(
         has_ranks and config.train.balance and Balance(context, throughput),
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
+        # After the checkpoint, from which the run continues once the name is corrected.
+        check_names,
         is_chief and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
@@ -175,7 +187,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
     # ModelCheckpoint and TensorBoard count batches themselves if the
     # value is a number, not "epoch".
-    counted = [
+    frequencies = [
         getattr(callback, name, None)
         for callback in callbacks
         for name in ("save_freq", "update_freq")
@@ -186,9 +198,9 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         or module == "hvtrain.keras.learning_rate"
         for module in modules
     )
-    counts = [steps for steps in counted if isinstance(steps, int)]
+    batch_intervals = [steps for steps in frequencies if isinstance(steps, int)]
     # The chief decides, since it alone has the callbacks that only write.
-    acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
+    acts_on_batches, batch_intervals = strategy.comm.broadcast((acts_on_batches, batch_intervals))
 
     sync_every = strategy.sync_every
     saved_every = {
@@ -207,7 +219,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
         *saved_every.values(),
         config.guard.recompute_every,
         math.lcm(config.guard.every, sync_every),
-        *counts,
+        *batch_intervals,
         strategy.membership.commit_steps,
         bool(config.checkpoint.every_minutes) and math.lcm(steps_between_clock_checks, sync_every),
         config.profile.timeline and config.profile.steps,
@@ -237,7 +249,7 @@ _REFUSED = {
 
 
 def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Callback]:
-    """Returns the user's callbacks on this rank, by name. Keras's callbacks that only write are on the chief alone.
+    """Builds the user's callbacks, by name.
 
     Args:
         run: The run, whose config names them.
@@ -249,7 +261,6 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             place; or checkpoint.best is not a metric of this run.
     """
     config = run.config
-    is_chief = run.topology.is_chief
     for name, settings in config.callbacks.items():
         package, _, kind = settings["_target_"].rpartition(".")
         if package.startswith("keras.") and kind in _REFUSED:
@@ -258,7 +269,9 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
-    if run.best not in metrics and not callbacks:  # Callbacks may add metrics.
+    has_own_step = type(model).train_step is not keras.Model.train_step
+    may_log_more = has_own_step or any(map(_may_add_metrics, callbacks.values()))
+    if run.best not in metrics and not may_log_more:
         raise ConfigError(
             f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
         )
@@ -273,37 +286,88 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
         # minimizes whatever is not an accuracy.
         if getattr(callback, "mode", None) == "auto" and hasattr(callback, "monitor"):
             callback.mode = "max" if run.task.sign(callback.monitor) == 1 else "min"
-        if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
-            raise ConfigError(
-                f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
-                "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
-            )
-        is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
-        if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
-            raise ConfigError(
-                f"callbacks.{name}.save_freq={callback.save_freq} would save rank 0's own weights, since those of "
-                f"strategy={run.strategy.name} differ between synchronizations; set it to epoch, or set "
-                "checkpoint.every_steps instead"
-            )
-        is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
-        if is_chief and is_tensorboard and not find_spec("tensorboard"):
-            raise ConfigError(
-                f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
-            )
+        _check_callback(name, callback, run, model)
         if not validates:
-            _check_monitor(name, callback, config)
-    return {
-        name: callback
-        for name, callback in callbacks.items()
-        if is_chief or not isinstance(callback, WRITERS)
+            _refuse_unvalidated_monitor(name, callback, config)
+    return callbacks
+
+
+def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model) -> None:
+    """Raises ConfigError if a callback lacks a package, or would save what is not the model of all ranks."""
+    if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
+        raise ConfigError(
+            f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
+            "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
+        )
+    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
+        raise ConfigError(
+            f"callbacks.{name}.save_freq={callback.save_freq} would save rank 0's own weights, since those of "
+            f"strategy={run.strategy.name} differ between synchronizations; set it to epoch, or set "
+            "checkpoint.every_steps instead"
+        )
+    is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
+    if run.topology.is_chief and is_tensorboard and not find_spec("tensorboard"):
+        raise ConfigError(
+            f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
+        )
+
+
+def monitored_names(callbacks: Mapping[str, Callback], best: str | None) -> dict[str, str]:
+    """Returns the names of the metrics on which Keras's callbacks and checkpoint.best depend, by setting.
+
+    Empty if a callback of the user's may add its metrics in some epochs only.
+    """
+    if any(map(_may_add_metrics, callbacks.values())):
+        return {}
+    names = {
+        f"callbacks.{name}.monitor": _monitor_of(callback) for name, callback in callbacks.items()
     }
+    names["checkpoint.best"] = best or ""
+    return {setting: name for setting, name in names.items() if name}
 
 
-def _check_monitor(name: str, callback: Callback, config: RunConfig) -> None:
-    """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
-    monitor = str(getattr(callback, "monitor", ""))
+def check_logged(monitored: Mapping[str, str], logs: Logs) -> None:
+    """Checks that an epoch's logs contain the monitored metrics (every rank).
+
+    Keras itself only warns, after every epoch. Not all names are known before the training: a model may
+    log metrics of its own.
+
+    Args:
+        monitored: The result of monitored_names.
+        logs: The logs, after all callbacks that add to them.
+
+    Raises:
+        ConfigError: A metric is missing.
+    """
+    has_validated = any(name.startswith("val_") for name in logs)
+    for setting, name in monitored.items():
+        is_due = has_validated or not name.startswith("val_")
+        # An epoch may be too short for an estimate of the noise scale.
+        if is_due and name not in (*logs, "noise_scale"):
+            raise ConfigError(
+                f"{setting}={name} is not a metric of this run; {nearest(name, list(logs))}"
+            )
+
+
+def _may_add_metrics(callback: Callback) -> bool:
+    """True if the callback contains code of the user's, which may add metrics to the logs."""
+    is_own = type(callback).__module__.partition(".")[0] not in ("hvtrain", "keras")
+    return is_own or isinstance(callback, LambdaCallback)
+
+
+def _monitor_of(callback: Callback) -> str:
+    """Returns the name of the metric on which the callback acts; empty if there is none."""
     # ModelCheckpoint uses its monitor only with save_best_only.
-    if not monitor.startswith("val_") or not getattr(callback, "save_best_only", True):
+    if not getattr(callback, "save_best_only", True):
+        return ""
+    return str(getattr(callback, "monitor", ""))
+
+
+def _refuse_unvalidated_monitor(name: str, callback: Callback, config: RunConfig) -> None:
+    """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
+    monitor = _monitor_of(callback)
+    if not monitor.startswith("val_"):
         return
     advice = "as the split validation"
     if "num_validation" in config.dataset:

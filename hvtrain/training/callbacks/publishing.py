@@ -220,11 +220,11 @@ class Tracking(RunCallback):
         facts = TrackedRun(run.folder.name, run.folder, run.config.record, run.meta["changes"])
 
         def start(name, tracker):
-            before = self._tracked.get(name, {"id": None, "step": 0})
-            tracked_id = tracker.start(facts, before["id"])
+            previous = self._tracked.get(name, {"id": None, "step": 0})
+            tracked_id = tracker.start(facts, previous["id"])
             # A new tracked run has no epochs yet, and gets all of them.
-            continues = tracked_id == before["id"] and self.position.start_step > 0
-            self._tracked[name] = {"id": tracked_id, "step": before["step"] if continues else 0}
+            continues = tracked_id == previous["id"] and self.position.start_step > 0
+            self._tracked[name] = {"id": tracked_id, "step": previous["step"] if continues else 0}
 
         self._each(start)
         self._send()

@@ -28,16 +28,16 @@ FIRST_TOLERANCE = 1e-2
 # Factor of later tolerances over the largest difference in the first checks.
 MARGIN = 10.0
 # Least tolerance, unless train.deterministic makes equal steps give equal bits.
-LEAST_TOLERANCE = 1e-5
+MIN_TOLERANCE = 1e-5
 
 
 class Verdict(NamedTuple):
     """The result of a check.
 
     Attributes:
-        ranks: those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
-        variable: the index of the variable whose gradient differs most.
-        difference: how much that gradient differs, relative to its norm.
+        ranks: Those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
+        variable: The index of the variable whose gradient differs most.
+        difference: How much that gradient differs, relative to its norm.
     """
 
     ranks: list[int]
@@ -165,12 +165,12 @@ class Recompute(RunCallback):
             sent = self._sent, self._batch, [copies[id(variable)].numpy() for variable in seeds]
         original, batch, states = self.comm.broadcast(sent, rank)
 
-        now = self._values()
+        current = self._values()
         for variable, value in [*self._before, *zip(seeds, states)]:
             variable.assign(value)
         data = tf.nest.pack_sequence_as(self._structure, [tf.constant(part) for part in batch])
         digests = self.comm.gather(self._gradient(data).numpy())
-        for variable, value in now:
+        for variable, value in current:
             variable.assign(value)
 
         # From earlier checks only, since this one may have found a fault.
@@ -197,7 +197,7 @@ class Recompute(RunCallback):
         rounding = max(self._differences[:NUM_CALIBRATIONS])
         if self.run.config.train.deterministic:
             return MARGIN * rounding
-        return max(MARGIN * rounding, LEAST_TOLERANCE)
+        return max(MARGIN * rounding, MIN_TOLERANCE)
 
 
 def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
@@ -220,11 +220,11 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
         # Below 2**52, so that float64 holds it exactly.
-        exact = tf.reduce_sum(bits) % 2**52
+        checksum = tf.reduce_sum(bits) % 2**52
         rows.append(
             [
                 tf.cast(part, tf.float64)
-                for part in (tf.norm(values), tf.reduce_sum(values * wave), exact)
+                for part in (tf.norm(values), tf.reduce_sum(values * wave), checksum)
             ]
         )
     return tf.convert_to_tensor(rows)
@@ -242,11 +242,11 @@ def judge(
         tolerance: The largest relative difference that is not a fault.
     """
     # Most digests are equal; with a thousand ranks, comparing all pairs would take too long.
-    unlike = list({digest.tobytes(): digest for digest in digests}.values())
+    distinct = list({digest.tobytes(): digest for digest in digests}.values())
     num_close = [
-        sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike
+        sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in distinct
     ]
-    reference = unlike[np.argmax(num_close)]
+    reference = distinct[np.argmax(num_close)]
     distances = [_distance(digest, reference) for digest in digests]
     # What the rank sent counts as its own too, since the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])

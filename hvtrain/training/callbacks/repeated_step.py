@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
 from hvtrain.strategies.loop import replaced
-from hvtrain.training.callbacks.guard import named
+from hvtrain.training.callbacks.guard import named, ranks_not_finite
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ class LayerSearch(RunCallback):
         if hasattr(self.model.optimizer, "dynamic_scale"):
             return  # A loss scale skips steps that overflow; their loss is not an error.
 
-        is_finite = self.comm.gather(math.isfinite(logs.get("loss", 0.0)))
-        ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
+        ranks = ranks_not_finite(self.comm, logs.get("loss", 0.0))
         if ranks:
             origin = self.find_origin(self.step)
             raise TrainingError(
@@ -120,13 +119,15 @@ def first_not_finite(
     watch = _Watch(model)
     with ExitStack() as stack:
         for operation in watch.operations:
-            stack.enter_context(replaced(operation, "call", watch.watched(operation)))
+            stack.enter_context(replaced(operation, "call", watch.wrapped(operation)))
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
     if not math.isfinite(logs.get("loss", 0.0)):
         return Origin(LOSS, 0, "the loss itself, after finite outputs of all layers")
-    backward = [origin for origin in (watch.backward, watch.of_weights(gradients)) if origin]
+    backward = [
+        origin for origin in (watch.backward, watch.origin_in_gradients(gradients)) if origin
+    ]
     return min(backward, key=lambda origin: origin.position, default=None)
 
 
@@ -197,7 +198,7 @@ class _Watch:
         self.forward: Origin | None = None
         self.backward: Origin | None = None
 
-    def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
+    def origin_in_gradients(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
         """Returns the origin in the first layer of the backward pass whose weights got a non-finite gradient."""
         owners = {
             id(weight): id(operation)
@@ -211,34 +212,34 @@ class _Watch:
                 origins.append(Origin(BACKWARD, -call, f"the gradient of {weight.path}"))
         return min(origins, default=None)
 
-    def watched(self, operation: Any) -> Callable[..., Any]:
+    def wrapped(self, operation: Any) -> Callable[..., Any]:
         """Returns the function that replaces the operation's `call`."""
         call = operation.call
         name = f"{operation.name} ({type(operation).__name__})"
-        see_passed_back = partial(
-            self._with_gradient_seen, operation, f"the gradient that {name} passes back"
+        check_outgoing = partial(
+            self._with_gradient_check, operation, f"the gradient that {name} passes back"
         )
         # The gradient that reaches a layer is not the one that the next layer passes back if other
         # code, which is not an operation of the model, lies between the two.
-        see_incoming = partial(
-            self._with_gradient_seen,
+        check_incoming = partial(
+            self._with_gradient_check,
             operation,
             f"the gradient that {name} receives from what follows it",
         )
 
         @wraps(call)
         def watched_call(*args, **kwargs):
-            args, kwargs = tf.nest.map_structure(see_passed_back, (args, kwargs))
+            args, kwargs = tf.nest.map_structure(check_outgoing, (args, kwargs))
             outputs = call(*args, **kwargs)
             self._num_calls += 1
             self._last_call[id(operation)] = self._num_calls
             if not self.forward and not all(map(_is_finite, tf.nest.flatten(outputs))):
                 self.forward = Origin(FORWARD, self._num_calls, f"the output of {name}")
-            return tf.nest.map_structure(see_incoming, outputs)
+            return tf.nest.map_structure(check_incoming, outputs)
 
         return watched_call
 
-    def _with_gradient_seen(self, operation: Any, description: str, value: Any) -> Any:
+    def _with_gradient_check(self, operation: Any, description: str, value: Any) -> Any:
         """Returns an equal tensor whose gradient is checked; returns anything but a float tensor unchanged."""
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
             return value

@@ -91,12 +91,12 @@ class Goodput:
         >>> Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).summary(10)["other"]
         4.0
         """
-        whole = max(now - self.began, 1e-9)
+        total = max(now - self.began, 1e-9)
         return {
-            "share": self.seconds["steps"] / whole,
-            "all": whole,
+            "share": self.seconds["steps"] / total,
+            "all": total,
             **self.seconds,
-            "other": max(0.0, whole - sum(self.seconds.values())),
+            "other": max(0.0, total - sum(self.seconds.values())),
         }
 
 
@@ -233,7 +233,7 @@ class RunContext:
             lambda: run.strategy.watchdog.phase(EXCHANGE),
         )
         folder = run.folder
-        records, seconds, ended = run.strategy.comm.on_chief(
+        records, seconds, last_step_ended = run.strategy.comm.on_chief(
             lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
         )
         # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since
@@ -248,7 +248,7 @@ class RunContext:
         report = RunReport(
             records,
             {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-            Goodput.resumed(run.meta.get("goodput"), began, ended),
+            Goodput.resumed(run.meta.get("goodput"), began, last_step_ended),
             flops_per_example=flops_per_example(model),
             peak_flops=peak and peak * run.strategy.num_computing,
         )

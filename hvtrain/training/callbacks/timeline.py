@@ -40,14 +40,14 @@ class TimelineTrace(RunCallback):
         super().__init__(context)
         self.folder = self.run.folder / FOLDER
         self.first_step = self.position.start_step + self.run.config.profile.first_step
-        self._begin: int | None = None
+        self._begin_step: int | None = None
         self._ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        if self._begin is not None or self.step < self.first_step:
+        if self._begin_step is not None or self.step < self.first_step:
             return
 
-        self._begin = self.step
+        self._begin_step = self.step
         self.comm.on_chief(self._make_folder)
         self.strategy.timeline.start(self.folder / REDUCTIONS)
         if self.is_chief:
@@ -60,11 +60,12 @@ class TimelineTrace(RunCallback):
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # Counted from the step at which the trace began, which is after first_step
         # if a call of the graph crossed that.
-        if self._begin is not None and self.step >= self._begin + self.run.config.profile.steps:
+        num_steps = self.run.config.profile.steps
+        if self._begin_step is not None and self.step >= self._begin_step + num_steps:
             self._end()
 
     def on_train_end(self, logs: Any) -> None:
-        if self._begin is None:
+        if self._begin_step is None:
             log.warning(
                 f"profile.timeline traced nothing: the run ended before step {self.first_step + 1:,}"
             )
@@ -78,14 +79,14 @@ class TimelineTrace(RunCallback):
             remove(old)
 
     def _end(self) -> None:
-        if self._begin is None or self._ended:
+        if self._begin_step is None or self._ended:
             return
 
         self._ended = True
         self.strategy.timeline.stop()
         if self.is_chief:
             tf.profiler.experimental.stop()
-            for line in time_by_operation(self.folder, self.step - self._begin):
+            for line in time_by_operation(self.folder, self.step - self._begin_step):
                 log.info(line)
             viewers = {
                 REDUCTIONS: "ui.perfetto.dev or chrome://tracing",
@@ -104,13 +105,13 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
         folder: The folder of the traces.
         steps: The number of traced steps.
     """
-    horovod = reductions(folder / REDUCTIONS)
-    tensorflow = sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
+    reduction_seconds = reductions(folder / REDUCTIONS)
+    operation_seconds = sorted(operations(folder).items(), key=lambda item: -item[1])
     return [
         f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
         *(
             f"  {1000 * seconds / steps:9.3f} ms  {name}"
-            for name, seconds in (*horovod.items(), *tensorflow)
+            for name, seconds in (*reduction_seconds.items(), *operation_seconds[:NUM_OPERATIONS])
         ),
     ]
 
