@@ -62,13 +62,12 @@ class ProgressLines:
         self._printed_at = now
         # Assumes the mean speed so far, which includes the tracing of the graph. So early estimates
         # are too long.
-        left = (now - self._began) * max(self.total - num_done, 0) / num_done
-        print(
-            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
-        )
+        seconds_left = (now - self._began) * max(self.total - num_done, 0) / num_done
+        progress = f"{self.verb} {num_done:,} of {self.total:,} examples"
+        print(f"{progress}, {seconds_left:,.0f} s left", flush=True)
 
 
-def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
+def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
     """Evaluates a split (every rank).
 
     Metrics are computed from sums over the examples of all ranks, not as means of the ranks' means.
@@ -88,9 +87,9 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     )
     total = source.num_examples(split)
     if data is None:
-        known = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
+        sizes = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
         raise ConfigError(
-            f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
+            f"split={split} of {source.name} has no examples; it has {', '.join(sizes)}"
         )
 
     def check_data():
@@ -98,7 +97,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
 
-    if run.kinds:
+    if run.training_kinds:
         run.strategy.comm.all_or_raise(check_data)
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
@@ -156,22 +155,22 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         if batch is None and calls_together:
             forward(blank)
         # The lambda is called before `batch` changes.
-        rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
+        rows = comm.all_or_raise(lambda: batch and predict_rows(run, batch, forward))  # noqa: B023
         blocks = [block for block in comm.gather(rows) if block]
         if not blocks:
             return
-        rows = joined(blocks, examples.is_interleaved)
+        rows = join_blocks(blocks, examples.is_interleaved)
         count = _num_rows(rows)
         yield {"example": np.arange(num_done, num_done + count), **rows}
         num_done += count
         progress.update(num_done)
 
 
-def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
+def predict_rows(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
     """Predicts a batch; returns the input's columns, then the task's columns of the outputs."""
     inputs, input_columns = batch
     outputs = keras.tree.map_structure(as_numpy, forward(inputs))
-    columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
+    columns = split_columns(run.task.columns(outputs, run.source), run.task.targets_are_masks)
     rows = dict(input_columns)
     for name, array in columns.items():
         # A label or an output may have the name of another column.
@@ -181,13 +180,13 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
     return rows
 
 
-def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
+def split_columns(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay whole.
 
     Raises:
         ConfigError: an array has more dimensions.
 
-    >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
+    >>> list(split_columns({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
     """
     rows = {}
@@ -207,10 +206,10 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     return rows
 
 
-def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
+def join_blocks(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
     """Joins one block of rows from each rank in the order of the examples.
 
-    >>> joined([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
+    >>> join_blocks([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
     [0, 1, 2, 3, 4]
     """
     rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
