@@ -226,5 +226,6 @@ def plan_verdict(costs: Sequence[Mapping[str, Any]]) -> str:
     most = max(speedups)
     paying = [number for number, speedup in speedups.items() if speedup > MIN_WORTHWHILE_SPEEDUP]
     verdict = f"pays off from {min(paying)} ranks;" if paying else "does not pay off:"
+    speedup = f"{most} ranks are {speedups[most]:.1f} times as fast as one"
 
-    return f"Planned for more ranks: {PLANNED_STRATEGY} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."
+    return f"Planned for more ranks: {PLANNED_STRATEGY} {verdict} {speedup}."
