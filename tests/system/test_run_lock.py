@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvtrain.errors import BusyError
-from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create, start_of
 from launching import HASTY, finish, run, start
 
 HOLD = """
@@ -116,6 +117,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     claim.write_text("1 another-host 1000")
     with pytest.raises(BusyError):
         RunLock().take(tmp_path, wait_seconds=0)
+
+
+def test_the_start_of_a_process_does_not_depend_on_the_clock(monkeypatch):
+    """psutil 7.0 adds the boot time of an earlier call, from which the present one may differ."""
+    before = start_of(os.getpid())
+    monkeypatch.setattr(psutil, "boot_time", lambda: 0.0)
+    assert start_of(os.getpid()) == before
 
 
 @pytest.mark.nightly
