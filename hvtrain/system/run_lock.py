@@ -92,7 +92,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            if not _create(claim):
+            if not _create_claim(claim):
                 return False
             log.warning(
                 f"{claim.parent} is on a disk without locks; {claim} keeps other runs out, and remains after kill -9"
@@ -125,7 +125,7 @@ def start_of(process: int) -> str | None:
     return None
 
 
-def _create(claim: Path) -> bool:
+def _create_claim(claim: Path) -> bool:
     """Creates the claim file, which names this process and its host. Returns False if another process holds it.
 
     If that process ran on this host and has ended, its claim is replaced.
@@ -143,5 +143,5 @@ def _create(claim: Path) -> bool:
                 # same claim would remove the new one.
                 claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)
                 claim.unlink()
-                return _create(claim)
+                return _create_claim(claim)
         return False

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hvtrain.errors import BusyError
-from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create, start_of
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create_claim, start_of
 from launching import HASTY, finish, run, start
 
 HOLD = """
@@ -111,9 +111,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         # Another process finds the same claim at the same moment.
         gone = tmp_path / "gone"
         patch.setattr(
-            Path, "unlink", lambda path: others.append(_create(path)) or path.rename(gone)
+            Path, "unlink", lambda path: others.append(_create_claim(path)) or path.rename(gone)
         )
-        assert _create(claim) and others == [False]
+        assert _create_claim(claim) and others == [False]
     claim.write_text("1 another-host 1000")
     with pytest.raises(BusyError):
         RunLock().take(tmp_path, wait_seconds=0)

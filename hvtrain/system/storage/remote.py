@@ -51,7 +51,7 @@ _GOOGLE = re.compile(
 )
 _AZURE = re.compile(r"Azure Error: \[(\w*)\] (.+?)(?:\. |$)")
 # Errors of this host's disk rather than of the store.
-_OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_LOCAL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Object(NamedTuple):
@@ -180,7 +180,7 @@ class Remote:
             try:
                 return action()
             except OSError as error:
-                if error.errno in _OWN_DISK:
+                if error.errno in _LOCAL_DISK_ERRORS:
                     raise
                 problem = _final_problem(error)
                 if problem:

@@ -89,7 +89,7 @@ def root(request, monkeypatch, tmp_path):
     remote._filesystem.cache_clear()
     cache.forget_copies()
     yield address
-    cache._used.clear()
+    cache._locks.clear()
 
 
 @pytest.mark.parametrize("make", mostly_nightly([image_folder, parquet], image_folder))
