@@ -288,8 +288,10 @@ def _azure(authority: str) -> tuple[Any, str]:
 
 def _check_azure_login(options: dict[str, Any], container: str) -> None:
     """Checks in another process that Azure's default credentials work, since pyarrow 26 aborts if there are none."""
-    code = "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
-    code += "fs.AzureFileSystem(**options).get_file_info(container)"
+    code = (
+        "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
+        "fs.AzureFileSystem(**options).get_file_info(container)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps([options, container]),
