@@ -46,9 +46,9 @@ def user_path(text: str | Path) -> Path:
     return Path(os.path.expanduser(path_of(text)))  # noqa: PTH111
 
 
-def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
-    """Returns the local path of dataset.dir; for `far`, see local_copy(). Raises DataError if this host lacks it."""
-    path = local_copy(text, far) if is_remote(text) else user_path(text)
+def data_path(text: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
+    """Returns the local path of dataset.dir; for an address, local_copy(). Raises DataError if this host lacks it."""
+    path = local_copy(text, remote_suffixes) if is_remote(text) else user_path(text)
     if not path.exists():
         raise DataError(
             f"dataset.dir={text} does not exist on {socket.gethostname()}; give a folder that this host has"

@@ -85,7 +85,7 @@ class FileSource(NotesFailure, StreamedSource):
     ADVICE = "fix or remove it"
     """Advice about an unreadable example, for the message."""
 
-    FAR: ClassVar[tuple[str, ...]] = ()
+    REMOTE_SUFFIXES: ClassVar[tuple[str, ...]] = ()
     """Suffixes of files that are read in parts from object storage instead of being copied."""
 
     no_random_crop = ""
@@ -103,7 +103,7 @@ class FileSource(NotesFailure, StreamedSource):
         scale: float = 255.0,
         **sizing: Any,
     ) -> None:
-        self.folder = data_path(dir, self.FAR)
+        self.folder = data_path(dir, self.REMOTE_SUFFIXES)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes

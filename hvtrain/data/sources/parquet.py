@@ -69,7 +69,7 @@ class Parquet(DealtSource):
 
     name = "parquet"
     PIECE = "row group"
-    FAR = row_groups.SUFFIXES
+    REMOTE_SUFFIXES = row_groups.SUFFIXES
     _encoded: bool
     _pixel_type: tf.DType
 

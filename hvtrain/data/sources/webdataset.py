@@ -105,7 +105,7 @@ class Sharded(ListedImages):
 
     name = "webdataset"
     ADVICE = "write or fetch the shard again"
-    FAR = ("",)  # type: ignore[assignment]  # Any file: its members are read one by one.
+    REMOTE_SUFFIXES = ("",)  # type: ignore[assignment]  # Any file: its members are read one by one.
     read_files = staticmethod(read_members)
 
     def __init__(

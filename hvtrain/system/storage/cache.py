@@ -21,7 +21,7 @@ from typing import IO
 
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote, remove, writing
-from hvtrain.system.storage.ranges import SUM_BYTES, FarFile
+from hvtrain.system.storage.ranges import SUM_BYTES, RemoteFile
 from hvtrain.system.storage.remote import Object, Remote, locate
 from hvtrain.system.text import duration, human_bytes
 
@@ -43,19 +43,20 @@ _PATTERN = re.compile(r"/(?=[^/]*[*?\[])")
 # Lock files of the entries that this process uses, held until it ends.
 _locks: dict[Path, IO[str]] = {}
 # Objects that are read in parts, by the paths of their placeholder files.
-_remote_files: dict[str, FarFile] = {}
+_remote_files: dict[str, RemoteFile] = {}
 
 
 @lru_cache(maxsize=256)
-def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
+def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
     """Returns a local file or folder with the content of an address; for a pattern, the same pattern inside the copy.
 
     The first process on a host that asks for it downloads it, and the others wait. A process that asks again
     gets the same copy, until `forget_copies`.
 
     Args:
-        far: Suffixes of names, in lower case. Objects with such names stay in the store: their local files have
-            the size but no content, and `far_file` gives access to parts, which are kept if all objects fit.
+        remote_suffixes: Suffixes of names, in lower case. Objects with such names stay in the store: their
+            local files have the size but no content, and `remote_file` gives access to parts, which are
+            kept if all objects fit.
 
     Raises:
         ConfigError: No store is known for the address, or the address contains a password.
@@ -70,8 +71,10 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     if not objects:
         raise DataError(f"{address} is not there; check the bucket and the path")
 
-    far_objects = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
-    copied_objects = sorted(set(objects) - set(far_objects))
+    remote_objects = [
+        item for item in objects if (item.name or remote.name).lower().endswith(remote_suffixes)
+    ]
+    copied_objects = sorted(set(objects) - set(remote_objects))
     num_bytes = sum(item.num_bytes for item in objects)
     # Parts are kept only if the whole objects would fit, since every part may be read in the end.
     keeps_parts = num_bytes <= limit_bytes()
@@ -86,9 +89,9 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
 
     def fill(folder):
         folder.with_name(SUMS).touch()
-        for parent in {(folder / item.name).parent for item in far_objects}:
+        for parent in {(folder / item.name).parent for item in remote_objects}:
             parent.mkdir(parents=True, exist_ok=True)
-        for item in far_objects:
+        for item in remote_objects:
             with (folder / item.name).open("wb") as file:
                 file.truncate(item.num_bytes)
         if copied_objects:
@@ -99,13 +102,13 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
                     f"{address} changed while it was read; start again when nothing writes there"
                 )
 
-    folder = _entry(remote, objects, f"{far} {keeps_parts}", num_bytes, fill)
+    folder = _entry(remote, objects, f"{remote_suffixes} {keeps_parts}", num_bytes, fill)
     first_sum = 0
-    for item in far_objects:
+    for item in remote_objects:
         path = folder / item.name
         kept = path if keeps_parts else None
         sums = folder.with_name(SUMS)
-        _remote_files[str(path)] = FarFile(remote.child(item.name), item, kept, sums, first_sum)
+        _remote_files[str(path)] = RemoteFile(remote.child(item.name), item, kept, sums, first_sum)
         # A part's checksum stands at the part's offset, so all of them take the object's size.
         first_sum += item.num_bytes + -item.num_bytes % SUM_BYTES
     return Path(folder, *pattern)
@@ -127,7 +130,7 @@ def _matching_objects(remote: Remote, pattern: str = "**") -> list[Object]:
     return [item for item in complete_objects(remote) if matches(item.name)]
 
 
-def far_file(path: str | Path) -> FarFile | None:
+def remote_file(path: str | Path) -> RemoteFile | None:
     """Returns the object behind a placeholder that local_copy made; None for any other path."""
     return _remote_files.get(str(path))
 

@@ -27,7 +27,7 @@ MAX_AHEAD = 1024
 
 
 @dataclass(eq=False)
-class FarFile:
+class RemoteFile:
     """An object that is read in parts.
 
     Args:
