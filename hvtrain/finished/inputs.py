@@ -117,7 +117,7 @@ def input_examples(run: FinishedRun, path: Path) -> Examples:
         DataError: a file cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"input={path} is not there; give {ACCEPTED_INPUTS}")
+        raise ConfigError(f"input={path} does not exist; give {ACCEPTED_INPUTS}")
     if path.suffix == ".npy":
         return _array_examples(run, path)
     # For a run on a table, any file is read as a table, whatever its suffix.

@@ -376,7 +376,7 @@ def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
         return MaskWriter(output)
 
     if output.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
+        raise ConfigError(f"--output {output} has an unknown suffix; give FILE.csv or FILE.parquet")
     # If the path is a symbolic link, its target is replaced, and the link is kept.
     path = page_path(output).resolve()
     return ParquetWriter(path) if output.suffix == ".parquet" else CsvWriter(path)

@@ -69,7 +69,7 @@ def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
     remote = locate(root)
     objects = _matching_objects(remote, *pattern)
     if not objects:
-        raise DataError(f"{address} is not there; check the bucket and the path")
+        raise DataError(f"{address} does not exist; check the bucket and the path")
 
     remote_objects = [
         item for item in objects if (item.name or remote.name).lower().endswith(remote_suffixes)

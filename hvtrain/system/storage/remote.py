@@ -311,7 +311,7 @@ def _final_problem(error: Exception) -> str:
     # signatures/404.jpg says nothing about the error.
     text = re.sub(r"'[^']*'", "", str(error))
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
-        return "is not there; check the bucket and the path"
+        return "does not exist; check the bucket and the path"
     if isinstance(error, PermissionError) or _DENIED.search(text):
         return (
             f"cannot be accessed ({_reason(error)}); check the credentials of this host, its clock, and the rights of "

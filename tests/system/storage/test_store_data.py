@@ -167,7 +167,7 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
 
     store.fault = fault
     with pytest.raises(
-        DataError, match=f"{address}( changed while it was read; start again|/a is not there)"
+        DataError, match=f"{address}( changed while it was read; start again|/a does not exist)"
     ):
         user_path(address)
     cache.forget_copies()
@@ -180,13 +180,13 @@ REFUSALS = {
         "s3://no-bucket/x",
         None,
         "",
-        "s3://no-bucket/x is not there; check the bucket and the path",
+        "s3://no-bucket/x does not exist; check the bucket and the path",
     ),
     "no object": (
         "s3://data/none",
         None,
         "",
-        "s3://data/none is not there; check the bucket and the path",
+        "s3://data/none does not exist; check the bucket and the path",
     ),
     "denied": (
         "s3://data/one",
@@ -478,7 +478,7 @@ def test_shards_that_change_or_cannot_be_read_end_the_stream(
         message = f"{address}/{name} has changed since this run opened it; start again when nothing writes there"
     elif change == "deleted":
         store.filesystem().delete_file(f"{address[5:]}/{name}")
-        message = f"{address}/{name} (has changed|is not there)"
+        message = f"{address}/{name} (has changed|does not exist)"
     else:
         store.fault = lambda request: 403 if ".tar" in request.path else None
         message = rf"{address}/{name} cannot be accessed"
