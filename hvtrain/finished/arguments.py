@@ -116,23 +116,23 @@ def finished_config(
     Raises:
         ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
     """
-    own, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
+    values, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
     settings = [argument for argument in others if "=" in argument or argument[:1] in ("-", "~")]
-    bare = [argument for argument in others if argument not in settings]
-    if bare and "run" not in own:
-        own["run"] = bare.pop(0)
-    elif bare:
-        raise ConfigError(f"{bare[0]} and run={own['run']} are two runs; give one of them")
-    if bare:
-        raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
+    positional = [argument for argument in others if argument not in settings]
+    if positional and "run" in values:
+        raise ConfigError(f"{positional[0]} and run={values['run']} are two runs; give one of them")
+    if positional:
+        values["run"] = positional.pop(0)
+    if positional:
+        raise ConfigError(f"{positional[0]} is not a setting; write NAME=VALUE")
 
-    if "run.dir" in own:
+    if "run.dir" in values:
         raise ConfigError(
-            f"run.dir={own['run.dir']}: a finished run keeps its folder; leave run.dir out"
+            f"run.dir={values['run.dir']}: a finished run keeps its folder; leave run.dir out"
         )
-    if not own.get("run"):
+    if not values.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as run=runs/first")
-    folder = path_of(own.pop("run"))
+    folder = path_of(values.pop("run"))
     # A folder that holds only settings has no model to open.
     if not is_run_folder(folder):
         raise ConfigError(
@@ -149,7 +149,7 @@ def finished_config(
         )
 
     has_own_data = not any(map(_is_data_setting, settings))
-    finished = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
+    finished = FinishedConfig(folder.absolute(), run_config(folder, settings), values, has_own_data)
     finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
 
     return finished

@@ -52,9 +52,9 @@ class Arguments(Pass):
         super().visit_Module(node)
         # Parameters of the compile methods that the script's own models define, by class name.
         self.compiles = {
-            owner.name.value: method.params
-            for owner in m.findall(node, m.ClassDef())
-            for method in m.findall(owner, m.FunctionDef(m.Name("compile")))
+            class_def.name.value: method.params
+            for class_def in m.findall(node, m.ClassDef())
+            for method in m.findall(class_def, m.FunctionDef(m.Name("compile")))
         }
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -145,9 +145,9 @@ class Arguments(Pass):
             return _compute_loss_call(call)
         # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
         # changed only for Keras models: others have it too, and their predict gives classes.
-        maker = self.imported(self.compiling_class(receiver))
-        is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", maker) and (
-            is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
+        origin = self.imported(self.compiling_class(receiver))
+        is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", origin) and (
+            is_model_name(receiver) or origin.endswith((".Sequential", ".Model"))
         )
         if method in RENAMED_METHODS and (is_keras or method != "predict_proba"):
             method, *order = RENAMED_METHODS[method]
@@ -181,16 +181,18 @@ class Arguments(Pass):
         The argument then goes to super().compile inside that method.
         """
         names = {arg.keyword.value for arg in call.args if arg.keyword}
-        compiler = self.compiling_class(call.func.value)
-        owner = dotted(compiler)
+        model_class = self.compiling_class(call.func.value)
+        model_name = dotted(model_class)
         # If the script does not show the model's class, it may be any that takes these arguments.
-        is_unknown = owner not in self.compiles and not self.imported(compiler)
+        is_unknown = model_name not in self.compiles and not self.imported(model_class)
         for class_name, parameters in self.compiles.items():
-            own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
-            may_be_own = is_unknown and names <= own and (names or owner != "super")
-            is_own = may_be_own or owner == class_name
-            if is_own and not parameters.star_kwarg:
-                return "jit_compile" in own
+            accepted = {
+                param.name.value for param in (*parameters.params, *parameters.kwonly_params)
+            }
+            may_match = is_unknown and names <= accepted and (names or model_name != "super")
+            is_match = may_match or model_name == class_name
+            if is_match and not parameters.star_kwarg:
+                return "jit_compile" in accepted
         return True
 
     def _compile_call(self, call: Call) -> Call:

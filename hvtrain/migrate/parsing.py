@@ -148,9 +148,9 @@ def method_of(call: Call) -> str:
 def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]:
     """Returns the base of each class in the script that does not define the method itself."""
     return {
-        owner.name.value: owner.bases[0].value
-        for owner in m.findall(module, m.ClassDef(bases=[m.AtLeastN(n=1)]))
-        if not m.findall(owner, m.FunctionDef(m.Name(method)))
+        class_def.name.value: class_def.bases[0].value
+        for class_def in m.findall(module, m.ClassDef(bases=[m.AtLeastN(n=1)]))
+        if not m.findall(class_def, m.FunctionDef(m.Name(method)))
     }
 
 

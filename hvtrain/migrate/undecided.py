@@ -138,9 +138,9 @@ class _Undecided(FilePaths):
         fix = advice(name) or advice(name.removeprefix("tensorflow."))
         if name.startswith("keras."):
             if not exists(name):
-                near = nearest(name)
-                if near and not fix:
-                    fix = f"did you mean {near}?"
+                suggestion = nearest(name)
+                if suggestion and not fix:
+                    fix = f"did you mean {suggestion}?"
                 self.report(node, f"Keras 3 has no {name}; {fix or 'replace it'}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in members(HVTRAIN_KERAS):
             own_name = name.removeprefix(f"{HVTRAIN}.")

@@ -116,9 +116,9 @@ class RunFiles:
         # A checkpoint may be newer than the last epoch, and a run without checkpoints still records
         # epochs.
         recorded = self.history[-1].step if self.history else 0
-        done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
+        num_done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
 
-        return min(done / num_steps, 1.0)
+        return min(num_done / num_steps, 1.0)
 
     @property
     def sign(self) -> int:

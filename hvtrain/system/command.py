@@ -134,7 +134,7 @@ def add_number(
     options: Any,
     name: str,
     kind: Callable[[str], float],
-    about: str,
+    help_text: str,
     default: float | None = None,
     metavar: str = "N",
 ) -> None:
@@ -144,13 +144,13 @@ def add_number(
         options: a parser, or an argument group of one.
         name: the option, with its dashes.
         kind: parses the number: at_least(low), not_negative or positive.
-        about: the help text.
+        help_text: what the number is.
         default: the number if the option is not given.
         metavar: the placeholder for the number in the help.
     """
     if default is not None:
-        about = f"{about}; default: {default:g}"
-    options.add_argument(name, type=kind, default=default, metavar=metavar, help=about)
+        help_text = f"{help_text}; default: {default:g}"
+    options.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -59,8 +59,8 @@ def cut(line: str) -> tuple[str, Drawing | None]:
         drawing = Drawing(tuple(Bar(**bar) for bar in fields["bars"]), tuple(fields["lines"]))
     except (ValueError, TypeError, LookupError):
         return line, None  # A line without a drawing, or one that was truncated.
-    shown = f"{before}\n" if before else ""
-    return shown, drawing
+    visible = f"{before}\n" if before else ""
+    return visible, drawing
 
 
 def can_draw() -> bool:

@@ -265,7 +265,7 @@ def commit_of(package: Path) -> str:
 def _git(folder: Path, *arguments: str) -> str:
     """Returns what git prints; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
+        completed = subprocess.run(
             # Without locks, since the user may be running git in this checkout at the same time.
             ["git", "--no-optional-locks", *arguments],
             cwd=folder,
@@ -275,5 +275,5 @@ def _git(folder: Path, *arguments: str) -> str:
             timeout=GIT_SECONDS,
             check=True,
         )
-        return done.stdout.decode(errors="replace")
+        return completed.stdout.decode(errors="replace")
     return ""

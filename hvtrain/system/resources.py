@@ -118,14 +118,15 @@ def _free_in_groups() -> Iterator[int]:
             root, names = _CGROUPS / "memory", _V1
         else:
             continue
-        own = root / path.strip("/")  # Inside a container the process's own group may be the root.
-        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+        limit_file, usage_file, cached_name = names
+        group = root / path.strip("/")  # Inside a container this group may be the root.
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             with suppress(OSError, ValueError):  # The group is not here, or has no limit ("max").
-                limit, used = (int((folder / name).read_text()) for name in names[:2])
-                numbers = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                yield limit - used + int(numbers.get(names[2], 0))
+                limit = int((folder / limit_file).read_text())
+                used = int((folder / usage_file).read_text())
+                stat = (folder / "memory.stat").read_text()
+                cached = dict(line.split() for line in stat.splitlines()).get(cached_name, 0)
+                yield limit - used + int(cached)
 
 
 def physical_gpus() -> list[Any]:

@@ -196,15 +196,15 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
 
 def plan_conclusions(arguments: Sequence[str], folder: Path) -> list[str]:
     """Runs `hvtrain plan`, which writes into the folder; states its result and the command that repeats it."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
-    if done.returncode:
-        reason = failure(done.stderr, done.returncode)
+    if completed.returncode:
+        reason = failure(completed.stderr, completed.returncode)
         return [f"No forecast for more ranks: hvtrain plan failed: {reason}."]
 
     costs = json.loads((folder / "plan.json").read_text("utf-8"))["costs"]

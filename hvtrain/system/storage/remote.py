@@ -292,13 +292,13 @@ def _check_azure_login(options: dict[str, Any], container: str) -> None:
         "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
         "fs.AzureFileSystem(**options).get_file_info(container)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps([options, container]),
         text=True,
         capture_output=True,
     )
-    if done.returncode < 0:
+    if completed.returncode < 0:
         raise ConfigError(
             f"abfs://{container}@{options['account_name']} cannot be accessed, since this host has no credentials "
             "of Azure; set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
