@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import Model
 
 from hvtrain.checkpoint import store, writer
@@ -87,13 +86,6 @@ class FinishedRun:
         if self.training_kinds:
             actual_kinds = kinds.kinds_of(inputs)
             kinds.check(name, self.training_kinds, actual_kinds, self.config.guard.data)
-
-    def explain(self, error: Exception) -> Exception:
-        """Turns a TensorFlow error about unreadable data into one that names the file.
-
-        Returns other errors unchanged.
-        """
-        return self.source.explain(error) if isinstance(error, tf.errors.OpError) else error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import tensorflow as tf
 from PIL import Image
 
 from hvtrain.errors import ConfigError, StorageError
@@ -110,8 +111,8 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
     # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
         results = run.strategy.evaluate(run.model, data, callbacks)
-    except Exception as error:
-        raise run.explain(error) from error
+    except tf.errors.OpError as error:
+        raise source.explain(error) from error
 
     skipped = run.left_out()
 
@@ -142,8 +143,8 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     def next_batch() -> Batch | None:
         try:
             batch = next(batches, None)
-        except Exception as error:
-            raise run.explain(error) from error
+        except tf.errors.OpError as error:
+            raise run.source.explain(error) from error
         if batch and not num_done:
             run.check_kind(examples.name, keras.tree.map_structure(np.asarray, batch[0]))
         return batch
