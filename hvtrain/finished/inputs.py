@@ -184,9 +184,9 @@ def _image_examples(
             ) from error
 
     def batches():
-        for part in _batch_slices(run, len(files)):
-            names = [str(file.relative_to(root)) for file in files[part]]
-            pixels = np.stack([preprocessed(file) for file in files[part]])
+        for batch in _batch_slices(run, len(files)):
+            names = [str(file.relative_to(root)) for file in files[batch]]
+            pixels = np.stack([preprocessed(file) for file in files[batch]])
             yield pixels, {"file": np.array(names, object)}
 
     return Examples(str(path), len(files), batches, note=note)
@@ -214,8 +214,8 @@ def _array_examples(run: FinishedRun, path: Path) -> Examples:
         )
 
     def batches():
-        for part in _batch_slices(run, len(array)):
-            converted = _converted(np.asarray(array[part]), spec.dtype, f"input={path}")
+        for batch in _batch_slices(run, len(array)):
+            converted = _converted(np.asarray(array[batch]), spec.dtype, f"input={path}")
             yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
@@ -255,25 +255,25 @@ def _table_examples(run: FinishedRun, path: Path) -> Examples:
         note = f"; rows with names that training did not have: {shares}"
 
     def batches():
-        for part in _batch_slices(run, rows.num_rows):
-            raw = rows.raw(np.arange(part.start, part.stop))
+        for batch in _batch_slices(run, rows.num_rows):
+            raw = rows.raw(np.arange(batch.start, batch.stop))
             columns = {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
-            yield preprocessing(columns), {name: values[part] for name, values in rows.ids.items()}
+            yield preprocessing(columns), {name: values[batch] for name, values in rows.ids.items()}
 
     return Examples(str(path), rows.num_rows, batches, note=note)
 
 
 def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     """Reads a table for a model that takes inputs by name but was not trained on dataset=table."""
-    columns = [_column_of_spec(name, part) for name, part in spec.items()]
+    columns = [_column_of_spec(name, tensor_spec) for name, tensor_spec in spec.items()]
     table = read_table(path, "input")
     cells = read_cells(columns, plain_columns(table), f"input={path}")
     # Keyed by the model's input names, whatever the order of the columns in the file.
     arrays = {}
-    for column, part in zip(columns, spec.values()):
+    for column, tensor_spec in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
-        converted = _converted(array, part.dtype, f"input={path}: column {column.name}")
-        arrays[column.name] = converted.reshape(-1, *part.shape)
+        converted = _converted(array, tensor_spec.dtype, f"input={path}: column {column.name}")
+        arrays[column.name] = converted.reshape(-1, *tensor_spec.shape)
 
     def raw(rows):
         return {name: array[rows] for name, array in arrays.items()}
@@ -281,13 +281,13 @@ def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     return NewRows(table.num_rows, raw, {}, {})
 
 
-def _column_of_spec(name: str, part: tf.TensorSpec) -> Column:
-    length = int(np.prod(part.shape))
+def _column_of_spec(name: str, spec: tf.TensorSpec) -> Column:
+    length = int(np.prod(spec.shape))
     kind = "number"
-    if part.dtype == tf.string:
+    if spec.dtype == tf.string:
         kind = "name"
     elif length > 1:
         kind = "vector"
-    elif part.dtype.is_integer:
+    elif spec.dtype.is_integer:
         kind = "integer"
-    return Column(name, name, kind, part.dtype.name, length=length)
+    return Column(name, name, kind, spec.dtype.name, length=length)
