@@ -262,8 +262,8 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
     import pyarrow.parquet
 
     run = _open_run(model)
-    from hvtrain.finished.inputs import of_input
-    from hvtrain.finished.outputs import rows_of
+    from hvtrain.finished.inputs import input_examples
+    from hvtrain.finished.outputs import predict_rows
 
     batch_size = run.config.train.evaluation_batch_size
     while part := list(itertools.islice(rows, batch_size)):
@@ -273,9 +273,9 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
                 pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name
             )
             # There is only one batch, since the part has at most batch_size rows.
-            ((inputs, _),) = of_input(run, Path(file.name)).batches()
+            ((inputs, _),) = input_examples(run, Path(file.name)).batches()
 
-        columns = rows_of(run, (inputs, {}), run.model.predict_on_batch)
+        columns = predict_rows(run, (inputs, {}), run.model.predict_on_batch)
         # Spark takes a dot in a name for access to a struct's field.
         lists = {name.replace(".", "_"): column.tolist() for name, column in columns.items()}
         for row, *values in zip(part, *lists.values()):

@@ -26,12 +26,11 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The groups whose `_target_` is called when a run is opened, and when it
-# is trained again.
+# The groups whose `_target_` is called when a run is opened, and when it is trained again.
 BUILT = ("dataset", "model", "task", "optimizer")
 TRAINED = (*BUILT, "schedule", "strategy", "augment", "callbacks")
-FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
-SETTINGS = """\
+TRUSTED_MODULES = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
+SETTINGS_HELP = """\
 SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
 
 
@@ -88,7 +87,7 @@ def parse_command(
         f"python -m hvtrain {command}",
         usage=f"%(prog)s RUN {usage} [SETTING=VALUE ...]",
         description=description,
-        epilog=f"{SETTINGS}\n\nexamples:\n{examples}",
+        epilog=f"{SETTINGS_HELP}\n\nexamples:\n{examples}",
     )
     parser.add_argument(
         "--trust",
@@ -117,23 +116,23 @@ def finished_config(
     Raises:
         ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
     """
-    own, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
+    values, others = take_values(arguments, "run", "run.dir", "checkpoint", *names)
     settings = [argument for argument in others if "=" in argument or argument[:1] in ("-", "~")]
-    bare = [argument for argument in others if argument not in settings]
-    if bare and "run" not in own:
-        own["run"] = bare.pop(0)
-    elif bare:
-        raise ConfigError(f"{bare[0]} and run={own['run']} are two runs; give one of them")
-    if bare:
-        raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
+    positional = [argument for argument in others if argument not in settings]
+    if positional and "run" in values:
+        raise ConfigError(f"{positional[0]} and run={values['run']} are two runs; give one of them")
+    if positional:
+        values["run"] = positional.pop(0)
+    if positional:
+        raise ConfigError(f"{positional[0]} is not a setting; write NAME=VALUE")
 
-    if "run.dir" in own:
+    if "run.dir" in values:
         raise ConfigError(
-            f"run.dir={own['run.dir']}: a finished run keeps its folder; leave run.dir out"
+            f"run.dir={values['run.dir']}: a finished run keeps its folder; leave run.dir out"
         )
-    if not own.get("run"):
+    if not values.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as run=runs/first")
-    folder = path_of(own.pop("run"))
+    folder = path_of(values.pop("run"))
     # A folder that holds only settings has no model to open.
     if not is_run_folder(folder):
         raise ConfigError(
@@ -149,8 +148,8 @@ def finished_config(
             "add --trust (in Python: trust=True) if this run is yours, or you have looked at that code"
         )
 
-    has_own_data = not any(map(_is_of_data, settings))
-    finished = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
+    has_own_data = not any(map(_is_data_setting, settings))
+    finished = FinishedConfig(folder.absolute(), run_config(folder, settings), values, has_own_data)
     finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
 
     return finished
@@ -181,10 +180,9 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
     # A choice on the command line replaces the run's part, targets included. A value in braces is
     # only merged into it.
     overridden = {setting.partition("=")[0] for setting in settings if "{" not in setting}
-    known = {setting.partition("=")[2] for setting in settings}
-    # Targets in hvtrain's own choices are trusted.
+    trusted = {setting.partition("=")[2] for setting in settings}
     for path in CONFIGS.rglob("*.yaml"):
-        known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
+        trusted.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
     foreign: list[str] = []
     for part in groups:
@@ -192,7 +190,7 @@ def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = 
         foreign += map(str, (folder / part).rglob("*.yaml"))
         if part not in overridden:
             for name, target in _targets(part, tree.get(part)):
-                if target not in known and not target.startswith(FROM_KERAS):
+                if target not in trusted and not target.startswith(TRUSTED_MODULES):
                     foreign.append(f"{name}={target}")
 
     # Hydra calls what these two keys name.
@@ -223,7 +221,7 @@ def _targets(name: str, tree) -> Iterator[tuple[str, str]]:
             yield from _targets(f"{name}.{key}", value)
 
 
-def _is_of_data(setting: str) -> bool:
+def _is_data_setting(setting: str) -> bool:
     # Hydra's +dataset.NAME=VALUE adds a setting, and ~dataset.NAME removes one.
     return setting.lstrip("+~").startswith(("dataset=", "dataset."))
 
@@ -231,19 +229,19 @@ def _is_of_data(setting: str) -> bool:
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
     """Composes the run's settings with overrides. Raises ConfigError."""
     options = [setting for setting in settings if setting.startswith("-")]
-    of_run = [setting for setting in settings if not setting.startswith("-")]
+    overrides = [setting for setting in settings if not setting.startswith("-")]
 
     # dataset=NAME replaces the data set, and must not inherit the run's settings for the old
     # one, so it is composed separately.
-    of_data = []
-    if any(setting.startswith("dataset=") for setting in of_run):
-        of_data = list(filter(_is_of_data, of_run))
-        of_run = [setting for setting in of_run if setting not in of_data]
+    data_overrides = []
+    if any(setting.startswith("dataset=") for setting in overrides):
+        data_overrides = list(filter(_is_data_setting, overrides))
+        overrides = [setting for setting in overrides if setting not in data_overrides]
 
     # A run folder serves as a config folder, whose config.yaml takes the place of hvtrain's.
-    tree = compose([f"--config-dir={folder}", *of_run])
-    if of_data:
-        tree["dataset"] = compose([*options, *of_data])["dataset"]
+    tree = compose([f"--config-dir={folder}", *overrides])
+    if data_overrides:
+        tree["dataset"] = compose([*options, *data_overrides])["dataset"]
     config = from_dict(tree)
 
     # The run folder may have been moved since training.

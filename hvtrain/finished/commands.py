@@ -33,7 +33,7 @@ validation or test (default).""",
     split = finished.choice("split", SPLITS, "test")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import opened
-        from hvtrain.finished.outputs import metrics_of
+        from hvtrain.finished.outputs import evaluate_split
 
     with opened(finished) as run:
         if options.output:
@@ -41,10 +41,10 @@ validation or test (default).""",
             # Refuses an output that cannot be written before the evaluation, which may take long.
             output = comm.all_or_raise(lambda: Output(options.output, replaces=True))
             comm.on_chief(lambda: page_path(output.path))
-        results = metrics_of(run, split)  # Every rank takes part; the chief prints.
+        results = evaluate_split(run, split)  # Every rank takes part; the chief prints.
         if run.is_chief:
-            for text in results["skipped"]:
-                print(f"left out: {text}")
+            for problem in results["skipped"]:
+                print(f"left out: {problem}")
             metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["metrics"].items())
             examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
             print(f"{results['checkpoint']}, {examples}: {metrics}")
@@ -84,13 +84,13 @@ validation or test (default).""",
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import opened
-        from hvtrain.finished.inputs import of_input, of_split
+        from hvtrain.finished.inputs import input_examples, split_examples
         from hvtrain.finished.outputs import predictions, writer_for
 
     with opened(finished, uses_split=path is None) as run:
         comm = run.strategy.comm
         examples = comm.all_or_raise(
-            lambda: of_input(run, Path(path)) if path else of_split(run, split)
+            lambda: input_examples(run, Path(path)) if path else split_examples(run, split)
         )
         if not examples.total:
             raise DataError(f"input={path} holds no examples; give a file that has some")
@@ -154,19 +154,8 @@ folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     _refuse_launcher("export")
-    suffix = SUFFIXES[model_format]
-    output = Output(options.output or f"{finished.folder.name}{suffix}")
+    output = _export_output(options.output, model_format, finished.folder.name)
     path = output.path
-    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
-    # only looks as if it had a suffix.
-    if options.output and path.suffix != suffix:
-        needed = f"PATH{suffix}" if suffix else "a folder"
-        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
-    # An existing path may be another export, so it is never replaced.
-    if path.exists():
-        raise ConfigError(f"--output {path} exists already; choose another path")
-    page_path(path)
-
     repo = finished.arguments.get("repo")
     if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
@@ -192,10 +181,28 @@ folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
     return 0
 
 
+def _export_output(given_path: str | None, model_format: str, run_name: str) -> Output:
+    """Returns where the exported model is written. Raises ConfigError if it cannot be written there."""
+    suffix = SUFFIXES[model_format]
+    output = Output(given_path or f"{run_name}{suffix}")
+    path = output.path
+    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which
+    # only looks as if it had a suffix.
+    if given_path and path.suffix != suffix:
+        needed = f"PATH{suffix}" if suffix else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+    # An existing path may be another export, so it is never replaced.
+    if path.exists():
+        raise ConfigError(f"--output {path} exists already; choose another path")
+    page_path(path)
+
+    return output
+
+
 def _refuse_launcher(command: str) -> None:
     if console.is_launched():
         raise ConfigError(
-            f"{command} takes one process; start python -m hvtrain {command} without a launcher"
+            f"{command} runs in one process; start python -m hvtrain {command} without a launcher"
         )
 
 
@@ -213,13 +220,13 @@ def generate() -> int:
             "type": at_least(1),
             "default": 64,
             "metavar": "N",
-            "help": "most tokens to write; default: 64",
+            "help": "maximum number of tokens to write; default: 64",
         },
         temperature={
             "type": not_negative,
             "default": 0.7,
             "metavar": "T",
-            "help": "default: 0.7; 0: greedy",
+            "help": "of the sampling, 0: greedy; default: 0.7",
         },
         seed={
             "type": at_least(0),
@@ -245,7 +252,7 @@ def generate() -> int:
         # a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
-                f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"
+                f"the run of {source.name} has no tokenizer, or is not causal; choose a run of dataset=text"
             )
 
         written = continuation(

@@ -63,16 +63,16 @@ def export_checked(
 
     preprocessing = run.source.preprocessing()
     facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
-    beside = files_beside(
+    companions = companion_files(
         path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets()
     )
     if model_format == "hf":
         is_image = "image_shape" in run.source.facts()
-        beside[path / CARD_FILE] = model_card(
+        companions[path / CARD_FILE] = model_card(
             facts, result, run.task.name, is_image, address
         ).encode()
     model = with_preprocessing(run.in_float32(), run.task, preprocessing)
-    examples = real_examples(run)
+    examples = raw_examples(run)
     expected = [as_arrays(model(batch, training=False)) for batch in examples]
 
     unfinished = path.with_name(f"{TEMPORARY}{path.name}")
@@ -94,13 +94,13 @@ def export_checked(
         remove(unfinished)
 
     # Written last, so that a failed export leaves no description behind.
-    for file, content in beside.items():
+    for file, content in companions.items():
         write_atomic(file, content)
 
     return verdict
 
 
-def files_beside(
+def companion_files(
     path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]
 ) -> dict[Path, bytes]:
     """Returns the files to write beside an exported model: its description and assets, by path.
@@ -122,7 +122,7 @@ def files_beside(
     return files
 
 
-def real_examples(run: FinishedRun) -> list[Any]:
+def raw_examples(run: FinishedRun) -> list[Any]:
     """Returns up to NUM_EXAMPLES batches of one raw example each, as the exported model takes them.
 
     The examples are not batched together because their shapes may differ.
@@ -242,8 +242,8 @@ def _open_onnx(path: Path) -> Runtime:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_inputs()]
-    return lambda batch: session.run(None, by_name(batch, names))
+    names = [model_input.name for model_input in session.get_inputs()]
+    return lambda batch: session.run(None, arrays_by_name(batch, names))
 
 
 def _open_tflite(path: Path) -> Runtime:
@@ -255,7 +255,7 @@ def _open_tflite(path: Path) -> Runtime:
     names = list(runner.get_input_details())
 
     def run(batch):
-        outputs = runner(**by_name(batch, names))
+        outputs = runner(**arrays_by_name(batch, names))
         order = sorted(outputs)
         # The outputs of a list are numbered; sorted as text, output_10 would precede output_2.
         if "output_10" in outputs:
@@ -265,7 +265,7 @@ def _open_tflite(path: Path) -> Runtime:
     return run
 
 
-def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+def arrays_by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch by the names of the exported model's inputs."""
     if isinstance(batch, dict):
         batch = batch | {argument_name(name): array for name, array in batch.items()}

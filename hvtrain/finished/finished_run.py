@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import Model
 
 from hvtrain.checkpoint import store, writer
@@ -46,7 +45,7 @@ class FinishedRun:
         task: the run's task.
         model: the run's model, compiled, with the weights of the checkpoint.
         checkpoint: the name of the checkpoint, such as step-00000040.
-        kinds: the kinds of the training inputs; empty if a split of the run's own data is used,
+        training_kinds: the kinds of the training inputs; empty if a split of the run's own data is used,
             whose kinds need no check.
     """
 
@@ -56,7 +55,7 @@ class FinishedRun:
     task: Task
     model: Model
     checkpoint: str
-    kinds: kinds.Kinds
+    training_kinds: kinds.Kinds
 
     @property
     def is_chief(self) -> bool:
@@ -84,22 +83,16 @@ class FinishedRun:
 
         Raises DataError if they are not; with guard.data=false it only warns.
         """
-        if self.kinds:
-            kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
-
-    def explain(self, error: Exception) -> Exception:
-        """Turns a TensorFlow error about unreadable data into one that names the file.
-
-        Returns other errors unchanged.
-        """
-        return self.source.explain(error) if isinstance(error, tf.errors.OpError) else error
+        if self.training_kinds:
+            actual_kinds = kinds.kinds_of(inputs)
+            kinds.check(name, self.training_kinds, actual_kinds, self.config.guard.data)
 
 
 @contextmanager
 def opened(
     finished: FinishedConfig, alone: bool = False, uses_split: bool = True
 ) -> Iterator[FinishedRun]:
-    """Opens a run for the block, on Horovod's ranks or in this process `alone` (every rank)."""
+    """Opens a run for a `with` block, on Horovod's ranks or in this process alone (every rank)."""
     strategy = Strategy() if alone else HorovodStrategy()
     with report_failures(strategy):
         # Log lines about the start of a run would only bury the command's result.
@@ -159,15 +152,15 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
-    def set_weights():
-        """Loads the checkpoint into the model; returns the manifest of its data (chief only)."""
+    def load_checkpoint():
+        """Loads the checkpoint's weights; returns the manifest of its data (chief only)."""
         try:
             return load_weights(config, model, path, is_last)
         except CheckpointError as error:
             # A likely cause is the image size, on which the shapes of some layers' weights depend.
             raise CheckpointError(f"{error}{kinds.size_advice(training_kinds, source)}") from error
 
-    manifest = comm.on_chief(set_weights)
+    manifest = comm.on_chief(load_checkpoint)
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
@@ -176,8 +169,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool) -> 
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, fitted_files)
         if uses_split:
-            for text in comm.all_or_raise(lambda: describe(source)).get("warnings", ()):
-                log.warning("%s: %s", source.name, text)
+            for warning in comm.all_or_raise(lambda: describe(source)).get("warnings", ()):
+                log.warning("%s: %s", source.name, warning)
     # If the run saved no fitted values, the source has fitted its preprocessing to its data again,
     # so unchanged data matter for input= too.
     elif uses_split or not fitted_files:

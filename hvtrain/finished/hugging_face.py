@@ -16,7 +16,7 @@ from hvtrain.errors import ConfigError, in_one_line
 
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
-# The size of a variable dimension in the usage example.
+# Size of a dimension that may vary, in the usage example.
 EXAMPLE_SIZE = 64
 # The Hub's names for our tasks; it has one for classification of images only.
 TASKS = {
@@ -26,7 +26,7 @@ TASKS = {
 }
 CARD = """\
 ---
-{{ head }}---
+{{ header }}---
 
 # {{ name }}
 
@@ -75,25 +75,26 @@ def model_card(
     """
     inputs = facts["input"]
     name = address.rpartition("/")[2]
-    metrics = metrics_of(result, facts["checkpoint"])
-    unnamed = "as in the example"
+    metrics = checkpoint_metrics(result, facts["checkpoint"])
     pipeline = TASKS.get(task) if is_image or task != "classification" else None
-    head: dict[str, Any] = {"library_name": "keras", "tags": ["keras", "hvtrain", task]}
+    header: dict[str, Any] = {"library_name": "keras", "tags": ["keras", "hvtrain", task]}
     if pipeline:
-        head["pipeline_tag"] = pipeline
+        header["pipeline_tag"] = pipeline
     if metrics:
-        values = [
+        entries = [
             {"type": metric.removeprefix("test_"), "name": metric, "value": value}
             for metric, value in metrics.items()
         ]
-        types = [value["type"] for value in values]
         dataset = {"name": facts["dataset"], "type": facts["dataset"]}
-        results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
-        head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}
+        results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": entries}]
+        header["metrics"] = [entry["type"] for entry in entries]
+        header["model-index"] = [{"name": name, "results": results}]
 
+    # Several inputs are described by the example only.
+    value_range = inputs.get("values") if _is_array(inputs) else None
     # The template copes with an empty result: a run that is still going, or was stopped, has none.
     return jinja2.Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
-        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
         task=task,
         facts=facts,
@@ -101,11 +102,11 @@ def model_card(
         metrics=metrics,
         address=address,
         example=example_code(inputs),
-        values=inputs.get("values", unnamed) if _is_array(inputs) else unnamed,
+        values=value_range or "as in the example",
     )
 
 
-def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
+def checkpoint_metrics(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
     """Returns the test metrics of a checkpoint; empty if the run did not test it."""
     step = int(checkpoint.rpartition("-")[2])
     tested = {result.get("num_steps"): result.get("metrics")}
@@ -114,8 +115,8 @@ def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
     return tested.get(step) or {}
 
 
-def _is_array(spec) -> bool:
-    """True for the spec of one array; other specs are dicts or lists of several inputs."""
+def _is_array(spec: Any) -> bool:
+    """True for the spec of a single array; other specs are dicts or lists of several inputs."""
     return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
 
 
@@ -128,9 +129,8 @@ def example_code(spec: Any) -> str:
     if not isinstance(spec, dict):
         return f"[{', '.join(map(example_code, spec))}]"
     if _is_array(spec):
-        return (
-            f'tf.zeros({[1, *(side or EXAMPLE_SIZE for side in spec["shape"])]}, "{spec["dtype"]}")'
-        )
+        shape = [1, *(size or EXAMPLE_SIZE for size in spec["shape"])]
+        return f'tf.zeros({shape}, "{spec["dtype"]}")'
     parts = [f"{json.dumps(name)}: {example_code(part)}" for name, part in spec.items()]
     return f"{{{', '.join(parts)}}}"
 

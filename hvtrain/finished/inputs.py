@@ -25,7 +25,7 @@ from hvtrain.finished.finished_run import FinishedRun
 
 # Inputs as the model takes them, and columns to copy to the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
-NEEDED = (
+ACCEPTED_INPUTS = (
     "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 )
 
@@ -52,7 +52,7 @@ class Examples:
     note: str = ""
 
 
-def of_split(run: FinishedRun, split: str) -> Examples:
+def split_examples(run: FinishedRun, split: str) -> Examples:
     """Returns the examples of a split. Raises ConfigError if it has none.
 
     If the source can open single examples, each rank opens only its own. Other data, such as record
@@ -61,15 +61,15 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     source = run.source
     topology = run.strategy.topology
     batch_size = run.config.train.evaluation_batch_size
-    # Asked before anything is opened, because a split may be empty.
+    # Checked before anything is opened, because a split may be empty.
     total = source.num_examples(split)
     if not total:
         raise ConfigError(
             f"split={split} of {source.name} has no examples; choose another split, or input=PATH"
         )
 
-    # If each rank skipped examples of its own, no rank would know the others' example numbers, so
-    # with on_error="skip" all ranks read everything. Data in memory are never skipped.
+    # If each rank skipped examples of its own shard, no rank would know the others' example
+    # numbers, so with on_error="skip" all ranks read everything. Data in memory are never skipped.
     opens_single_examples = isinstance(source, IndexedSource) and (
         not source.skips or isinstance(source, MemorySource)
     )
@@ -89,14 +89,12 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     ids = source.ids(split, topology) if isinstance(source, Table) else {}
 
     def batches():
-        num_before = 0
+        start = 0
         for batch in data:
             elements = list(batch)
-            num_rows = len(tf.nest.flatten(batch)[0])
-            columns = {
-                name: values[num_before : num_before + num_rows] for name, values in ids.items()
-            }
-            num_before += num_rows
+            end = start + len(tf.nest.flatten(batch)[0])
+            columns = {name: values[start:end] for name, values in ids.items()}
+            start = end
             if len(elements) > len(source.element_spec):
                 # numbered_evaluation puts the examples' numbers first, since some may be skipped.
                 columns["example"] = elements.pop(0).numpy()
@@ -111,7 +109,7 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     )
 
 
-def of_input(run: FinishedRun, path: Path) -> Examples:
+def input_examples(run: FinishedRun, path: Path) -> Examples:
     """Returns the examples in a file or folder, preprocessed as in the run's saved model.
 
     Raises:
@@ -119,9 +117,9 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         DataError: a file cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"input={path} is not there; give {NEEDED}")
+        raise ConfigError(f"input={path} does not exist; give {ACCEPTED_INPUTS}")
     if path.suffix == ".npy":
-        return _of_array(run, path)
+        return _array_examples(run, path)
     # For a run on a table, any file is read as a table, whatever its suffix.
     reads_any_file = isinstance(run.source, Table) and path.is_file()
     paths = files_below(path, is_junk) if path.is_dir() else [path]
@@ -130,21 +128,23 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     # A folder of images may also hold a table, such as labels.csv.
     has_table = any(map(is_table, paths)) and not (images and takes_images)
     if reads_any_file or has_table:
-        return _of_table(run, path)
+        return _table_examples(run, path)
     if not images:
-        raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
+        raise ConfigError(
+            f"input={path} has no images ({', '.join(SUFFIXES)}); give {ACCEPTED_INPUTS}"
+        )
 
     shape = run.source.preprocessing().shape
     is_image_shape = isinstance(shape, tuple) and len(shape) in (2, 3)
     if not (is_image_shape and takes_images):
         raise ConfigError(
-            f"input={path} has images, and the model does not take images; give {NEEDED}"
+            f"input={path} has images, and the model does not take images; give {ACCEPTED_INPUTS}"
         )
 
-    return _of_images(run, path, images, len(paths) - len(images))
+    return _image_examples(run, path, images, len(paths) - len(images))
 
 
-def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
+def _batch_slices(run: FinishedRun, total: int) -> Iterator[slice]:
     """Yields slices of `total` examples, one for each batch of this rank."""
     topology = run.strategy.topology
     batch_size = run.config.train.evaluation_batch_size
@@ -153,15 +153,17 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
         yield slice(start, min(start + batch_size, total))
 
 
-def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], num_others: int) -> Examples:
+def _image_examples(
+    run: FinishedRun, path: Path, files: Sequence[Path], num_others: int
+) -> Examples:
     check_names(files)
     note = f"; left out {num_others:,} file(s) of other kinds" if num_others else ""
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing or Sizing(run.source.image_shape)
-    # Arrays are of one size, and so is what a model of arrays takes.
+    # A source of arrays has no sizing: all its images, and so the model's inputs, are of one size.
     read = sizing.whole if run.source.sizing else partial(decode, sizing=sizing)
     if run.task.targets_are_masks:
-        # They do not fit the images as they are in the files.
+        # The masks have the size of the resized images, not of those in the files.
         note += f"; masks of images {sizing.phrase()}"
     # Names in the output are relative to the user's path, so that a folder gives the same names
     # wherever it is.
@@ -182,15 +184,15 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], num_others: 
             ) from error
 
     def batches():
-        for part in _parts(run, len(files)):
-            names = [str(file.relative_to(root)) for file in files[part]]
-            pixels = np.stack([preprocessed(file) for file in files[part]])
+        for batch in _batch_slices(run, len(files)):
+            names = [str(file.relative_to(root)) for file in files[batch]]
+            pixels = np.stack([preprocessed(file) for file in files[batch]])
             yield pixels, {"file": np.array(names, object)}
 
     return Examples(str(path), len(files), batches, note=note)
 
 
-def _of_array(run: FinishedRun, path: Path) -> Examples:
+def _array_examples(run: FinishedRun, path: Path) -> Examples:
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # Refuses pickles, which could run code.
     except (OSError, ValueError) as error:
@@ -212,8 +214,8 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
         )
 
     def batches():
-        for part in _parts(run, len(array)):
-            converted = _converted(np.asarray(array[part]), spec.dtype, f"input={path}")
+        for batch in _batch_slices(run, len(array)):
+            converted = _converted(np.asarray(array[batch]), spec.dtype, f"input={path}")
             yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
@@ -235,17 +237,17 @@ def _converted(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
     return converted
 
 
-def _of_table(run: FinishedRun, path: Path) -> Examples:
+def _table_examples(run: FinishedRun, path: Path) -> Examples:
     """Returns the rows of a table, with the columns of dataset=table or else the model's inputs."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
     if isinstance(run.source, Table):
         rows = run.source.new_rows(path)
     elif isinstance(spec, dict):
-        rows = _rows_of_spec(spec, path)
+        rows = _read_rows(spec, path)
     else:
         raise ConfigError(
-            f"input={path} is a table, and the model takes no columns by name; give {NEEDED}"
+            f"input={path} is a table, and the model takes no columns by name; give {ACCEPTED_INPUTS}"
         )
     note = ""
     if rows.unknown:
@@ -253,25 +255,25 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
         note = f"; rows with names that training did not have: {shares}"
 
     def batches():
-        for part in _parts(run, rows.num_rows):
-            raw = rows.raw(np.arange(part.start, part.stop))
+        for batch in _batch_slices(run, rows.num_rows):
+            raw = rows.raw(np.arange(batch.start, batch.stop))
             columns = {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
-            yield preprocessing(columns), {name: values[part] for name, values in rows.ids.items()}
+            yield preprocessing(columns), {name: values[batch] for name, values in rows.ids.items()}
 
     return Examples(str(path), rows.num_rows, batches, note=note)
 
 
-def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
+def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     """Reads a table for a model that takes inputs by name but was not trained on dataset=table."""
-    columns = [_column_of(name, part) for name, part in spec.items()]
+    columns = [_column_of_spec(name, tensor_spec) for name, tensor_spec in spec.items()]
     table = read_table(path, "input")
     cells = read_cells(columns, plain_columns(table), f"input={path}")
     # Keyed by the model's input names, whatever the order of the columns in the file.
     arrays = {}
-    for column, part in zip(columns, spec.values()):
+    for column, tensor_spec in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
-        converted = _converted(array, part.dtype, f"input={path}: column {column.name}")
-        arrays[column.name] = converted.reshape(-1, *part.shape)
+        converted = _converted(array, tensor_spec.dtype, f"input={path}: column {column.name}")
+        arrays[column.name] = converted.reshape(-1, *tensor_spec.shape)
 
     def raw(rows):
         return {name: array[rows] for name, array in arrays.items()}
@@ -279,13 +281,13 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     return NewRows(table.num_rows, raw, {}, {})
 
 
-def _column_of(name: str, part: tf.TensorSpec) -> Column:
-    length = int(np.prod(part.shape))
+def _column_of_spec(name: str, spec: tf.TensorSpec) -> Column:
+    length = int(np.prod(spec.shape))
     kind = "number"
-    if part.dtype == tf.string:
+    if spec.dtype == tf.string:
         kind = "name"
     elif length > 1:
         kind = "vector"
-    elif part.dtype.is_integer:
+    elif spec.dtype.is_integer:
         kind = "integer"
-    return Column(name, name, kind, part.dtype.name, length=length)
+    return Column(name, name, kind, spec.dtype.name, length=length)

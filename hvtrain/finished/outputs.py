@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import tensorflow as tf
 from PIL import Image
 
 from hvtrain.errors import ConfigError, StorageError
@@ -62,13 +63,12 @@ class ProgressLines:
         self._printed_at = now
         # Assumes the mean speed so far, which includes the tracing of the graph. So early estimates
         # are too long.
-        left = (now - self._began) * max(self.total - num_done, 0) / num_done
-        print(
-            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True
-        )
+        seconds_left = (now - self._began) * max(self.total - num_done, 0) / num_done
+        progress = f"{self.verb} {num_done:,} of {self.total:,} examples"
+        print(f"{progress}, {seconds_left:,.0f} s left", flush=True)
 
 
-def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
+def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
     """Evaluates a split (every rank).
 
     Metrics are computed from sums over the examples of all ranks, not as means of the ranks' means.
@@ -88,9 +88,9 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     )
     total = source.num_examples(split)
     if data is None:
-        known = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
+        sizes = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
         raise ConfigError(
-            f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
+            f"split={split} of {source.name} has no examples; it has {', '.join(sizes)}"
         )
 
     def check_data():
@@ -98,7 +98,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
 
-    if run.kinds:
+    if run.training_kinds:
         run.strategy.comm.all_or_raise(check_data)
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
@@ -111,8 +111,8 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
         results = run.strategy.evaluate(run.model, data, callbacks)
-    except Exception as error:
-        raise run.explain(error) from error
+    except tf.errors.OpError as error:
+        raise source.explain(error) from error
 
     skipped = run.left_out()
 
@@ -143,8 +143,8 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     def next_batch() -> Batch | None:
         try:
             batch = next(batches, None)
-        except Exception as error:
-            raise run.explain(error) from error
+        except tf.errors.OpError as error:
+            raise run.source.explain(error) from error
         if batch and not num_done:
             run.check_kind(examples.name, keras.tree.map_structure(np.asarray, batch[0]))
         return batch
@@ -156,22 +156,22 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         if batch is None and calls_together:
             forward(blank)
         # The lambda is called before `batch` changes.
-        rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
+        rows = comm.all_or_raise(lambda: batch and predict_rows(run, batch, forward))  # noqa: B023
         blocks = [block for block in comm.gather(rows) if block]
         if not blocks:
             return
-        rows = joined(blocks, examples.is_interleaved)
+        rows = join_blocks(blocks, examples.is_interleaved)
         count = _num_rows(rows)
         yield {"example": np.arange(num_done, num_done + count), **rows}
         num_done += count
         progress.update(num_done)
 
 
-def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
+def predict_rows(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
     """Predicts a batch; returns the input's columns, then the task's columns of the outputs."""
     inputs, input_columns = batch
     outputs = keras.tree.map_structure(as_numpy, forward(inputs))
-    columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
+    columns = split_columns(run.task.columns(outputs, run.source), run.task.targets_are_masks)
     rows = dict(input_columns)
     for name, array in columns.items():
         # A label or an output may have the name of another column.
@@ -181,13 +181,13 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
     return rows
 
 
-def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
+def split_columns(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay whole.
 
     Raises:
         ConfigError: an array has more dimensions.
 
-    >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
+    >>> list(split_columns({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
     """
     rows = {}
@@ -207,10 +207,10 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
     return rows
 
 
-def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
+def join_blocks(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
     """Joins one block of rows from each rank in the order of the examples.
 
-    >>> joined([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
+    >>> join_blocks([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
     [0, 1, 2, 3, 4]
     """
     rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
@@ -377,7 +377,7 @@ def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
         return MaskWriter(output)
 
     if output.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
+        raise ConfigError(f"--output {output} has an unknown suffix; give FILE.csv or FILE.parquet")
     # If the path is a symbolic link, its target is replaced, and the link is kept.
     path = page_path(output).resolve()
     return ParquetWriter(path) if output.suffix == ".parquet" else CsvWriter(path)

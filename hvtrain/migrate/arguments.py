@@ -23,7 +23,7 @@ from hvtrain.migrate.parsing import (
 from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
 # Callbacks that set the learning rate.
-SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
+RATE_CALLBACKS = ("LearningRate", "ReduceLROnPlateau")
 _BOOLEAN = m.Name("True") | m.Name("False")
 # The arguments of hvd.allreduce(x, False).
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
@@ -41,7 +41,7 @@ class Arguments(Pass):
     def __init__(self, text: str, uses_horovod: bool) -> None:
         super().__init__()
         self.uses_horovod = uses_horovod
-        self.sets_rates = any(name in text for name in SETS_RATES)
+        self.sets_rates = any(name in text for name in RATE_CALLBACKS)
         self.clips = "clip_by_" in text
         # True once the script needs `import keras`.
         self.needs_keras = False
@@ -52,9 +52,9 @@ class Arguments(Pass):
         super().visit_Module(node)
         # Parameters of the compile methods that the script's own models define, by class name.
         self.compiles = {
-            owner.name.value: method.params
-            for owner in m.findall(node, m.ClassDef())
-            for method in m.findall(owner, m.FunctionDef(m.Name("compile")))
+            class_def.name.value: method.params
+            for class_def in m.findall(node, m.ClassDef())
+            for method in m.findall(class_def, m.FunctionDef(m.Name("compile")))
         }
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -82,31 +82,31 @@ class Arguments(Pass):
         """Renames optimizer.lr to optimizer.learning_rate."""
         is_rate = re.search(r"(^opt|\boptimizer)\.lr$", code_of(updated_node))
         # After opt = parser.parse_args(), lr is the script's own.
-        if is_rate and not dotted(self.compiler(updated_node.value)).endswith(".parse_args"):
+        if is_rate and not dotted(self.compiling_class(updated_node.value)).endswith(".parse_args"):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
 
     def leave_Call(self, original_node: Call, updated_node: Call) -> BaseExpression:
         name = self.called(original_node)
         if not name:
-            return self._method(updated_node)
+            return self._method_call(updated_node)
 
         call = _with_names(updated_node, entries(ARGUMENTS, name))
         if name.startswith(OPTIMIZERS) and not name.startswith("keras.optimizers.schedules."):
-            return self._optimizer(call)
+            return self._optimizer_call(call)
         # The values in *args and **kwargs are unknown.
         if any(arg.star for arg in call.args):
             return call
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
-            return _warmup(call)
+            return _warmup_call(call)
         if name == f"{HVTRAIN}.allreduce" and m.matches(call, _AVERAGES):
             # The second parameter is average in horovod.tensorflow, and name in horovod.keras.
             return _with_keywords(call, ["value", "average"])
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
-            return _schedule(call)
+            return _schedule_call(call)
         return call
 
-    def _optimizer(self, call: Call) -> Call:
+    def _optimizer_call(self, call: Call) -> Call:
         """Drops arguments that Keras 3 refuses, and turns decay=, which Keras 2 applied per step, into a schedule."""
         no_epsilon = m.Arg(keyword=m.Name("epsilon"), value=m.Name("None"))
         is_dynamic = m.Arg(keyword=m.Name("dynamic"), value=m.Name("True"))
@@ -126,14 +126,14 @@ class Arguments(Pass):
         schedule = rate.with_changes(value=parse_expression(code))
         return with_args(call, [schedule if arg is rate else arg for arg in without_decay])
 
-    def _method(self, call: Call) -> BaseExpression:
+    def _method_call(self, call: Call) -> BaseExpression:
         method = method_of(call)
         if not method:
             return call
 
         receiver = call.func.value
         if code_of(receiver).startswith("super("):
-            return self._super(call, method)
+            return self._super_call(call, method)
         if method == "get_unscaled_gradients" and len(call.args) == 1 and not self.clips:
             return call.args[0].value
         if method == "reset_states" and code_of(receiver).endswith("model"):
@@ -142,12 +142,12 @@ class Arguments(Pass):
         if method == "variables" and not call.args:
             return call.func
         if method == "compiled_loss" and not any(arg.star for arg in call.args):
-            return _compute_loss(call)
+            return _compute_loss_call(call)
         # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
         # changed only for Keras models: others have it too, and their predict gives classes.
-        maker = self.imported(self.compiler(receiver))
-        is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", maker) and (
-            is_model_name(receiver) or maker.endswith((".Sequential", ".Model"))
+        origin = self.imported(self.compiling_class(receiver))
+        is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", origin) and (
+            is_model_name(receiver) or origin.endswith((".Sequential", ".Model"))
         )
         if method in RENAMED_METHODS and (is_keras or method != "predict_proba"):
             method, *order = RENAMED_METHODS[method]
@@ -157,22 +157,22 @@ class Arguments(Pass):
 
         call = _with_names(call, entries(ARGUMENTS, f".{method}"))
         if method == "compile":
-            return self._compile(call)
+            return self._compile_call(call)
         return call
 
-    def _super(self, call: Call, method: str) -> Call:
+    def _super_call(self, call: Call, method: str) -> Call:
         """Changes the arguments that a class in the script passes to its Keras base class through super().
 
         Arguments that it only passes on are changed where the class is used.
         """
         if method == "__init__" and self._in_optimizer[-1:] == [True]:
-            return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0])))
+            return self._optimizer_call(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0])))
         if method == "reset_states":
             return _with_method(call, "reset_state")
         if method == "compile":
             call = _with_names(call, entries(ARGUMENTS, f".{method}"))
             if not argument(call, "jit_compile"):
-                return self._compile(call)
+                return self._compile_call(call)
         return call
 
     def _takes_jit_compile(self, call: Call) -> bool:
@@ -181,19 +181,21 @@ class Arguments(Pass):
         The argument then goes to super().compile inside that method.
         """
         names = {arg.keyword.value for arg in call.args if arg.keyword}
-        compiler = self.compiler(call.func.value)
-        owner = dotted(compiler)
+        model_class = self.compiling_class(call.func.value)
+        model_name = dotted(model_class)
         # If the script does not show the model's class, it may be any that takes these arguments.
-        is_unknown = owner not in self.compiles and not self.imported(compiler)
+        is_unknown = model_name not in self.compiles and not self.imported(model_class)
         for class_name, parameters in self.compiles.items():
-            own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
-            may_be_own = is_unknown and names <= own and (names or owner != "super")
-            is_own = may_be_own or owner == class_name
-            if is_own and not parameters.star_kwarg:
-                return "jit_compile" in own
+            accepted = {
+                param.name.value for param in (*parameters.params, *parameters.kwonly_params)
+            }
+            may_match = is_unknown and names <= accepted and (names or model_name != "super")
+            is_match = may_match or model_name == class_name
+            if is_match and not parameters.star_kwarg:
+                return "jit_compile" in accepted
         return True
 
-    def _compile(self, call: Call) -> Call:
+    def _compile_call(self, call: Call) -> Call:
         """Adds jit_compile=False: XLA cannot compile Horovod's operations (horovod#2590)."""
         if (
             not self.uses_horovod
@@ -211,7 +213,7 @@ def _with_method(call: Call, method: str) -> Call:
     return call.with_deep_changes(call.func, attr=cst.Name(method))
 
 
-def _compute_loss(call: Call) -> Call:
+def _compute_loss_call(call: Call) -> Call:
     """Turns compiled_loss(y, prediction) into compute_loss(y=y, y_pred=prediction), which adds regularization."""
     call = _with_names(call, {"y_true": "y", "regularization_losses": None})
     names = ("y", "y_pred", "sample_weight")
@@ -242,7 +244,7 @@ def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
     return with_args(call, args)
 
 
-def _warmup(call: Call) -> Call:
+def _warmup_call(call: Call) -> Call:
     """Adds initial_lr=None, which means the optimizer's rate; Horovod before 0.20 had no such argument.
 
     warmup_epochs came first then. It is recognized as a whole number, which a learning rate never is.
@@ -258,7 +260,7 @@ def _warmup(call: Call) -> Call:
     return call
 
 
-def _schedule(call: Call) -> Call:
+def _schedule_call(call: Call) -> Call:
     """Adds initial_lr=None, since Horovod before 0.20 had no such argument.
 
     The multiplier came first then, and a number was a plain factor, not yet the base of a power. It is recognized by

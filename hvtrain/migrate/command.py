@@ -53,34 +53,30 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
 
     # All files are read before any is written, so an error leaves them as they were.
     scripts = {}
-    faults = []
+    failures = []
     for path in map(Path, options.paths):
-        for file in _files(path):
+        for file in _python_files(path):
             try:
                 scripts[file] = migrate(_read(file), str(file))
             except ConfigError as error:
+                # Only in a folder, which may also hold files in Python 2, for example.
                 if file == path:
                     raise
-                faults.append(error)  # A folder may also hold files in Python 2, for example.
+                failures.append(error)
 
     if options.write:
+        changed = {file: script for file, script in scripts.items() if script.text != script.old}
         # Resolved, so that a link stays and its target is rewritten.
-        _write(
-            {
-                file.resolve(): script.text
-                for file, script in scripts.items()
-                if script.text != script.old
-            }
-        )
+        _write({file.resolve(): script.text for file, script in changed.items()})
     for file, script in scripts.items():
         _report(file, script, options.write)
-    for fault in faults:
-        print(fault)
+    for failure in failures:
+        print(failure)
 
-    return int(bool(faults) or any(script.undecided for script in scripts.values()))
+    return int(bool(failures) or any(script.undecided for script in scripts.values()))
 
 
-def _files(path: Path) -> list[Path]:
+def _python_files(path: Path) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a Python file or a folder of them")
     if not path.is_dir():

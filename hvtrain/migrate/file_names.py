@@ -14,8 +14,8 @@ _OLD_SUFFIX = re.compile(r"(\.weights\.h5|\.keras|\.hdf5|\.h5|\.ckpt|\.tf)?/*\Z"
 _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
-class Literals(Names, cst.CSTVisitor):
-    """Finds the string literals of file names, including those behind a variable or a command-line option.
+class FilePaths(Names, cst.CSTVisitor):
+    """Finds the paths of weights and model files, and the string literals that these end in.
 
     Attributes:
         values: The expressions assigned to each name; for `args.NAME`, an option's default.
@@ -41,7 +41,7 @@ class Literals(Names, cst.CSTVisitor):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
 
-        suffix = _suffix(node, name, method)
+        suffix = _required_suffix(node, name, method)
         if suffix:
             # save_model(model, path), model.save(path)
             path = argument(node, "filepath", 1 if name.endswith("save_model") else 0)
@@ -87,29 +87,29 @@ class FileNames(Pass):
     """Renames the literals of files that the script writes, and other strings with the same text.
 
     Attributes:
-        nodes: The new text of each literal to rename.
-        texts: The new text for each old text.
+        new_by_node: The new text of each literal to rename.
+        new_by_text: The new text for each old text.
     """
 
-    def __init__(self, literals: Literals) -> None:
+    def __init__(self, paths: FilePaths) -> None:
         super().__init__()
-
-        self.nodes: dict[CSTNode, str] = {}
-        self.texts: dict[str, str] = {}
-        for _, path, suffix in literals.written:
-            for literal in literals.literals(path):
+        self.new_by_node: dict[CSTNode, str] = {}
+        self.new_by_text: dict[str, str] = {}
+        for _, path, suffix in paths.written:
+            for literal in paths.literals(path):
                 text = _text(literal)
                 new = with_suffix(text, suffix)
                 if new != text:
-                    self.nodes[literal] = self.texts[text] = new
+                    self.new_by_node[literal] = new
+                    self.new_by_text[text] = new
 
-        # Renames only files that this script writes: others hold weights
-        # of Keras 2 and keep their names.
-        for _, path in literals.read:
-            for literal in literals.literals(path):
+        # Renames only files that this script writes: others hold weights of Keras 2 and keep their
+        # names.
+        for _, path in paths.read:
+            for literal in paths.literals(path):
                 text = _text(literal)
-                if text in self.texts:
-                    self.nodes[literal] = self.texts[text]
+                if text in self.new_by_text:
+                    self.new_by_node[literal] = self.new_by_text[text]
 
     def leave_SimpleString(
         self, original_node: SimpleString, updated_node: SimpleString
@@ -128,8 +128,8 @@ class FileNames(Pass):
         """Returns the text of a literal, renamed if it is the name of a written file."""
         text = _text(node)
         # Without a dot, the same text may mean something else in another place, such as "model".
-        elsewhere = self.texts.get(text, text) if "." in text else text
-        return self.nodes.get(node, elsewhere)
+        elsewhere = self.new_by_text.get(text, text) if "." in text else text
+        return self.new_by_node.get(node, elsewhere)
 
 
 def with_suffix(text: str, suffix: str) -> str:
@@ -146,21 +146,22 @@ def with_suffix(text: str, suffix: str) -> str:
     return _OLD_SUFFIX.sub(suffix, text, count=1)
 
 
-def outdated(literals: Literals) -> list[Call]:
+def outdated_reads(paths: FilePaths) -> list[Call]:
     """Returns calls that read weights under an old suffix, although the script writes such files with the new one."""
     written = {
         _before_numbers(literal)
-        for _, path, suffix in literals.written
-        for literal in literals.literals(path)
+        for _, path, suffix in paths.written
+        for literal in paths.literals(path)
         if suffix == WEIGHTS
     }
     calls = []
-    for call, path in literals.read:
+    for call, path in paths.read:
         if method_of(call) != "load_weights":
             continue
-        for literal in literals.literals(path):
+        for literal in paths.literals(path):
+            stem = _before_numbers(literal)
             is_old = re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
-            if is_old and any(_ends_alike(name, _before_numbers(literal)) for name in written):
+            if is_old and any(_may_be_same_path(name, stem) for name in written):
                 calls.append(call)
 
     return calls
@@ -172,7 +173,7 @@ def _before_numbers(literal: CSTNode) -> str:
     return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
 
 
-def _ends_alike(first: str, second: str) -> bool:
+def _may_be_same_path(first: str, second: str) -> bool:
     """True if two paths may be the same: one of them may lack folders, as in os.path.join(folder, "w.h5")."""
     parts = zip(reversed(first.strip("/").split("/")), reversed(second.split("/")))
     return all(part == other for part, other in parts)
@@ -184,7 +185,7 @@ def _text(node: CSTNode) -> str:
     return node.value
 
 
-def _suffix(call: Call, name: str, method: str) -> str:
+def _required_suffix(call: Call, name: str, method: str) -> str:
     """Returns the suffix that Keras 3 demands of the file this call writes; empty if it writes none."""
     if name.startswith("keras.callbacks.ModelCheckpoint"):
         only_weights = argument(call, "save_weights_only", 4)

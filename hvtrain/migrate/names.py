@@ -23,10 +23,10 @@ from hvtrain.migrate.parsing import (
 )
 from hvtrain.migrate.tables import new_name
 
-_RELATED = re.compile(r"(tensorflow|tf_keras|keras|horovod|hvtrain)\b")
+_RELATED_MODULE = re.compile(r"(tensorflow|tf_keras|keras|horovod|hvtrain)\b")
 # For names that none of the script's imports provides: the prefix to
 # write, and the import that it needs.
-_WRITTEN = {
+_FALLBACKS = {
     "tensorflow": ("tf", "import tensorflow as tf"),
     "keras": ("keras", "import keras"),
     HVTRAIN: (HVTRAIN, f"import {HVTRAIN}"),
@@ -72,10 +72,10 @@ class _Names(Pass):
         if not name or not imported:
             return updated_node
 
-        new = self._new(name)
+        new = self._new_name(name)
         # `import a.b` binds `a`, which keeps its name; after any other import the
         # name stands for the new module.
-        bound = imported if dotted(base) == imported else self._new(imported)
+        bound = imported if dotted(base) == imported else self._new_name(imported)
         if new == bound + name[len(imported) :]:
             return updated_node
 
@@ -83,7 +83,7 @@ class _Names(Pass):
         if new.startswith(f"{bound}."):
             return parse_expression(dotted(base) + new[len(bound) :])
         # It does not: tf.keras.Input becomes keras.Input.
-        for module, (written, line) in _WRITTEN.items():
+        for module, (written, line) in _FALLBACKS.items():
             if new.startswith(f"{module}."):
                 self.missing.add(line)
                 return parse_expression(written + new[len(module) :])
@@ -95,7 +95,7 @@ class _Names(Pass):
         if name == original_node.value or name.rpartition(".")[2] != original_node.value:
             return updated_node
 
-        new = self._new(name)
+        new = self._new_name(name)
         # Some names of Keras 2 have become strings, such as losses.Reduction.SUM.
         if new.startswith('"'):
             return parse_expression(new)
@@ -117,7 +117,7 @@ class _Names(Pass):
             return updated_node
 
         imported = imports(statement)
-        new_names = [self._new(item.name) for item in imported]
+        new_names = [self._new_name(item.name) for item in imported]
         if new_names == [item.name for item in imported]:
             return updated_node
 
@@ -136,7 +136,7 @@ class _Names(Pass):
         statements[0] = statements[0].with_changes(leading_lines=original_node.leading_lines)
         return cst.FlattenSentinel(statements)
 
-    def _new(self, name: str) -> str:
+    def _new_name(self, name: str) -> str:
         is_low_level = name.startswith("horovod.tensorflow") and not name.startswith(
             "horovod.tensorflow.keras"
         )
@@ -194,7 +194,7 @@ def with_import(text: str, line: str) -> str:
         nodes = m.findall(statement, m.Import() | m.ImportFrom())
         if isinstance(statement, cst.SimpleStatementLine) and line in map(code_of, nodes):
             return text
-        if any(_RELATED.match(item.name) for node in nodes for item in imports(node)):
+        if any(_RELATED_MODULE.match(item.name) for node in nodes for item in imports(node)):
             related.append(index)
 
     body = list(module.body)

@@ -69,13 +69,13 @@ class Names(cst.MetadataDependent):
         self._bases = _bases_without("__init__", node)
         # What each name stands for: the call that made an object, the call or name that a function
         # returns, the base of a class.
-        self._makers = _bases_without("compile", node)
+        self._origins = _bases_without("compile", node)
         for assign in m.findall(node, m.Assign(value=m.Call())):
-            self._makers[code_of(assign.targets[0].target)] = assign.value
+            self._origins[code_of(assign.targets[0].target)] = assign.value
         for function in m.findall(node, m.FunctionDef()):
             results = [part.value for part in m.findall(function, m.Return(m.Call() | m.Name()))]
             if len({code_of(result).partition("(")[0] for result in results}) == 1:
-                self._makers.setdefault(function.name.value, results[0])
+                self._origins.setdefault(function.name.value, results[0])
 
     def line_of(self, node: CSTNode) -> int:
         return self.get_metadata(PositionProvider, node).start.line
@@ -107,11 +107,11 @@ class Names(cst.MetadataDependent):
 
         For a class of the script without an __init__ of its own, this is the base class.
         """
-        return self.imported(_origin(call, self._bases))
+        return self.imported(_resolve(call, self._bases))
 
-    def compiler(self, model: BaseExpression) -> BaseExpression:
+    def compiling_class(self, model: BaseExpression) -> BaseExpression:
         """Returns the class whose compile a model uses; another expression if the script does not show it."""
-        return _origin(model, self._makers)
+        return _resolve(model, self._origins)
 
 
 class Pass(Names, cst.CSTTransformer):
@@ -148,19 +148,19 @@ def method_of(call: Call) -> str:
 def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]:
     """Returns the base of each class in the script that does not define the method itself."""
     return {
-        owner.name.value: owner.bases[0].value
-        for owner in m.findall(module, m.ClassDef(bases=[m.AtLeastN(n=1)]))
-        if not m.findall(owner, m.FunctionDef(m.Name(method)))
+        class_def.name.value: class_def.bases[0].value
+        for class_def in m.findall(module, m.ClassDef(bases=[m.AtLeastN(n=1)]))
+        if not m.findall(class_def, m.FunctionDef(m.Name(method)))
     }
 
 
-def _origin(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
+def _resolve(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
     """Looks a name up in the table, and the result again, until there is no entry; `A(x)` counts as A."""
     name = node.func if isinstance(node, Call) else node
     # Each entry is followed only once, so a cycle ends.
     others = dict(table)
     following = others.pop(code_of(name), None)
-    return _origin(following, others) if following else name
+    return _resolve(following, others) if following else name
 
 
 def is_model_name(node: CSTNode) -> bool:

@@ -15,7 +15,7 @@ import libcst.matchers as m
 
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.migrate.arguments import Arguments
-from hvtrain.migrate.file_names import FileNames, Literals
+from hvtrain.migrate.file_names import FileNames, FilePaths
 from hvtrain.migrate.names import rename, with_import, without_unused
 from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used, parse
 from hvtrain.migrate.undecided import undecided
@@ -27,13 +27,15 @@ _GRAPH_MODE = re.compile(
     r"|(GradientDescent|Adam|Momentum|Adagrad|RMSProp)Optimizer)\b"
 )
 # tf.config.experimental.set_memory_growth(gpu, True)
-_CALL = re.compile(r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL)
+_PINNING_CALL = re.compile(
+    r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL
+)
 # gpus = tf.config.list_physical_devices("GPU"), config = tf.compat.v1.ConfigProto()
-_VALUE = re.compile(
+_PINNING_VALUE = re.compile(
     r"[\w.]*\b(list_physical_devices|ConfigProto|GPUOptions|Session)\(.*\)", re.DOTALL
 )
 # config.gpu_options.visible_device_list = ..., os.environ["CUDA_VISIBLE_DEVICES"] = ...
-_TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.\]")
+_PINNING_TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.\]")
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,11 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     new = apply(new, arguments)
     if arguments.needs_keras:
         new = with_import(new, "import keras")
-    # FileNames looks up nodes that Literals has found, so both must visit the same tree.
+    # FileNames looks up nodes that FilePaths has found, so both must visit the same tree.
     tree = parse(new)
-    literals = Literals()
-    tree.visit(literals)
-    new = tree.visit(FileNames(literals)).code
+    paths = FilePaths()
+    tree.visit(paths)
+    new = tree.visit(FileNames(paths)).code
     return Rewritten(text, new, undecided(new, uses_horovod, is_graph))
 
 
@@ -128,20 +130,19 @@ class Pinning(Pass):
 
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
         """Puts one call in place of the statements of a body that pin a GPU."""
-        by_hand = [statement for statement in updated_node.body if _pins(statement)]
+        pinning = [statement for statement in updated_node.body if _pins(statement)]
         # Without a statement that uses the local rank, nothing is pinned: they may only let GPU
         # memory grow.
-        by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
-        if not by_rank or self._is_used_elsewhere(by_hand):
+        by_rank = [statement for statement in pinning if "local_rank" in code_of(statement)]
+        if not by_rank or self._is_used_elsewhere(pinning):
             return updated_node
 
-        call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
-
+        call = cst.parse_statement(self.line).with_changes(leading_lines=pinning[0].leading_lines)
         body = []
         for statement in updated_node.body:
             if statement is by_rank[0]:
                 body.append(call)
-            elif statement not in by_hand:
+            elif statement not in pinning:
                 body.append(statement)
         return updated_node.with_changes(body=body)
 
@@ -149,13 +150,13 @@ class Pinning(Pass):
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
         """True if other statements use a name that these assign, such as the config of a session."""
-        here = names_used("".join(map(code_of, statements)))
+        used_here = names_used("".join(map(code_of, statements)))
         assigned = [
             assign.target.value
             for statement in statements
             for assign in m.findall(statement, m.AssignTarget(target=m.Name()))
         ]
-        return any(self.used[name] > here[name] for name in assigned)
+        return any(self.used[name] > used_here[name] for name in assigned)
 
 
 def _pins(statement: cst.BaseStatement) -> bool:
@@ -178,13 +179,15 @@ def _pins(statement: cst.BaseStatement) -> bool:
 def _is_pinning(part: cst.BaseSmallStatement) -> bool:
     """True for a call or an assignment that only chooses GPUs."""
     if isinstance(part, cst.Expr):
-        return bool(_CALL.fullmatch(code_of(part)))
+        return bool(_PINNING_CALL.fullmatch(code_of(part)))
     if not isinstance(part, cst.Assign):
         return False
 
     target = code_of(part.targets[0].target)
     # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another purpose, such as hiding
     # all GPUs.
+    value = code_of(part.value)
+    is_target = bool(_PINNING_TARGET.fullmatch(target))
     if target.startswith("os.environ"):
-        return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
-    return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))
+        return is_target and "local_rank" in value
+    return is_target or bool(_PINNING_VALUE.fullmatch(value))

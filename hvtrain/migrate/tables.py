@@ -37,13 +37,13 @@ RENAMED_METHODS = {name: line.split() for name, line in _TABLES["renamed_methods
 REMOVED_METHODS: dict[str, str] = _TABLES["removed_methods"]
 
 
-def _starts(name: str, beginning: str) -> bool:
+def _has_prefix(name: str, beginning: str) -> bool:
     return f"{name}.".startswith(f"{beginning}.")
 
 
-def _longest(table: Iterable[str], name: str) -> str:
+def _longest_prefix(table: Iterable[str], name: str) -> str:
     """Returns the longest entry of a table that is the name or a dotted prefix of it; empty if there is none."""
-    return max((old for old in table if _starts(name, old)), key=len, default="")
+    return max((old for old in table if _has_prefix(name, old)), key=len, default="")
 
 
 def new_name(name: str) -> str:
@@ -59,24 +59,24 @@ def new_name(name: str) -> str:
     new = name
 
     for kind in ("prefixes", "dissolved"):
-        old = _longest(_TABLES[kind], new)
+        old = _longest_prefix(_TABLES[kind], new)
         # A dissolved module itself keeps its name; only the names in it have moved.
         if old and not (kind == "dissolved" and new == old):
             new = _TABLES[kind][old] + new[len(old) :]
 
     new = _EXACT.get(new, new)
-    if not _starts(new, "keras") or exists(new):
+    if not _has_prefix(new, "keras") or exists(new):
         return new
     # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not
     # Keras's.
-    if _starts(name, "tensorflow") and "keras" not in name:
+    if _has_prefix(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
 
 
 def advice(name: str) -> str:
     """Returns advice on what to do about a removed name; empty if there is none."""
-    return ADVICE.get(_longest(ADVICE, name), "")
+    return ADVICE.get(_longest_prefix(ADVICE, name), "")
 
 
 def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import libcst as cst
 import libcst.matchers as m
 from libcst import Call
 
-from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
+from hvtrain.migrate.file_names import WEIGHTS, FilePaths, outdated_reads
 from hvtrain.migrate.parsing import (
     HVTRAIN,
     argument,
@@ -30,25 +30,23 @@ from hvtrain.migrate.tables import (
     nearest,
 )
 
-_WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
+_WRITING_CALLBACKS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 # Modules of Keras that TensorFlow loads lazily, so that its files do not import them.
-_LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
+_LAZY_MODULES = ("keras", "initializers", "losses", "metrics", "optimizers")
 # Callbacks that change the training depending on the logs, so all ranks must have them.
-_DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
+_STEERING_CALLBACKS = ("EarlyStopping", "ReduceLROnPlateau")
 # Ways to reduce gradients without naming DistributedOptimizer; hvd.load_model wraps the saved
 # optimizer.
-_REDUCE_OTHERWISE = ("GradientTape", "allreduce", "load_model")
-_REDUCE = ("DistributedOptimizer", *_REDUCE_OTHERWISE)
-_ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
+_OTHER_REDUCTIONS = ("GradientTape", "allreduce", "load_model")
+_REDUCTIONS = ("DistributedOptimizer", *_OTHER_REDUCTIONS)
+_TRAINS_ALONE = "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)"
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
-_LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
+_WEIGHT_LISTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # A dict of arguments in which lr is set.
 _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
 # Keras's own names of weights. Any other text that a script looks for in a weight's name was part
 # of the layer's name.
-_NAMES_OF_WEIGHTS = re.compile(
-    r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
-)
+_WEIGHT_NAMES = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
 
 
 def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
@@ -67,7 +65,7 @@ def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, 
     return sorted(visitor.lines)
 
 
-class _Undecided(Literals):
+class _Undecided(FilePaths):
     def __init__(self, text: str, uses_horovod: bool, is_graph: bool) -> None:
         super().__init__()
         # A set, since a call may be reported for several of its arguments.
@@ -75,14 +73,14 @@ class _Undecided(Literals):
         self.text = text
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
-        self.reduces = any(name in text for name in _REDUCE)
+        self.reduces = any(name in text for name in _REDUCTIONS)
         # In graph mode, optimizers still have the removed methods.
         self.methods = {} if is_graph else REMOVED_METHODS
         # A stack with an entry for each enclosing condition: whether it tests the rank.
         self._conditions: list[bool] = []
         # Variables that hold the result of such a test, and how often each name is used under one.
         self._rank_tests: set[str] = set()
-        self._for_rank_0: Counter[str] = Counter()
+        self._uses_on_rank_0: Counter[str] = Counter()
         self._names = names_used(text)
         # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
@@ -115,7 +113,7 @@ class _Undecided(Literals):
         self._target = ""
 
     def visit_Name(self, node: cst.Name) -> None:
-        self._for_rank_0[node.value] += any(self._conditions)
+        self._uses_on_rank_0[node.value] += any(self._conditions)
 
     visit_IfExp = visit_If
     leave_IfExp = leave_If
@@ -123,7 +121,7 @@ class _Undecided(Literals):
     def visit_Import(self, node: cst.Import | cst.ImportFrom) -> bool:
         if not isinstance(node.names, cst.ImportStar):
             for alias, item in zip(node.names, imports(node)):
-                self._name(alias, item.name)
+                self._check_name(alias, item.name)
         return False  # The names have been checked, so the parts of the statement are not visited.
 
     visit_ImportFrom = visit_Import
@@ -131,18 +129,18 @@ class _Undecided(Literals):
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         name = self.imported(node)
         if name:
-            self._name(node, name)
+            self._check_name(node, name)
         return not dotted(node)  # A dotted name is checked as a whole.
 
-    def _name(self, node: cst.CSTNode, name: str) -> None:
+    def _check_name(self, node: cst.CSTNode, name: str) -> None:
         # A name left in tf.keras gets the same advice: tf.keras's set_value, for example, does
         # not work on variables of Keras 3.
         fix = advice(name) or advice(name.removeprefix("tensorflow."))
         if name.startswith("keras."):
             if not exists(name):
-                near = nearest(name)
-                if near and not fix:
-                    fix = f"did you mean {near}?"
+                suggestion = nearest(name)
+                if suggestion and not fix:
+                    fix = f"did you mean {suggestion}?"
                 self.report(node, f"Keras 3 has no {name}; {fix or 'replace it'}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in members(HVTRAIN_KERAS):
             own_name = name.removeprefix(f"{HVTRAIN}.")
@@ -151,23 +149,23 @@ class _Undecided(Literals):
             self.report(node, f"{name}: {fix}")
         elif (
             name.startswith("tensorflow.")
-            and name.split(".")[1] not in _LAZY
+            and name.split(".")[1] not in _LAZY_MODULES
             and not exists(name, TENSORFLOW)
         ):
             self.report(node, f"TensorFlow 2 has no {name}; replace it")
 
     def visit_For(self, node: cst.For | cst.CompFor) -> None:
         # `for v in model.trainable_variables`, or the same in a comprehension
-        if _LISTS_OF_WEIGHTS.search(code_of(node.iter)):
+        if _WEIGHT_LISTS.search(code_of(node.iter)):
             self._weights |= {code_of(name) for name in m.findall(node.target, m.Name())}
 
     visit_CompFor = visit_For
 
-    def _name_of_a_weight(self, node: cst.Comparison | Call) -> None:
+    def _check_weight_name(self, node: cst.Comparison | Call) -> None:
         """Reports code that looks for the name of a layer in the name of a weight."""
         # Looking for a weight's own name, such as kernel or bias, still works.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
-        if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
+        if all(_WEIGHT_NAMES.fullmatch(text) for text in texts):
             return
 
         for attribute in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("name"))):
@@ -178,7 +176,7 @@ class _Undecided(Literals):
                     f"on Keras 3 {name}.name is kernel or gamma, without the layer; use {name}.path",
                 )
 
-    visit_Comparison = _name_of_a_weight
+    visit_Comparison = _check_weight_name
 
     def visit_Call(self, node: Call) -> None:
         super().visit_Call(node)
@@ -192,15 +190,15 @@ class _Undecided(Literals):
             node.func, m.Attribute(value=m.Attribute(attr=m.Name("name")))
         )
         if is_method_of_name or name.startswith("re."):
-            self._name_of_a_weight(node)
+            self._check_weight_name(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
-            self._warmup(node)
+            self._check_warmup(node)
         if name.startswith("keras.callbacks."):
             self._callbacks.append(
                 (node, name.rpartition(".")[2], self._target, any(self._conditions))
             )
         if name.startswith("keras.optimizers."):
-            self._optimizer(node)
+            self._check_optimizer(node)
         is_compiled = re.search(r"jit_compile\s*=\s*True", code_of(node))
         if name == "tensorflow.function" and self.uses_horovod and is_compiled:
             self.report(
@@ -208,9 +206,9 @@ class _Undecided(Literals):
                 "XLA cannot compile Horovod's operations; remove jit_compile if this function reduces gradients",
             )
         if not name and method_of(node):
-            self._method(node)
+            self._check_method(node)
 
-    def _warmup(self, node: Call) -> None:
+    def _check_warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
         first = argument(node, "", 0)
         if first is None or argument(node, "warmup_epochs", 1):
@@ -223,7 +221,7 @@ class _Undecided(Literals):
                 f"initial_lr=None, warmup_epochs={code}",
             )
 
-    def _method(self, node: Call) -> None:
+    def _check_method(self, node: Call) -> None:
         method = method_of(node)
         model = node.func.value
         if method in self.methods:
@@ -231,7 +229,7 @@ class _Undecided(Literals):
         # In a class that overrides compile, super().compile(**kwargs) only passes arguments on.
         is_super = code_of(model).startswith("super(")
         if method == "compile" and self.uses_horovod and not is_super:
-            self._compile(node, model)
+            self._check_compile(node, model)
 
         # A broadcast anywhere in the script counts, whether in a callback or by hand.
         if method == "fit" and self.uses_horovod:
@@ -241,19 +239,20 @@ class _Undecided(Literals):
                     "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
                 )
             if not self.reduces:
-                self.report(node, _ALONE)
+                self.report(node, _TRAINS_ALONE)
 
         if method == "save_weights" or code_of(node.func) == "model.save":
-            self._written_by_all(node, "put it under if hvd.rank() == 0")
+            self._report_write_by_all(node, "put it under if hvd.rank() == 0")
 
-    def _compile(self, node: Call, model: cst.BaseExpression) -> None:
+    def _check_compile(self, node: Call, model: cst.BaseExpression) -> None:
         if any(arg.star == "**" for arg in node.args):
             self.report(
                 node,
                 "the arguments of compile are not in the script; they must contain jit_compile=False",
             )
         elif not (
-            argument(node, "jit_compile") or f"class {code_of(self.compiler(model))}(" in self.text
+            argument(node, "jit_compile")
+            or f"class {code_of(self.compiling_class(model))}(" in self.text
         ):
             self.report(
                 node,
@@ -263,12 +262,12 @@ class _Undecided(Literals):
         # A script that uses DistributedOptimizer for one model may have forgotten it for another.
         optimizer = argument(node, "optimizer", 0)
         trains = self.reduces and self.broadcasts and f"{code_of(model)}.fit(" in self.text
-        if optimizer and trains and not any(name in self.text for name in _REDUCE_OTHERWISE):
+        if optimizer and trains and not any(name in self.text for name in _OTHER_REDUCTIONS):
             calls = [value for value in self._values(optimizer) if isinstance(value, Call)]
             if {self.called(call).rpartition(".")[0] for call in calls} == {"keras.optimizers"}:
-                self.report(node, _ALONE)
+                self.report(node, _TRAINS_ALONE)
 
-    def _optimizer(self, node: Call) -> None:
+    def _check_optimizer(self, node: Call) -> None:
         rate = argument(node, "learning_rate", 0)
         if rate and any(
             isinstance(value, Call) and self.called(value) == "tensorflow.Variable"
@@ -288,25 +287,25 @@ class _Undecided(Literals):
         """Returns the argument's value, and those assigned to the name that it may be."""
         return [arg.value, *self.values.get(code_of(arg.value), [])]
 
-    def _written_by_all(self, node: Call, fix: str) -> None:
+    def _report_write_by_all(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
     def leave_Module(self, original_node: cst.Module) -> None:
-        for call, name, variable, is_for_rank_0 in self._callbacks:
+        for call, name, variable, is_on_rank_0 in self._callbacks:
             # Also if each use but the assignment is guarded: `if hvd.rank() == 0:
             # callbacks.append(checkpoint)`.
-            num_guarded = self._for_rank_0[variable]
+            num_guarded = self._uses_on_rank_0[variable]
             if num_guarded and num_guarded >= self._names[variable] - 1:
-                is_for_rank_0 = True
-            if name in _DECIDE and is_for_rank_0:
+                is_on_rank_0 = True
+            if name in _STEERING_CALLBACKS and is_on_rank_0:
                 self.report(
                     call,
                     f"{name} on rank 0 alone makes that rank train differently; use it on all ranks",
                 )
-            if name in _WRITERS and not is_for_rank_0:
-                self._written_by_all(call, "use this callback on rank 0 only")
-        for call in outdated(self):
+            if name in _WRITING_CALLBACKS and not is_on_rank_0:
+                self._report_write_by_all(call, "use this callback on rank 0 only")
+        for call in outdated_reads(self):
             self.report(
                 call,
                 f"this script now writes such files as NAME{WEIGHTS}; load them under that name",

@@ -21,14 +21,14 @@ SERIES = (BLUE, ORANGE, "#4c9f70", "#b5489b", "#8a63c4", GREY)
 INK = "#20262b"
 MUTED = "#68727a"
 LINE = "#dfe4e8"
-_VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)} | {
+_CSS_VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)} | {
     INK: "var(--ink)",
     MUTED: "var(--muted)",
     LINE: "var(--line)",
 }
 
 # Matplotlib's settings for a page: no ticks, no frame at the top and right, and muted colors.
-_PLAIN: Any = {
+_PAGE_STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": LINE,
     "axes.grid": True,
@@ -55,27 +55,27 @@ Panel = tuple[str, Callable[[Any], None]]
 Points = Sequence[tuple[float, float]]
 
 # Up to this many ranks get a curve each; for more, only the slowest, median and fastest are shown.
-MOST_RANKS = 6
+MAX_RANK_CURVES = 6
 # Metrics without a chart: FLOP/s are proportional to the speed, which has one.
 _NOT_DRAWN = ("flops_per_second", "share_of_peak")
 
 
 def write_panels(
-    panels: Sequence[Panel], path: Path, most_columns: int, panel_size: tuple[float, float]
+    panels: Sequence[Panel], path: Path, max_columns: int, panel_size: tuple[float, float]
 ) -> None:
     """Draws the panels into one picture, row by row.
 
     Args:
         panels: at least one; a panel whose axes say enough has the title "".
         path: a PNG file. Readers see either the old picture or the new one, never part of it.
-        most_columns: maximum number of panels in a row.
+        max_columns: maximum number of panels in a row.
         panel_size: width and height of a panel, in inches.
     """
     # A Figure made without pyplot needs no display, and need not be closed.
     from matplotlib.figure import Figure
 
     width, height = panel_size
-    columns = min(most_columns, len(panels))
+    columns = min(max_columns, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     figure.subplots(rows, columns)
@@ -108,17 +108,17 @@ def page_svg(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # The salt makes ids reproducible, so that the same chart has the same bytes each time.
-    with mpl.rc_context(_PLAIN | {"svg.hashsalt": title}):
+    # The salt makes ids reproducible, so that a chart has the same bytes each time.
+    with mpl.rc_context(_PAGE_STYLE | {"svg.hashsalt": title}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
 
-    return _for_a_page(file.getvalue(), title)
+    return _adapt_svg(file.getvalue(), title)
 
 
-def _for_a_page(text: str, title: str) -> str:
+def _adapt_svg(text: str, title: str) -> str:
     """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
@@ -127,7 +127,7 @@ def _for_a_page(text: str, title: str) -> str:
     text = re.sub(unused, "", text, flags=re.DOTALL)
 
     # As CSS variables, the colors follow the page's light or dark mode.
-    for color, variable in _VARIABLES.items():
+    for color, variable in _CSS_VARIABLES.items():
         text = text.replace(color, variable)
 
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
@@ -151,7 +151,7 @@ class Chart:
     from_zero: bool = False
 
 
-def charts_of(run: RunFiles) -> list[Chart]:
+def run_charts(run: RunFiles) -> list[Chart]:
     """Returns a run's charts: each metric in training and validation, learning rate, speed, and each rank's work."""
     charts = []
     for name in _metric_names([run]):
@@ -165,10 +165,10 @@ def charts_of(run: RunFiles) -> list[Chart]:
         "work of a step by rank, ms": _rank_series(run.rank_seconds),
     }
     charts += [Chart(title, series, from_zero=True) for title, series in others.items()]
-    return _with_points(charts)
+    return _nonempty(charts)
 
 
-def charts_of_several(runs: Sequence[RunFiles]) -> list[Chart]:
+def comparison_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """Returns charts that compare runs: one for each metric in validation and in training, and one for the speed."""
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
@@ -178,7 +178,7 @@ def charts_of_several(runs: Sequence[RunFiles]) -> list[Chart]:
     # With a curve for each run, training and validation in one chart would be too crowded.
     columns = [column for name in _metric_names(runs) for column in (f"val_{name}", name)]
     charts = [Chart(column, curves(partial(_metric, name=column))) for column in columns]
-    return _with_points([*charts, Chart("examples per second", curves(_speed))])
+    return _nonempty([*charts, Chart("examples per second", curves(_speed))])
 
 
 def svg(chart: Chart) -> str:
@@ -211,7 +211,7 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     write_panels(panels, path, 3, (4.4, 2.9))
 
 
-def _with_points(charts: list[Chart]) -> list[Chart]:
+def _nonempty(charts: list[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 
@@ -237,7 +237,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
         rank_seconds: each rank's seconds, by epoch. A resume can change the number of ranks.
     """
     num_ranks = max(map(len, rank_seconds.values()), default=0)
-    if num_ranks <= MOST_RANKS:
+    if num_ranks <= MAX_RANK_CURVES:
         curves = []
         for rank in range(num_ranks):
             points = [

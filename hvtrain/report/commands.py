@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError
-from hvtrain.report.charts import SERIES, charts_of_several, svg
+from hvtrain.report.charts import SERIES, comparison_charts, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.system.command import Parser
@@ -96,19 +96,19 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
         # Runs may also choose their best checkpoints by different metrics.
         bests=dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best")),
         num_colors=len(SERIES),
-        drawn=[(chart.title, svg(chart)) for chart in charts_of_several(runs)],
-        settings=differing([run.config for run in runs]),
+        drawn=[(chart.title, svg(chart)) for chart in comparison_charts(runs)],
+        settings=differing_settings([run.config for run in runs]),
         script=(FOLDER / "sort.js").read_text("utf-8"),
     )
 
 
-def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def differing_settings(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Returns the settings that differ between runs, with each run's value.
 
     The value is "" for a run that lacks the setting. Settings that all runs have come first; the
     others only reflect a different model or data set.
 
-    >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
+    >>> differing_settings([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
     [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
     # Compared as displayed text: 1 and 1.0 differ, and text is hashable, unlike lists.
@@ -194,10 +194,9 @@ def run_row(path: Path, folder: Path) -> Row:
 
     A damaged run gets the state "damaged" and an error.
     """
-    # The listed folder may itself be a run; absolute(), because "." has no name.
-    name = path.absolute().name
-    if path != folder:
-        name = str(path.relative_to(folder))
+    name = str(path.relative_to(folder))
+    if path == folder:
+        name = path.absolute().name  # absolute(), because "." has no name.
 
     row: Row = dict.fromkeys(COLUMNS)
     row.update(run=name, state="damaged", resumable=False, began="")
@@ -208,8 +207,9 @@ def run_row(path: Path, folder: Path) -> Row:
         row["error"] = str(error)
         return row
 
-    known = ("state", "sign", "examples_per_second", "num_ranks", "progress", "began")
-    row.update({column: getattr(run, column) for column in known}, resumable=run.is_resumable)
+    for column in ("state", "sign", "examples_per_second", "num_ranks", "progress", "began"):
+        row[column] = getattr(run, column)
+    row["resumable"] = run.is_resumable
     # A score that is not finite can be neither sorted nor written as JSON.
     if run.score and math.isfinite(run.score[1]):
         row["metric"], row["score"] = run.score
@@ -222,7 +222,6 @@ def table(rows: list[Row]) -> list[str]:
     header = ("began", "state", "ranks", "ex/s", "score", "metric", "run")
     # Text is aligned to the left, numbers to the right.
     lines = aligned([header, *map(_cells, rows)], "<<>>><<")
-
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from hvtrain.core import VERSION
 from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
 from hvtrain.errors import in_one_line
-from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
+from hvtrain.report.charts import run_charts, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.system.files import write_atomic
 from hvtrain.system.run_files import proof_in_words
@@ -47,7 +47,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
 def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
     """Writes a run's page, and beside it its curves if it has any. Returns the paths of these files."""
     write_atomic(path, html(run, with_diff))
-    charts = charts_of(run)
+    charts = run_charts(run)
     if not charts:
         return [path]
     curves = path.parent / CURVES_FILE
@@ -63,8 +63,8 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         run=run,
         start=start,
         with_diff=with_diff,
-        drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
-        again=_command_again(run),
+        drawn=[(chart.title, svg(chart)) for chart in run_charts(run)],
+        repeat_command=_repeat_command(run),
         hosts=[
             f"{host} ({counted(number, 'rank')})" for host, number in start.get("hosts", {}).items()
         ],
@@ -82,21 +82,18 @@ def render(template: str, **values: Any) -> str:
             report/base.html.j2.
         **values: the template's variables.
     """
-    # The style is inlined, so that the page can be shared as one file.
-    return (
-        _templates()
-        .get_template(template)
-        .render(
-            style=(FOLDER / "style.css").read_text("utf-8"),
-            version=VERSION,
-            made=f"{datetime.now():%Y-%m-%d %H:%M}",
-            **values,
-        )
+    page = _environment().get_template(template)
+    return page.render(
+        # Inlined, so that the page can be shared as one file.
+        style=(FOLDER / "style.css").read_text("utf-8"),
+        version=VERSION,
+        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+        **values,
     )
 
 
 @cache
-def _templates():
+def _environment():
     import jinja2
 
     environment = jinja2.Environment(
@@ -133,7 +130,7 @@ def yaml_text(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _command_again(run: RunFiles) -> str:
+def _repeat_command(run: RunFiles) -> str:
     """Returns the command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
     # Counts processes, not replicas: those of strategy=mirrored are in one process.

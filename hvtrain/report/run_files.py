@@ -114,12 +114,12 @@ class RunFiles:
         num_steps = self.last_start.get("num_steps")
         if not num_steps:
             return None
-        # A checkpoint may be newer than the last epoch, and a run without
-        # checkpoints still records epochs.
+        # A checkpoint may be newer than the last epoch, and a run without checkpoints still records
+        # epochs.
         recorded = self.history[-1].step if self.history else 0
-        done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
+        num_done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
 
-        return min(done / num_steps, 1.0)
+        return min(num_done / num_steps, 1.0)
 
     @property
     def sign(self) -> int:
@@ -170,10 +170,12 @@ def read_run(folder: Path) -> RunFiles:
     starts = read_starts(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
-    # After a resume with more steps, result.json is still that of the shorter run,
-    # perhaps with other settings.
-    later_steps = [start.get("first_step", 0) + 1 for start in starts[-1:]]
-    if max([step or 0, *later_steps]) > result.get("num_steps", 0):
+    # After a resume with more steps, result.json is still that of the shorter run, perhaps with
+    # other settings.
+    last_step = step or 0
+    if starts:
+        last_step = max(last_step, starts[-1].get("first_step", 0) + 1)
+    if last_step > result.get("num_steps", 0):
         result = {}
 
     return RunFiles(
@@ -198,10 +200,12 @@ def _state(folder: Path, result: Record, messages: list[Message]) -> str:
         return "running"
     if result:
         return "finished"
-    # The chief's last message that is not a warning says why the run ended,
-    # if there was time to write it.
-    of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
-    if of_chief and of_chief[-1].text.startswith("stopped by "):
+    # The chief's last message that is not a warning says why the run ended, if there was time to
+    # write it.
+    chief_messages = [
+        message for message in messages if message.rank == 0 and message.level != "WARNING"
+    ]
+    if chief_messages and chief_messages[-1].text.startswith("stopped by "):
         return "stopped"
 
     return "failed"

@@ -7,16 +7,16 @@ for (const table of document.querySelectorAll("table.sortable")) {
     button.append(...head.childNodes);
     head.append(button);
     button.addEventListener("click", () => {
-      const falls = head.getAttribute("aria-sort") === "ascending";
+      const descending = head.getAttribute("aria-sort") === "ascending";
       const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
       const compare = (a, b) => {
         const [x, y] = [key(a), key(b)];
-        if (x === "" || y === "") return (x === "") - (y === "");  // What is not known comes last.
+        if (x === "" || y === "") return (x === "") - (y === "");  // Unknown values come last.
         const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-        return falls ? -order : order;
+        return descending ? -order : order;
       };
       heads.forEach((other) => other.removeAttribute("aria-sort"));
-      head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+      head.setAttribute("aria-sort", descending ? "descending" : "ascending");
       table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
     });
   });

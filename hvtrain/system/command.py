@@ -134,7 +134,7 @@ def add_number(
     options: Any,
     name: str,
     kind: Callable[[str], float],
-    about: str,
+    help_text: str,
     default: float | None = None,
     metavar: str = "N",
 ) -> None:
@@ -144,13 +144,13 @@ def add_number(
         options: a parser, or an argument group of one.
         name: the option, with its dashes.
         kind: parses the number: at_least(low), not_negative or positive.
-        about: the help text.
+        help_text: what the number is.
         default: the number if the option is not given.
         metavar: the placeholder for the number in the help.
     """
     if default is not None:
-        about = f"{about}; default: {default:g}"
-    options.add_argument(name, type=kind, default=default, metavar=metavar, help=about)
+        help_text = f"{help_text}; default: {default:g}"
+    options.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -215,8 +215,8 @@ def enter(work: Callable[[], int]) -> None:
         if isinstance(error.code, str):
             console.say_error(error.code, rank)
     except BaseException as error:
-        # This rank has nothing left to save: from now on a signal only ends its
-        # wait for other ranks' reports.
+        # This rank has nothing left to save: from now on a signal only ends its wait for other
+        # ranks' reports.
         console.take_signals(console.note_signal)
         code = _report(error, rank)
     sys.stdout.flush()
@@ -228,8 +228,8 @@ def enter(work: Callable[[], int]) -> None:
     # Registered last, so called first when Python exits. The timer starts only then, since the
     # caller's process may continue.
     atexit.register(console.call_later, SECONDS_TO_EXIT_AFTER_SUCCESS, os._exit, 0)
-    # Python drops its signal handlers at exit, and a signal would then turn
-    # success into a failing exit code.
+    # Python drops its signal handlers at exit, and a signal would then turn success into a failing
+    # exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
 
 
@@ -266,20 +266,23 @@ def _report(error: BaseException, rank: int) -> int:
             "interrupted; nothing new was saved", rank, wait_seconds, is_repeated=True
         )
         return INTERRUPTED
-    if not isinstance(error, UserError):
-        if (
-            "Horovod has been shut down" in str(error)
-            or "HorovodInternalError" in type(error).__name__
-        ):
-            # This rank only lost its connection to others, which report first.
-            text = "stopped because another rank did; see its message above"
-            console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
-            return 1
-        traceback.print_exc()
-        text = f"rank {rank} on {socket.gethostname()} failed: {cause_of(error)}; see its traceback above"
-        console.say_error(text, rank)
+    if isinstance(error, UserError):
+        _report_user_error(error, rank)
+        return error.exit_code
+    if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
+        # This rank only lost its connection to others, which report first.
+        text = "stopped because another rank did; see its message above"
+        console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
         return 1
 
+    traceback.print_exc()
+    host = socket.gethostname()
+    text = f"rank {rank} on {host} failed: {cause_of(error)}; see its traceback above"
+    console.say_error(text, rank)
+    return 1
+
+
+def _report_user_error(error: UserError, rank: int) -> None:
     # Hydra may have rejected the command line before the config was composed.
     if console.shows_tracebacks or "tracebacks=true" in map(str.lower, sys.argv):
         traceback.print_exc()
@@ -293,4 +296,3 @@ def _report(error: BaseException, rank: int) -> int:
         is_repeated=is_repeated and not failed_elsewhere,
         culprit=error.culprit,
     )
-    return error.exit_code

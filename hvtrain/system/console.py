@@ -124,14 +124,14 @@ def quiet_import(verbose: bool) -> Iterator[None]:
     sys.stderr.flush()
     console = _error_output = os.dup(2)
     # A file, since a pipe that nobody reads could fill up.
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as hidden:
         if not verbose:
-            os.dup2(held.fileno(), 2)
+            os.dup2(hidden.fileno(), 2)
         try:
             yield
         except Exception:
-            held.seek(0)
-            os.write(console, held.read())
+            hidden.seek(0)
+            os.write(console, hidden.read())
             raise
         finally:
             sys.stderr.flush()

@@ -14,7 +14,7 @@ from typing import Any
 PREFIX = "hvtrain-drawing: "
 # "1" if the launcher shows the drawings of its ranks. Variables whose names begin with HVTRAIN_ are
 # passed on to other hosts.
-_ASKED = "HVTRAIN_DRAWING"
+_VARIABLE = "HVTRAIN_DRAWING"
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def cut(line: str) -> tuple[str, Drawing | None]:
         drawing = Drawing(tuple(Bar(**bar) for bar in fields["bars"]), tuple(fields["lines"]))
     except (ValueError, TypeError, LookupError):
         return line, None  # A line without a drawing, or one that was truncated.
-    shown = f"{before}\n" if before else ""
-    return shown, drawing
+    visible = f"{before}\n" if before else ""
+    return visible, drawing
 
 
 def can_draw() -> bool:
@@ -70,12 +70,12 @@ def can_draw() -> bool:
 
 def request(is_drawn: bool) -> dict[str, str]:
     """Returns the environment variable that tells the ranks of a launch whether to send drawings."""
-    return {_ASKED: "1" if is_drawn else ""}
+    return {_VARIABLE: "1" if is_drawn else ""}
 
 
 def is_requested() -> bool:
     """True if the launcher of this process shows the drawings that the process sends."""
-    return bool(os.environ.get(_ASKED))
+    return bool(os.environ.get(_VARIABLE))
 
 
 class LiveDisplay:

@@ -37,7 +37,7 @@ PACKAGES = (
     "omegaconf",
     "hvtrain",
 )
-MOST_FILES = 65_536
+MAX_OPEN_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
 # Symbols in the library that show what Horovod was built with.
 _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
@@ -83,12 +83,12 @@ def versions() -> dict[str, str | None]:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit on open files to MOST_FILES, or as far as allowed.
+    """Raises this process's limit on open files to MAX_OPEN_FILES, or as far as allowed.
 
     The usual limit of 1,024 is too low for 1,000 ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if 0 <= soft < limit:  # RLIM_INFINITY is -1.
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -265,7 +265,7 @@ def commit_of(package: Path) -> str:
 def _git(folder: Path, *arguments: str) -> str:
     """Returns what git prints; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
+        completed = subprocess.run(
             # Without locks, since the user may be running git in this checkout at the same time.
             ["git", "--no-optional-locks", *arguments],
             cwd=folder,
@@ -275,5 +275,5 @@ def _git(folder: Path, *arguments: str) -> str:
             timeout=GIT_SECONDS,
             check=True,
         )
-        return done.stdout.decode(errors="replace")
+        return completed.stdout.decode(errors="replace")
     return ""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _CPUS = Path("/sys/devices/system/cpu")
 # This process's share of the logical CPUs, once `pin_to_cores` has set it.
-_mine: set[int] | None = None
+_pinned_cpus: set[int] | None = None
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # Names of the memory limit, of the memory in use, and of the cached files in it, by cgroup version.
@@ -35,25 +35,25 @@ def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
         The share. None if the CPUs cannot be divided evenly: then the process may run on all of them. Also None
         if the launcher, Slurm or taskset has already chosen CPUs for it; that choice stays.
     """
-    global _mine
+    global _pinned_cpus
     try:
         all_cpus = os.sched_getaffinity(1)
     except PermissionError:
         return None
     # If CPUs were chosen for this process, it has fewer than process 1.
-    if os.sched_getaffinity(0) not in (all_cpus, _mine):
+    if os.sched_getaffinity(0) not in (all_cpus, _pinned_cpus):
         return None
-    _mine = share_of_cores(sorted_by_core(all_cpus), local_rank, local_size)
+    _pinned_cpus = share_of_cores(sorted_by_core(all_cpus), local_rank, local_size)
     for thread in thread_ids():
         with suppress(ProcessLookupError):  # The thread has ended in the meantime.
-            os.sched_setaffinity(thread, _mine or all_cpus)
-    return _mine
+            os.sched_setaffinity(thread, _pinned_cpus or all_cpus)
+    return _pinned_cpus
 
 
 def cores_of_each(local_size: int) -> int:
     """Returns the number of logical CPUs for each of a host's ranks, at least one."""
-    if _mine:
-        return len(_mine)
+    if _pinned_cpus:
+        return len(_pinned_cpus)
     return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
@@ -118,14 +118,15 @@ def _free_in_groups() -> Iterator[int]:
             root, names = _CGROUPS / "memory", _V1
         else:
             continue
-        own = root / path.strip("/")  # Inside a container the process's own group may be the root.
-        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+        limit_file, usage_file, cached_name = names
+        group = root / path.strip("/")  # Inside a container this group may be the root.
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             with suppress(OSError, ValueError):  # The group is not here, or has no limit ("max").
-                limit, used = (int((folder / name).read_text()) for name in names[:2])
-                numbers = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                yield limit - used + int(numbers.get(names[2], 0))
+                limit = int((folder / limit_file).read_text())
+                used = int((folder / usage_file).read_text())
+                stat = (folder / "memory.stat").read_text()
+                cached = dict(line.split() for line in stat.splitlines()).get(cached_name, 0)
+                yield limit - used + int(cached)
 
 
 def physical_gpus() -> list[Any]:
@@ -139,13 +140,13 @@ def physical_gpus() -> list[Any]:
     """
     import tensorflow as tf
 
-    num_shown = _num_shown()
-    if num_shown and tf.test.is_built_with_cuda():
+    num_visible = _num_visible_gpus()
+    if num_visible and tf.test.is_built_with_cuda():
         _load_cusolver(Path(tf.__file__).parents[1])
 
     gpus = tf.config.list_physical_devices("GPU")
-    if num_shown and not gpus:
-        _explain_unused(num_shown, tf.__version__, tf.test.is_built_with_cuda())
+    if num_visible and not gpus:
+        _explain_unused(num_visible, tf.__version__, tf.test.is_built_with_cuda())
     return gpus
 
 
@@ -163,23 +164,23 @@ def _load_cusolver(packages: Path) -> None:
 
 
 @cache
-def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
+def _explain_unused(num_visible: int, version: str, has_cuda: bool) -> None:
     """Raises RankError for GPUs that TensorFlow does not use, or warns once if it is built for CPUs only."""
     host = socket.gethostname()
     if not has_cuda:
         log.warning(
-            f"{host} has {num_shown} GPU(s), which are not used: TensorFlow {version} here is built for CPUs only; "
+            f"{host} has {num_visible} GPU(s), which are not used: TensorFlow {version} here is built for CPUs only; "
             "HVTRAIN_VARIANT=gpu ./scripts/run makes the environment for GPUs"
         )
         return
     raise RankError(
-        f"{host} has {num_shown} GPU(s), and TensorFlow {version} can use none of them: it cannot load one of CUDA's "
+        f"{host} has {num_visible} GPU(s), and TensorFlow {version} can use none of them: it cannot load one of CUDA's "
         "libraries (TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_MAX_VLOG_LEVEL=1 names it); reinstall tensorflow[and-cuda], or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
     )
 
 
-def _driver():
+def _cuda_driver():
     """Returns the CUDA driver's library, initialized; None without a driver, or if that fails.
 
     Each of its functions returns 0 on success.
@@ -191,9 +192,9 @@ def _driver():
     return None
 
 
-def _num_shown() -> int:
+def _num_visible_gpus() -> int:
     """Returns the number of GPUs that the driver shows this process; 0 without a driver, or if the call fails."""
-    cuda = _driver()
+    cuda = _cuda_driver()
     count = ctypes.c_int()
     if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return 0
@@ -206,7 +207,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    cuda = _driver() if count else None
+    cuda = _cuda_driver() if count else None
     if cuda is None:
         return ()
 

@@ -11,8 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from hvtrain.errors import BusyError
 
 log = logging.getLogger(__name__)
@@ -21,9 +19,11 @@ LOCK_FILE = ".lock"
 CLAIM_FILE = ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks, where a file that only one
-# process can create replaces the lock.
+# Errors of file systems without locks, where a file that only one process can create replaces the
+# lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+# Index of starttime among the fields after the name in /proc/PID/stat (proc_pid_stat(5)).
+_STARTTIME = 19
 
 
 class RunLock(AbstractContextManager["RunLock"]):
@@ -92,7 +92,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            if not _create(claim):
+            if not _create_claim(claim):
                 return False
             log.warning(
                 f"{claim.parent} is on a disk without locks; {claim} keeps other runs out, and remains after kill -9"
@@ -115,15 +115,17 @@ def is_held(folder: Path) -> bool:
 
 
 def start_of(process: int) -> str | None:
-    """Returns when a process of this host started, in seconds after the host booted; None if it has ended."""
-    try:
-        # Both change when the host's clock is set; their difference does not.
-        return f"{psutil.Process(process).create_time() - psutil.boot_time():.2f}"
-    except psutil.Error:
-        return None
+    """Returns when a process of this host started, in clock ticks since the host booted; None if it has ended."""
+    # psutil's times follow the host's clock, and older versions keep the boot time of an earlier
+    # call, so that the start would seem to change when the clock is set.
+    with suppress(OSError):
+        stat = Path(f"/proc/{process}/stat").read_text("utf-8", "replace")
+        # The process's name, in parentheses, may contain blanks and parentheses.
+        return stat.rpartition(")")[2].split()[_STARTTIME]
+    return None
 
 
-def _create(claim: Path) -> bool:
+def _create_claim(claim: Path) -> bool:
     """Creates the claim file, which names this process and its host. Returns False if another process holds it.
 
     If that process ran on this host and has ended, its claim is replaced.
@@ -141,5 +143,5 @@ def _create(claim: Path) -> bool:
                 # same claim would remove the new one.
                 claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)
                 claim.unlink()
-                return _create(claim)
+                return _create_claim(claim)
         return False

@@ -10,9 +10,9 @@ from typing import Any
 
 NOTIFY_VARIABLE = "HVTRAIN_NOTIFY"
 # Hydra adds a setting with + and overrides it with ++.
-_ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
+_NOTIFY_ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
 # An address may contain commas (to=a,b), so only commas before a scheme are separators.
-_BEFORE_AN_ADDRESS = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
+_ADDRESS_SEPARATOR = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
 _SCHEME = re.compile(r"[A-Za-z][\w.+-]{0,30}(?=://)")
 
 SECRET = re.compile(
@@ -21,7 +21,7 @@ SECRET = re.compile(
 )
 """Names whose values may be secrets."""
 # Names whose values are secrets whatever their form, even numbers.
-_SURE = re.compile(
+_CERTAIN_SECRET = re.compile(
     r"SECRET|PASSW|PASSPHRASE|PWD|CREDENTIAL|NOTIFY|AUTHORIZATION|SIGNATURE|^(KEY|TOKEN|PASS)$"
     r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
     re.IGNORECASE,
@@ -32,7 +32,7 @@ _PLAIN = re.compile(
     r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
 )
 WITH_PASSWORD = re.compile(r"://[^/\s:]*:[^/\s]+@|https?://[^/\s?#]+@", re.IGNORECASE)
-_IN_A_TEXT = re.compile(
+_SECRET_IN_TEXT = re.compile(
     r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
     r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"
     r"|password|googleaccessid|awsaccesskeyid)=)[^&\s'\"#]+"
@@ -41,7 +41,7 @@ _IN_A_TEXT = re.compile(
     re.IGNORECASE,
 )
 # NAME: VALUE inside a group on a command line, such as +dataset.storage={key:...,url:...}.
-_IN_A_GROUP = re.compile(
+_SETTING_IN_GROUP = re.compile(
     r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[\[{][^\[\]{}]*[\]}]|[^,{}\[\]]+)"
 )
 HIDDEN = "***"
@@ -58,7 +58,7 @@ def split_addresses(text: str) -> list[str]:
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
-    return [part.strip("'\" \t\r\n,") for part in _BEFORE_AN_ADDRESS.split(text) if part.strip()]
+    return [part.strip("'\" \t\r\n,") for part in _ADDRESS_SEPARATOR.split(text) if part.strip()]
 
 
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
@@ -87,7 +87,7 @@ def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     others = []
     value = None
     for argument in arguments:
-        match = _ARGUMENT.fullmatch(argument)
+        match = _NOTIFY_ARGUMENT.fullmatch(argument)
         if match:
             value = match[1]
         else:
@@ -114,7 +114,9 @@ def without_passwords(text: str) -> str:
     'GET https://host/a.csv?sv=2&sig=*** failed for Bearer ***'
     """
     text = WITH_PASSWORD.sub(lambda match: f"{match[0].partition('://')[0]}://{HIDDEN}@", text)
-    return _IN_A_TEXT.sub(lambda match: f"{match['before'] or match['name'] or ''}{HIDDEN}", text)
+    return _SECRET_IN_TEXT.sub(
+        lambda match: f"{match['before'] or match['name'] or ''}{HIDDEN}", text
+    )
 
 
 def redacted(value: Any, name: str = "") -> Any:
@@ -125,17 +127,19 @@ def redacted(value: Any, name: str = "") -> Any:
     >>> redacted({"header": "Bearer abc.def-123", "mask_token": "<mask>", "my_key": "q7Xw93jf", "token": "any"})
     {'header': 'Bearer ***', 'mask_token': '<mask>', 'my_key': '***', 'token': '***'}
     """
-    # For _SURE only the last part of a dotted name counts, not the groups before it.
-    is_sure = bool(_SURE.search(name.rpartition(".")[2]))
+    # For _CERTAIN_SECRET only the last part of a dotted name counts, not the groups before it.
+    is_certain = bool(_CERTAIN_SECRET.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
         # Everything in a group of secrets is secret, whatever its name.
-        return {key: redacted(item, name if is_sure else str(key)) for key, item in value.items()}
+        return {
+            key: redacted(item, name if is_certain else str(key)) for key, item in value.items()
+        }
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
     # These values are never secrets, and records should show that the setting is empty or a switch.
     if value is None or isinstance(value, bool) or value == "":
         return value
-    if is_sure:
+    if is_certain:
         return HIDDEN
     if not isinstance(value, str):
         return value
@@ -184,4 +188,4 @@ def _without_secrets_in_groups(value: str) -> str:
         name, colon, item = match.groups()
         return f"{name}{colon}{_without_secrets_in_groups(redacted(item, name))}"  # Groups may be nested.
 
-    return _IN_A_GROUP.sub(shown, value)
+    return _SETTING_IN_GROUP.sub(shown, value)

@@ -12,15 +12,15 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.sources.built_in import digits_traits
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished.inputs import of_input
-from hvtrain.finished.outputs import flat, rows_of, writer_for
+from hvtrain.finished.inputs import input_examples
+from hvtrain.finished.outputs import predict_rows, split_columns, writer_for
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 
 ODDS = np.log(3.0)  # The logit of a probability of 3/4.
 
 
 def test_labels_have_their_names():
-    rows = flat(
+    rows = split_columns(
         Multilabel().columns(np.array([[ODDS, -ODDS, 0.1, -0.1]], np.float32), digits_traits())
     )
     assert {name: rows[name][0] for name in ("even", "prime", "above four", "with a loop")} == {
@@ -40,31 +40,33 @@ def test_each_class_has_a_column(names, columns):
 
 def test_one_of_two_has_the_probability_of_the_second():
     source = SimpleNamespace(facts=lambda: {"class_names": ["no", "yes"]})
-    rows = flat(Binary().columns(np.array([[ODDS], [-ODDS]], np.float32), source))
+    rows = split_columns(Binary().columns(np.array([[ODDS], [-ODDS]], np.float32), source))
     assert rows["class"].tolist() == [1, 0] and rows["probability"] == pytest.approx([0.75, 0.25])
     assert rows["name"].tolist() == ["yes", "no"]
 
 
 def test_numbers_are_taken_as_they_are():
     outputs = np.array([[1.0, 2.0]], np.float32)
-    assert flat(Regression().columns(outputs, digits_traits())) == {
+    assert split_columns(Regression().columns(outputs, digits_traits())) == {
         "prediction.0": [1.0],
         "prediction.1": [2.0],
     }
-    assert list(flat(Regression().columns({"price": outputs[:, :1]}, digits_traits()))) == ["price"]
+    assert list(
+        split_columns(Regression().columns({"price": outputs[:, :1]}, digits_traits()))
+    ) == ["price"]
 
 
 def test_a_label_with_the_name_of_another_column_keeps_apart():
     source = SimpleNamespace(facts=lambda: {"label_names": ["target", "x"]})
     run = SimpleNamespace(task=Multilabel(), source=source)
-    rows = rows_of(
+    rows = predict_rows(
         run, (np.zeros((1, 2)), {"target": np.array([7])}), lambda inputs: np.array([[ODDS, -ODDS]])
     )
     assert rows["target"] == [7] and rows["prediction.target"] == [1] and rows["x"] == [0]
 
 
 def run_of(source):
-    """What of_input() needs of a run of one rank."""
+    """What input_examples() needs of a run of one rank."""
     return SimpleNamespace(
         source=source,
         task=SimpleNamespace(targets_are_masks=False),
@@ -78,7 +80,7 @@ def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
     source = from_arrays(arrays, np.arange(6) % 2, standardize="scale")
     Image.fromarray(arrays[0].repeat(2, axis=0).repeat(2, axis=1)[..., 0]).save(tmp_path / "1.png")
     (tmp_path / "2.heic").touch()
-    examples = of_input(run_of(source), tmp_path)
+    examples = input_examples(run_of(source), tmp_path)
     assert examples.note == "; left out 1 file(s) of other kinds"
     ((images, columns),) = examples.batches()
     assert columns["file"].tolist() == ["1.png"]
@@ -87,7 +89,7 @@ def test_pictures_get_the_size_of_the_arrays_that_were_trained_on(tmp_path):
 
 def test_whole_numbers_of_a_model_keep_their_digits():
     run = SimpleNamespace(task=Regression(), source=None)
-    rows = rows_of(run, (np.zeros((1, 2)), {}), lambda inputs: {"id": np.array([2**24 + 1])})
+    rows = predict_rows(run, (np.zeros((1, 2)), {}), lambda inputs: {"id": np.array([2**24 + 1])})
     assert rows["id"].tolist() == [2**24 + 1]
 
 
@@ -103,7 +105,7 @@ def table_of(path, text, **spec):
         def __call__(self, rows):
             return rows
 
-    return next(of_input(run_of(SimpleNamespace(preprocessing=Unchanged)), path).batches())[0]
+    return next(input_examples(run_of(SimpleNamespace(preprocessing=Unchanged)), path).batches())[0]
 
 
 def test_numbers_that_name_something_are_names(tmp_path):
@@ -151,7 +153,7 @@ def test_masks_of_resized_images_say_so(tmp_path):
         (False, ""),
     ):
         run = SimpleNamespace(source=source, task=SimpleNamespace(targets_are_masks=has_masks))
-        assert of_input(run, tmp_path).note.partition(" (")[0] == note
+        assert input_examples(run, tmp_path).note.partition(" (")[0] == note
 
 
 @pytest.mark.parametrize("has_masks", [False, True])

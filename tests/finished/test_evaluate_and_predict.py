@@ -221,9 +221,12 @@ def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path
     [
         (
             "missing",
-            "input=missing is not there; give a folder of images or an image, a .csv or .parquet",
+            "input=missing does not exist; give a folder of images or an image, a .csv or .parquet",
         ),
-        ("no kind", "--output predictions.txt is of no known kind; give FILE.csv or FILE.parquet"),
+        (
+            "no kind",
+            "--output predictions.txt has an unknown suffix; give FILE.csv or FILE.parquet",
+        ),
         ("damaged", r"a/5.png cannot be read as an image"),
         pytest.param(
             "other task",

@@ -204,7 +204,7 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
     best = {"step": 20, "metric": "val_accuracy", "value": 0.9, "metrics": {"test_accuracy": 0.8}}
     result = {"num_steps": 30, "metrics": {"test_accuracy": 0.7}, "best": best}
     for step, metrics in ((20, {"test_accuracy": 0.8}), (30, {"test_accuracy": 0.7}), (10, {})):
-        assert hugging_face.metrics_of(result, f"step-{step:08d}") == metrics
+        assert hugging_face.checkpoint_metrics(result, f"step-{step:08d}") == metrics
     table = {
         "input": {
             "age": {"shape": [1], "dtype": "float32"},
@@ -242,16 +242,16 @@ def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
 def test_files_beside_are_named_after_the_model_and_never_those_of_another(tmp_path):
     """A run folder may be called lr0.1, and the next one lr0.2; two texts have two tokenizers."""
     assets = {"tokenizer.model": b"one"}
-    files = exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
+    files = exported.companion_files(tmp_path / "lr0.1", "savedmodel", "{}", assets)
     assert files == {tmp_path / "lr0.1.json": b"{}", tmp_path / "tokenizer.model": b"one"}
-    assert [*exported.files_beside(tmp_path / "lr0.1.onnx", "onnx", "{}", {})] == [
+    assert [*exported.companion_files(tmp_path / "lr0.1.onnx", "onnx", "{}", {})] == [
         tmp_path / "lr0.1.json"
     ]
     (tmp_path / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(
         ConfigError, match=r"would replace .*tokenizer.model, which is another model's; choose"
     ):
-        exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
+        exported.companion_files(tmp_path / "lr0.1", "savedmodel", "{}", assets)
 
 
 def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
@@ -340,7 +340,7 @@ def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, mes
 
 def test_an_export_takes_one_process(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="export takes one process"):
+    with pytest.raises(ConfigError, match="export runs in one process"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.report import commands, page
-from hvtrain.report.charts import INK, LINE, MUTED, SERIES, charts_of, charts_of_several
+from hvtrain.report.charts import INK, LINE, MUTED, SERIES, comparison_charts, run_charts
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_files import ranks_table
 from hvtrain.system.run_lock import RunLock
@@ -132,7 +132,7 @@ def test_the_curves_of_many_ranks_are_three(tmp_path):
     folder = write_run(tmp_path / "run")
     rows = {1: [0.001 * (rank + 1) for rank in range(9)], 2: [0.002] * 4}
     ranks_table(folder).save(list(rows.items()))
-    chart = charts_of(read_run(folder))[-1]
+    chart = run_charts(read_run(folder))[-1]
     points = {series.label: series.points for series in chart.series}
     assert points == {
         "slowest": [(1.0, 9.0), (2.0, 2.0)],
@@ -142,7 +142,7 @@ def test_the_curves_of_many_ranks_are_three(tmp_path):
 
 
 def test_training_and_validation_are_in_one_chart(tmp_path):
-    charts = charts_of(read_run(write_run(tmp_path / "run")))
+    charts = run_charts(read_run(write_run(tmp_path / "run")))
     assert [chart.title for chart in charts][:3] == ["loss", "accuracy", "learning rate"]
     assert [series.label for series in charts[1].series] == ["training", "validation"]
 
@@ -154,12 +154,12 @@ def test_runs_are_compared(tmp_path):
     )
     runs = [read_run(first), read_run(second)]
     text = commands.comparison_html(runs)
-    assert [name for name, _ in commands.differing([run.config for run in runs])] == [
+    assert [name for name, _ in commands.differing_settings([run.config for run in runs])] == [
         "seed",
         "augment.x",
     ]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
-    charts = charts_of_several(runs)
+    charts = comparison_charts(runs)
     assert [chart.title for chart in charts] == [
         "val_loss",
         "loss",

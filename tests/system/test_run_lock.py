@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvtrain.errors import BusyError
-from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock, _create_claim, start_of
 from launching import HASTY, finish, run, start
 
 HOLD = """
@@ -110,12 +111,19 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         # Another process finds the same claim at the same moment.
         gone = tmp_path / "gone"
         patch.setattr(
-            Path, "unlink", lambda path: others.append(_create(path)) or path.rename(gone)
+            Path, "unlink", lambda path: others.append(_create_claim(path)) or path.rename(gone)
         )
-        assert _create(claim) and others == [False]
+        assert _create_claim(claim) and others == [False]
     claim.write_text("1 another-host 1000")
     with pytest.raises(BusyError):
         RunLock().take(tmp_path, wait_seconds=0)
+
+
+def test_the_start_of_a_process_does_not_depend_on_the_clock(monkeypatch):
+    """psutil 7.0 adds the boot time of an earlier call, from which the present one may differ."""
+    before = start_of(os.getpid())
+    monkeypatch.setattr(psutil, "boot_time", lambda: 0.0)
+    assert start_of(os.getpid()) == before
 
 
 @pytest.mark.nightly

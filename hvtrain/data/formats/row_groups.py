@@ -13,7 +13,7 @@ from pyarrow import types
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import files_below
 from hvtrain.errors import DataError, first_line
-from hvtrain.system.storage.cache import far_file
+from hvtrain.system.storage.cache import remote_file
 
 SUFFIXES = (".parquet", ".pq")
 # A file with pixels above this has another range than a file whose pixels reach at most 1.
@@ -52,8 +52,8 @@ def files_of(path: Path) -> list[Path]:
 
 def opened(path: str | Path) -> pq.ParquetFile:
     """Opens a Parquet file on this host or in object storage."""
-    far = far_file(path)
-    return pq.ParquetFile(far.opened() if far else path)
+    remote = remote_file(path)
+    return pq.ParquetFile(remote.opened() if remote else path)
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from hvtrain.errors import DataError, StorageError
 from hvtrain.system.files import read_bytes, write_atomic
-from hvtrain.system.storage.cache import far_file, user_cache
+from hvtrain.system.storage.cache import remote_file, user_cache
 from hvtrain.system.storage.ranges import READ_AHEAD_BYTES, ReadAhead
 
 # Members up to this size, such as labels, are kept in the index.
@@ -77,13 +77,13 @@ def member_bytes(path: str) -> bytes | None:
     """
     match = _ADDRESS.fullmatch(path)
     if not match:
-        far = far_file(path)
-        return far.whole() if far else None
+        remote = remote_file(path)
+        return remote.whole() if remote else None
     shard = match[1]
     offset, size = int(match[2]), int(match[3])
-    far = far_file(shard)
-    if far:
-        return far.part(size, offset)
+    remote = remote_file(shard)
+    if remote:
+        return remote.part(size, offset)
     try:
         # The reference keeps the file open during the read. Without it, a file that leaves the
         # cache is closed, and its descriptor number may be reused.
@@ -99,9 +99,9 @@ def member_bytes(path: str) -> bytes | None:
     return data
 
 
-def is_far(path: str) -> bool:
+def is_remote_file(path: str) -> bool:
     """True if a file, or the shard of a member, is in object storage."""
-    return far_file(_ADDRESS.sub(r"\1", path)) is not None
+    return remote_file(_ADDRESS.sub(r"\1", path)) is not None
 
 
 # Reads members in object storage ahead of their use.
@@ -149,9 +149,9 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
     """Finds the members of a shard by reading its headers; returns the same as find_members()."""
     members: list[Member] = []
     file_bytes = shard.stat().st_size
-    far = far_file(shard)
-    if far:
-        file = far.read_ahead()
+    remote = remote_file(shard)
+    if remote:
+        file = remote.read_ahead()
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for header in tar:
@@ -173,8 +173,8 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                         "text": _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None,
                     }
                 )
-                if far and far.kept and size <= MAX_KEPT_BYTES:
-                    far.keep(_read_at(file, size, offset), offset)
+                if remote and remote.kept and size <= MAX_KEPT_BYTES:
+                    remote.keep(_read_at(file, size, offset), offset)
             end = tar.offset
     except tarfile.TarError as error:
         if not members and _read_at(file, BLOCK_BYTES, 0).startswith(_PACKED):

@@ -18,7 +18,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted, listed
 from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
-from hvtrain.data.formats.tar_files import is_far, members_ahead
+from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
@@ -70,7 +70,7 @@ class ListedImages(FileSource, IndexedSource):
 
     def load(self, batches: Dataset, split: str, topology: Topology, *settings: Any) -> Dataset:
         files = self._files.get(split)
-        if files and is_far(files[0][0]):
+        if files and is_remote_file(files[0][0]):
             paths = [path.decode() for path in self.shard(split, topology)[0].numpy()]
 
             def announce(indices):
@@ -89,7 +89,7 @@ class ListedImages(FileSource, IndexedSource):
 
     def sample_images(self) -> list[tuple[str, str]]:
         paths = [path for path, _ in sample(self._files["train"])]
-        if paths and is_far(paths[0]):
+        if paths and is_remote_file(paths[0]):
             members_ahead.announce(paths)
         return [(path, path) for path in paths]
 

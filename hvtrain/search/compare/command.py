@@ -13,7 +13,7 @@ import psutil
 
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.launch.child import exit_at_signals
-from hvtrain.search.compare.conclusion import on_more_ranks, plan_arguments
+from hvtrain.search.compare.conclusion import plan_arguments, plan_conclusions
 from hvtrain.search.compare.contest import JOINT, RANK, Contest, contestants
 from hvtrain.search.compare.results import html, summary, table, write_png
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, make_output
@@ -67,7 +67,7 @@ def main() -> int:
     if options.plan and ended_by is None:
         arguments = plan_arguments(comparison, options.plan)
         if arguments:
-            comparison["conclusion"] += on_more_ranks(arguments, folder / "plan")
+            comparison["conclusion"] += plan_conclusions(arguments, folder / "plan")
             write(comparison, folder)
 
     print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
@@ -101,7 +101,7 @@ def parse_target(text: str) -> tuple[str, float]:
     try:
         number = float(value)
     except ValueError:
-        # Rejected below, like every other value that is not finite.
+        # Rejected below, like every value that is not finite.
         number = math.nan
 
     if not metric or not math.isfinite(number):
@@ -172,7 +172,6 @@ examples:
 docs/compare.md has the method, and measured comparisons.
 """,
     )
-    option = parser.add_argument
     add_number(parser, "-np", at_least(1), "ranks, workers or replicas", 2)
     parser.add_hosts()
     add_number(
@@ -182,16 +181,23 @@ docs/compare.md has the method, and measured comparisons.
         "parameter servers, for strategies that use them",
         metavar="P",
     )
-    about = "rounds of short runs; 6 rounds give intervals of 97%% confidence"
-    add_number(parser, "--rounds", at_least(1), about, 6)
+    add_number(
+        parser,
+        "--rounds",
+        at_least(1),
+        "rounds of short runs; 6 rounds give intervals of 97%% confidence",
+        6,
+    )
     add_number(parser, "--speed-steps", at_least(2), "steps of a short run", 100)
-    option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
-    option(
+    parser.add_argument(
+        "--speed-only", action="store_true", help="only the short runs: no losses, no accuracy"
+    )
+    parser.add_argument(
         "--target",
         metavar="METRIC=VALUE",
         help="measure the time to this value; default: the best value that all strategies reach",
     )
-    option(
+    parser.add_argument(
         "--single-batch",
         choices=(JOINT, RANK),
         default=JOINT,
@@ -200,8 +206,13 @@ docs/compare.md has the method, and measured comparisons.
     add_number(
         parser, "--single-cores", at_least(1), "cores that strategy=single may use; default: all"
     )
-    about = "ranks up to which hvtrain plan extrapolates the result; 0: not at all"
-    add_number(parser, "--plan", at_least(0), about, 16)
-    option("--output", metavar="DIR", help="default: compare/DATE_TIME")
+    add_number(
+        parser,
+        "--plan",
+        at_least(0),
+        "ranks up to which hvtrain plan extrapolates the result; 0: not at all",
+        16,
+    )
+    parser.add_argument("--output", metavar="DIR", help="default: compare/DATE_TIME")
 
     return parser

@@ -17,7 +17,7 @@ from hvtrain.system.secrets import command_line
 # The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.
 NO_CONFIDENCE = 0.5
 # The strategy whose ring all-reduce `hvtrain plan` models.
-PLANNED = "horovod"
+PLANNED_STRATEGY = "horovod"
 # More ranks pay off if they are faster than one by more than this factor.
 MIN_WORTHWHILE_SPEEDUP = 1.05
 
@@ -25,10 +25,12 @@ MIN_WORTHWHILE_SPEEDUP = 1.05
 Speeds = Mapping[str, Mapping[int, float]]
 
 
-def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> Ratio | None:
+def compare_speeds(
+    numerators: Mapping[int, float], denominators: Mapping[int, float]
+) -> Ratio | None:
     """Returns the ratio of two speeds over the rounds that both have; None without such rounds.
 
-    >>> against({1: 3.0, 2: 5.0}, {1: 2.0})
+    >>> compare_speeds({1: 3.0, 2: 5.0}, {1: 2.0})
     Ratio(median=1.5, low=1.5, high=1.5, coverage=0.0)
     """
     common = sorted(numerators.keys() & denominators.keys())
@@ -56,7 +58,7 @@ def ratio_text(speed_ratio: Ratio) -> str:
     return f"{times} ({interval} with {speed_ratio.coverage:.0%} confidence)"
 
 
-def on_speed(speeds: Speeds) -> list[str]:
+def speed_conclusions(speeds: Speeds) -> list[str]:
     """States which contestant is the fastest, and how the others compare with it."""
     # Sorted by median; whether a difference is real is decided by the ratios within rounds.
     medians = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
@@ -65,11 +67,11 @@ def on_speed(speeds: Speeds) -> list[str]:
     first, *others = sorted(medians, key=lambda name: -medians[name])
 
     groups = defaultdict(list)
-    apart = []
+    without_common_round = []
     for name in others:
-        speed_ratio = against(speeds[name], speeds[first])
+        speed_ratio = compare_speeds(speeds[name], speeds[first])
         if speed_ratio is None:
-            apart.append(name)
+            without_common_round.append(name)
             continue
         title = "Not distinguishable from it"
         if speed_ratio.coverage <= NO_CONFIDENCE:
@@ -79,26 +81,28 @@ def on_speed(speeds: Speeds) -> list[str]:
         groups[title].append(f"{name} {ratio_text(speed_ratio)}")
 
     # "Fastest" claims a difference from all others.
-    verdict = "Fastest" if list(groups) == ["Slower"] and not apart else "Most examples/s"
+    is_fastest = list(groups) == ["Slower"] and not without_common_round
+    verdict = "Fastest" if is_fastest else "Most examples/s"
     lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
     lines += [f"{title}: {'; '.join(group)} as fast as {first}." for title, group in groups.items()]
-    if apart:
-        lines.append(f"No round in common with {first}, so not compared: {', '.join(apart)}.")
+    if without_common_round:
+        names = ", ".join(without_common_round)
+        lines.append(f"No round in common with {first}, so not compared: {names}.")
     return lines
 
 
-def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
+def scaling_conclusions(speeds: Speeds, num_ranks: int) -> list[str]:
     """States whether num_ranks ranks are worthwhile: each contestant against one process."""
     lines = []
-    unknown = []
+    undecided = []
     for name in speeds:
-        # Without a run of `single`, the user did not ask this question.
-        speed_ratio = against(speeds[name], speeds.get(SINGLE, {}))
+        # Without a run of `single`, there is nothing to compare with.
+        speed_ratio = compare_speeds(speeds[name], speeds.get(SINGLE, {}))
         if name == SINGLE or speed_ratio is None:
             continue
         times = f"{ratio_text(speed_ratio)} as fast as one process"
         if speed_ratio.coverage <= NO_CONFIDENCE:
-            unknown.append(f"{name} {ratio_text(speed_ratio)}")
+            undecided.append(f"{name} {ratio_text(speed_ratio)}")
         elif speed_ratio.low <= 1 <= speed_ratio.high:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
@@ -109,21 +113,23 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         else:
             lines.append(f"{name} does not pay off on {num_ranks} ranks here: {times}.")
 
-    if unknown:
+    if undecided:
         lines.append(
-            f"Too few rounds to say whether {num_ranks} ranks pay off: {', '.join(unknown)} as fast as one process."
+            f"Too few rounds to say whether {num_ranks} ranks pay off: {', '.join(undecided)} as fast as one process."
         )
     return lines
 
 
-def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float] | None]) -> str:
+def target_conclusion(
+    metric: str, value: float, reached: Mapping[str, tuple[int, float] | None]
+) -> str:
     """States when each contestant reached the target: its epoch, and seconds of training.
 
-    >>> on_target("val_accuracy", 0.97, {"single": (3, 12.5), "horovod": (2, 8.0), "mirrored": None})
+    >>> target_conclusion("val_accuracy", 0.97, {"single": (3, 12.5), "horovod": (2, 8.0), "mirrored": None})
     'val_accuracy 0.97: horovod after 8.0 s (epoch 2), single after 12.5 s (epoch 3); not reached: mirrored.'
     """
-    missing = [name for name, moment in reached.items() if moment is None]
-    times = sorted((moment[1], name, moment[0]) for name, moment in reached.items() if moment)
+    missing = [name for name, time in reached.items() if time is None]
+    times = sorted((time[1], name, time[0]) for name, time in reached.items() if time)
     parts = [f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in times]
     text = f"{metric} {value:.4g}: {', '.join(parts) or 'no strategy'}"
     if missing:
@@ -131,10 +137,10 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
     return f"{text}."
 
 
-def on_test(metric: str, values: Mapping[str, float]) -> str:
+def spread_conclusion(metric: str, values: Mapping[str, float]) -> str:
     """States the spread of the final test metric.
 
-    >>> on_test("test_accuracy", {"single": 0.9722, "horovod": 0.975})
+    >>> spread_conclusion("test_accuracy", {"single": 0.9722, "horovod": 0.975})
     'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may order them otherwise.'
     """
     # No claim about which is better: one run of each says little about small differences.
@@ -145,14 +151,14 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
     return f"{spread}; one run each, so another seed may order them otherwise."
 
 
-def on_examples(examples: Mapping[str, int]) -> list[str]:
+def examples_warning(examples: Mapping[str, int]) -> list[str]:
     """Warns if the full runs trained on different numbers of examples.
 
     A difference of 10% is tolerated: incomplete batches are dropped, and batch sizes differ between strategies.
 
-    >>> on_examples({"single": 1000, "horovod": 990})
+    >>> examples_warning({"single": 1000, "horovod": 990})
     []
-    >>> on_examples({"single": 1000, "horovod": 2000})[0]
+    >>> examples_warning({"single": 1000, "horovod": 2000})[0]
     'Not comparable: the runs trained on different numbers of examples (single 1,000, horovod 2,000); set train.epochs.'
     """
     if not examples or max(examples.values()) <= 1.1 * min(examples.values()):
@@ -172,7 +178,7 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     """
     for entry in comparison["strategies"]:
         splits = [run["split"] for run in entry["rounds"] if run["split"]]
-        if splits and entry["name"].partition("@")[0] == PLANNED:
+        if splits and entry["name"].partition("@")[0] == PLANNED_STRATEGY:
             # Without communication, which the plan computes from the links and the number of ranks.
             seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
             return [
@@ -188,37 +194,38 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     return None
 
 
-def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
+def plan_conclusions(arguments: Sequence[str], folder: Path) -> list[str]:
     """Runs `hvtrain plan`, which writes into the folder; states its result and the command that repeats it."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
     # The comparison itself has succeeded, so an error of the plan is only one more line.
-    if done.returncode:
-        reason = failure(done.stderr, done.returncode)
+    if completed.returncode:
+        reason = failure(completed.stderr, completed.returncode)
         return [f"No forecast for more ranks: hvtrain plan failed: {reason}."]
 
     costs = json.loads((folder / "plan.json").read_text("utf-8"))["costs"]
     return [
-        pays_from(costs),
+        plan_verdict(costs),
         "This assumes cores or a GPU for each rank, and the links of this command: "
         f"{command_line('plan', arguments)}",
     ]
 
 
-def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
+def plan_verdict(costs: Sequence[Mapping[str, Any]]) -> str:
     """States from how many ranks on the plan is faster than one rank, and the speedup of the most ranks.
 
     >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
-    >>> pays_from([*costs, {"num_ranks": 4, "efficiency": 0.4}])
+    >>> plan_verdict([*costs, {"num_ranks": 4, "efficiency": 0.4}])
     'Planned for more ranks: horovod pays off from 4 ranks; 4 ranks are 1.6 times as fast as one.'
     """
     speedups = {cost["num_ranks"]: cost["num_ranks"] * cost["efficiency"] for cost in costs}
     most = max(speedups)
     paying = [number for number, speedup in speedups.items() if speedup > MIN_WORTHWHILE_SPEEDUP]
     verdict = f"pays off from {min(paying)} ranks;" if paying else "does not pay off:"
+    speedup = f"{most} ranks are {speedups[most]:.1f} times as fast as one"
 
-    return f"Planned for more ranks: {PLANNED} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."
+    return f"Planned for more ranks: {PLANNED_STRATEGY} {verdict} {speedup}."

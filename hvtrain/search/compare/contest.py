@@ -29,7 +29,7 @@ ORDER = "takes the examples in another order, since its data is one shard"
 # Stands for a whole run, in place of a round's number.
 WHOLE = 0
 # Removed after each short run, since there are many of those; whole runs keep them.
-_LARGE = ("checkpoints", "model.keras", "best.keras")
+_LARGE_FILES = ("checkpoints", "model.keras", "best.keras")
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ def contestants(
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
     values, common = take_values(overrides, "strategy", "run.dir", "run.name")
-    choice = values.pop("strategy", "")
+    strategies = values.pop("strategy", "")
     # Commas separate strategies, so each strategy's own settings begin with @.
-    names = choice.split(",")
+    names = strategies.split(",")
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(
-            f"strategy={choice} does not name two strategies or more, each once; for example "
+            f"strategy={strategies} does not name two or more different strategies; give them as in "
             "strategy=single,horovod,horovod@compression=fp16"
         )
 
@@ -208,15 +208,15 @@ class Contest:
         for index, (contestant, number) in enumerate(schedule):
             if contestant.name in self.errors:  # What has failed once would fail again.
                 continue
-            about = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
-            title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {about}"
+            part = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
+            title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {part}"
             progress(f"{title}; {self.time_left(schedule[index:])} ...")
             try:
-                outcome = _in_short(self._train(contestant, number))
+                outcome = _outcome_text(self._train(contestant, number))
             except LostRankError as error:
                 folder = self._folder(contestant, number)
                 self.errors[contestant.name] = (
-                    f"{about}: {error}; its output is in {folder}/output.txt"
+                    f"{part}: {error}; its output is in {folder}/output.txt"
                 )
                 outcome = "failed"
 
@@ -226,19 +226,17 @@ class Contest:
 
     def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
         """Returns the command of a run that leaves its results in this folder."""
-        python = [sys.executable, "-m", "hvtrain"]
-        # The user waits for the comparison as a whole, so its runs send no notices.
-        settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
-        # The single process needs no launcher.
-        if contestant.strategy == SINGLE:
-            return [*python, *settings]
-        # All other strategies use the same launcher, even on one host.
-        options = ["-np", str(self.num_ranks), *self.host_options]
-        # The launcher refuses servers for a strategy that has none.
-        if self.num_ps and contestant.has_servers:
-            options += ["--num-ps", str(self.num_ps)]
+        command = [sys.executable, "-m", "hvtrain"]
+        # All strategies use the same launcher, even on one host; only a single process needs none.
+        if contestant.strategy != SINGLE:
+            command += ["launch", "-np", str(self.num_ranks), *self.host_options]
+            # The launcher refuses servers for a strategy that has none.
+            if self.num_ps and contestant.has_servers:
+                command += ["--num-ps", str(self.num_ps)]
+            command.append("--")
 
-        return [*python, "launch", *options, "--", *settings]
+        # The user waits for the comparison as a whole, so its runs send no notices.
+        return [*command, *overrides, override("run.dir", str(folder)), "notify=[]"]
 
     def cores(self, contestant: Contestant) -> set[int]:
         """Returns the cores that the run may use; a launcher divides them among its ranks."""
@@ -250,6 +248,7 @@ class Contest:
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
         """Estimates the time left from the runs so far; the length of whole runs is unknown until one has ended."""
+        whole_runs = list(self.whole.values())
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
 
         known_seconds = 0.0
@@ -258,9 +257,9 @@ class Contest:
             if contestant.name in self.errors:
                 continue
             # A short run says nothing about a whole one, which also validates and saves.
-            similar = list(self.whole.values()) if number == WHOLE else short_runs
-            if similar:
-                known_seconds += mean(training.seconds for training in similar)
+            similar_runs = whole_runs if number == WHOLE else short_runs
+            if similar_runs:
+                known_seconds += mean(training.seconds for training in similar_runs)
             else:
                 num_unknown += 1
 
@@ -285,7 +284,7 @@ class Contest:
             return training
 
         self.rounds.setdefault(contestant.name, {})[number] = training
-        for name in _LARGE:
+        for name in _LARGE_FILES:
             remove(folder / "run" / name)
 
         return training
@@ -296,7 +295,7 @@ class Contest:
         return self.folder / f"round-{number}" / contestant.name
 
 
-def _in_short(training: Training) -> str:
+def _outcome_text(training: Training) -> str:
     rate = training.result["examples_per_second"]
     # The warm-up is not timed, and in a short run there may be nothing after it.
     speed = f"{rate:,.0f} examples/s" if rate else "too few steps to time"

@@ -1,6 +1,7 @@
 """Makes the results of a comparison: the plain values of compare.json, and from them the table, page and picture."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,12 +15,12 @@ from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
 from hvtrain.report.ratios import draw_rounds
 from hvtrain.search.compare.conclusion import (
-    against,
-    on_examples,
-    on_scaling,
-    on_speed,
-    on_target,
-    on_test,
+    compare_speeds,
+    examples_warning,
+    scaling_conclusions,
+    speed_conclusions,
+    spread_conclusion,
+    target_conclusion,
 )
 from hvtrain.search.compare.contest import SINGLE, Contest, Contestant
 from hvtrain.system.run_files import lower_is_better
@@ -66,7 +67,9 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         name = entry["name"]
         entry["examples_per_second"] = median(speeds[name].values()) if speeds[name] else None
         # A ratio of `single` to itself would say nothing.
-        speed_ratio = None if name == SINGLE else against(speeds[name], speeds.get(SINGLE, {}))
+        speed_ratio = (
+            None if name == SINGLE else compare_speeds(speeds[name], speeds.get(SINGLE, {}))
+        )
         entry["against_single"] = speed_ratio and asdict(speed_ratio)
 
     return {
@@ -74,15 +77,15 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
         "target": {"metric": target[0], "value": target[1]} if target else None,
         "strategies": entries,
         "conclusion": [
-            *on_speed(speeds),
-            *on_scaling(speeds, contest.num_ranks),
-            *_on_whole_runs(contest.whole, target, times),
+            *speed_conclusions(speeds),
+            *scaling_conclusions(speeds, contest.num_ranks),
+            *_whole_run_conclusions(contest.whole, target, times),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
     }
 
 
-def _on_whole_runs(
+def _whole_run_conclusions(
     whole: Mapping[str, Training],
     target: Target | None,
     times: Mapping[str, TimeToTarget | None],
@@ -95,22 +98,24 @@ def _on_whole_runs(
     if target and whole:
         metric, value = target
         if metric in metric_names:
-            yield on_target(metric, value, times)
+            yield target_conclusion(metric, value, times)
         else:
             yield f"{metric} is not a metric of these runs; they have {', '.join(metric_names)}."
 
-    tests = {name: _test_metrics(training) for name, training in whole.items()}
-    for metric in dict.fromkeys(name for metrics in tests.values() for name in metrics):
-        # Data sets without test examples have no test metrics.
-        values = {name: metrics[metric] for name, metrics in tests.items() if metric in metrics}
+    # Data sets without test examples have no test metrics.
+    values_by_metric: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, training in whole.items():
+        for metric, value in _test_metrics(training).items():
+            values_by_metric[metric][name] = value
+    for metric, values in values_by_metric.items():
         if "accuracy" in metric and len(values) > 1:
-            yield on_test(metric, values)
+            yield spread_conclusion(metric, values)
 
     examples = {
         name: training.result["num_steps"] * training.result["global_batch"]
         for name, training in whole.items()
     }
-    yield from on_examples(examples)
+    yield from examples_warning(examples)
 
 
 def _entry(
@@ -124,7 +129,7 @@ def _entry(
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
     runs = [*rounds.values(), *filter(None, [whole])]
-    # Facts that are the same in all runs of a strategy come from the last one.
+    # Facts that are the same in all runs of a strategy are those of the last one.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = time or (None, None)
 
@@ -149,13 +154,16 @@ def _entry(
 
 
 def _round_entry(number: int, run: Training) -> dict[str, Any]:
-    measured = {
-        name: run.result.get(name) for name in ("examples_per_second", "step_seconds", "split")
+    return {
+        "round": number,
+        "examples_per_second": run.result.get("examples_per_second"),
+        "step_seconds": run.result.get("step_seconds"),
+        "split": run.result.get("split"),
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "peak_bytes": run.peak_bytes,
+        "gpu_bytes": run.gpu_bytes,
     }
-    used = {
-        name: getattr(run, name) for name in ("seconds", "cpu_seconds", "peak_bytes", "gpu_bytes")
-    }
-    return {"round": number, **measured, **used}
 
 
 def speeds_by_round(entry: Record) -> dict[int, float]:

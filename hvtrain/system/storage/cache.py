@@ -21,7 +21,7 @@ from typing import IO
 
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote, remove, writing
-from hvtrain.system.storage.ranges import SUM_BYTES, FarFile
+from hvtrain.system.storage.ranges import SUM_BYTES, RemoteFile
 from hvtrain.system.storage.remote import Object, Remote, locate
 from hvtrain.system.text import duration, human_bytes
 
@@ -32,7 +32,7 @@ SIZE_VARIABLE = "HVTRAIN_CACHE_GIB"
 DEFAULT_GIB = "50"
 # Name of the object that lists the files of a run's last complete state in the store.
 RUN_MANIFEST = "hvtrain-run.json"
-FETCHED_AT_ONCE = 16
+MAX_CONCURRENT_DOWNLOADS = 16
 SECONDS_BETWEEN_LINES = 15.0
 UNFINISHED = ".part"
 # The file in an entry with the checksums of all parts. One file for all objects, since creating a
@@ -41,21 +41,22 @@ SUMS = ".sums"
 
 _PATTERN = re.compile(r"/(?=[^/]*[*?\[])")
 # Lock files of the entries that this process uses, held until it ends.
-_used: dict[Path, IO[str]] = {}
+_locks: dict[Path, IO[str]] = {}
 # Objects that are read in parts, by the paths of their placeholder files.
-_far: dict[str, FarFile] = {}
+_remote_files: dict[str, RemoteFile] = {}
 
 
 @lru_cache(maxsize=256)
-def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
+def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
     """Returns a local file or folder with the content of an address; for a pattern, the same pattern inside the copy.
 
     The first process on a host that asks for it downloads it, and the others wait. A process that asks again
     gets the same copy, until `forget_copies`.
 
     Args:
-        far: Suffixes of names, in lower case. Objects with such names stay in the store: their local files have
-            the size but no content, and `far_file` gives access to parts, which are kept if all objects fit.
+        remote_suffixes: Suffixes of names, in lower case. Objects with such names stay in the store: their
+            local files have the size but no content, and `remote_file` gives access to parts, which are
+            kept if all objects fit.
 
     Raises:
         ConfigError: No store is known for the address, or the address contains a password.
@@ -64,22 +65,16 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     if address.startswith("file://"):
         return Path(address.removeprefix("file://"))
     # The pattern begins with the first part of the address that has a wildcard.
-    head, *tail = _PATTERN.split(address, maxsplit=1)
-    remote = locate(head)
-    # "**/" also matches no folder at all.
-    patterns = {tail[0], tail[0].replace("**/", "")} if tail else {"**"}
-    objects = [
-        item
-        for item in complete_objects(remote)
-        for pattern in patterns
-        if fnmatchcase(item.name, pattern)
-        # With as many slashes, no "*" matches a slash.
-        and ("**" in pattern or pattern.count("/") == item.name.count("/"))
-    ]
+    root, *pattern = _PATTERN.split(address, maxsplit=1)
+    remote = locate(root)
+    objects = _matching_objects(remote, *pattern)
     if not objects:
-        raise DataError(f"{address} is not there; check the bucket and the path")
-    far_objects = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
-    copied_objects = sorted({*objects} - {*far_objects})
+        raise DataError(f"{address} does not exist; check the bucket and the path")
+
+    remote_objects = [
+        item for item in objects if (item.name or remote.name).lower().endswith(remote_suffixes)
+    ]
+    copied_objects = sorted(set(objects) - set(remote_objects))
     num_bytes = sum(item.num_bytes for item in objects)
     # Parts are kept only if the whole objects would fit, since every part may be read in the end.
     keeps_parts = num_bytes <= limit_bytes()
@@ -94,33 +89,50 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
 
     def fill(folder):
         folder.with_name(SUMS).touch()
-        for parent in {(folder / item.name).parent for item in far_objects}:
+        for parent in {(folder / item.name).parent for item in remote_objects}:
             parent.mkdir(parents=True, exist_ok=True)
-        for item in far_objects:
+        for item in remote_objects:
             with (folder / item.name).open("wb") as file:
                 file.truncate(item.num_bytes)
         if copied_objects:
             download(remote, copied_objects, folder)
             # If objects were replaced during the download, the copy may mix two states.
-            if not {*objects} <= {*remote.objects()}:
+            if not set(objects) <= set(remote.objects()):
                 raise DataError(
                     f"{address} changed while it was read; start again when nothing writes there"
                 )
 
-    folder = _entry(remote, objects, f"{far} {keeps_parts}", num_bytes, fill)
+    folder = _entry(remote, objects, f"{remote_suffixes} {keeps_parts}", num_bytes, fill)
     first_sum = 0
-    for item in far_objects:
+    for item in remote_objects:
         path = folder / item.name
         kept = path if keeps_parts else None
         sums = folder.with_name(SUMS)
-        _far[str(path)] = FarFile(remote.child(item.name), item, kept, sums, first_sum)
+        _remote_files[str(path)] = RemoteFile(remote.child(item.name), item, kept, sums, first_sum)
+        # A part's checksum stands at the part's offset, so all of them take the object's size.
         first_sum += item.num_bytes + -item.num_bytes % SUM_BYTES
-    return Path(folder, *tail)
+    return Path(folder, *pattern)
 
 
-def far_file(path: str | Path) -> FarFile | None:
+def _matching_objects(remote: Remote, pattern: str = "**") -> list[Object]:
+    """Lists the complete objects at an address whose names match a pattern. Raises DataError."""
+    # "**/" also matches no folder at all.
+    variants = {pattern, pattern.replace("**/", "")}
+
+    def matches(name: str) -> bool:
+        return any(
+            fnmatchcase(name, variant)
+            # With as many slashes, no "*" matches a slash.
+            and ("**" in variant or variant.count("/") == name.count("/"))
+            for variant in variants
+        )
+
+    return [item for item in complete_objects(remote) if matches(item.name)]
+
+
+def remote_file(path: str | Path) -> RemoteFile | None:
     """Returns the object behind a placeholder that local_copy made; None for any other path."""
-    return _far.get(str(path))
+    return _remote_files.get(str(path))
 
 
 def path_of(text: str | Path) -> Path:
@@ -205,7 +217,7 @@ def _entry(
     key = hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()[:20]
     folder = cache_folder() / key
     path = folder / remote.name
-    if folder in _used:
+    if folder in _locks:
         return path
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +257,7 @@ def _entry(
             f"the cache {cache_folder()} cannot be used ({error.strerror}); set {FOLDER_VARIABLE} to a folder of this "
             "user on this host"
         ) from error
-    _used[folder] = lock
+    _locks[folder] = lock
     return path
 
 
@@ -279,16 +291,16 @@ def _make_room(own_lock: Path, num_bytes: int) -> None:
 def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
     """Downloads the objects into the folder, several at a time, and logs the progress. Raises DataError."""
 
-    def bring(item):
+    def fetch(item):
         target = folder / item.name
         target.parent.mkdir(parents=True, exist_ok=True)
         remote.child(item.name).download(target, item.num_bytes)
 
     began = last_line = time.monotonic()
     num_bytes = 0
-    pool = ThreadPoolExecutor(FETCHED_AT_ONCE)
+    pool = ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS)
     try:
-        for item, _ in zip(objects, pool.map(bring, objects)):
+        for item, _ in zip(objects, pool.map(fetch, objects)):
             num_bytes += item.num_bytes
             if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()

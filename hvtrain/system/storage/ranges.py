@@ -23,11 +23,11 @@ READ_AHEAD_BYTES = 1 << 20
 # Size of a checksum, a CRC-32.
 SUM_BYTES = 4
 # Maximum number of parts read ahead and not yet taken.
-MOST_AHEAD = 1024
+MAX_AHEAD = 1024
 
 
 @dataclass(eq=False)
-class FarFile:
+class RemoteFile:
     """An object that is read in parts.
 
     Args:
@@ -159,12 +159,12 @@ class ReadAhead:
         self._pool = ThreadPoolExecutor(READ_AT_ONCE)
 
     def announce(self, names: Iterable[str]) -> None:
-        """Starts reading these parts. Beyond MOST_AHEAD, the oldest parts that were not taken are dropped."""
+        """Starts reading these parts. Beyond MAX_AHEAD, the oldest parts that were not taken are dropped."""
         with self._lock:
             for name in names:
                 if name not in self._parts:
                     self._parts[name] = self._pool.submit(self._read, name)
-            while len(self._parts) > MOST_AHEAD:
+            while len(self._parts) > MAX_AHEAD:
                 self._parts.pop(next(iter(self._parts))).cancel()
 
     def take(self, name: str) -> Any:

@@ -51,7 +51,7 @@ _GOOGLE = re.compile(
 )
 _AZURE = re.compile(r"Azure Error: \[(\w*)\] (.+?)(?:\. |$)")
 # Errors of this host's disk rather than of the store.
-_OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_LOCAL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Object(NamedTuple):
@@ -180,7 +180,7 @@ class Remote:
             try:
                 return action()
             except OSError as error:
-                if error.errno in _OWN_DISK:
+                if error.errno in _LOCAL_DISK_ERRORS:
                     raise
                 problem = _final_problem(error)
                 if problem:
@@ -288,15 +288,17 @@ def _azure(authority: str) -> tuple[Any, str]:
 
 def _check_azure_login(options: dict[str, Any], container: str) -> None:
     """Checks in another process that Azure's default credentials work, since pyarrow 26 aborts if there are none."""
-    code = "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
-    code += "fs.AzureFileSystem(**options).get_file_info(container)"
-    done = subprocess.run(
+    code = (
+        "import json, sys; from pyarrow import fs; options, container = json.load(sys.stdin); "
+        "fs.AzureFileSystem(**options).get_file_info(container)"
+    )
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps([options, container]),
         text=True,
         capture_output=True,
     )
-    if done.returncode < 0:
+    if completed.returncode < 0:
         raise ConfigError(
             f"abfs://{container}@{options['account_name']} cannot be accessed, since this host has no credentials "
             "of Azure; set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
@@ -309,7 +311,7 @@ def _final_problem(error: Exception) -> str:
     # signatures/404.jpg says nothing about the error.
     text = re.sub(r"'[^']*'", "", str(error))
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
-        return "is not there; check the bucket and the path"
+        return "does not exist; check the bucket and the path"
     if isinstance(error, PermissionError) or _DENIED.search(text):
         return (
             f"cannot be accessed ({_reason(error)}); check the credentials of this host, its clock, and the rights of "

@@ -87,15 +87,25 @@ class _ObjectStore(RunStore):
             raise ConfigError(
                 f"run.dir={self.address} is not a run, and holds {names[0]}; choose another address"
             )
-        listed = complete_objects(self._remote) if RUN_MANIFEST in names else []
-        # Only these may be deleted by send(): others, such as a run below this
-        # address, do not belong to this run.
-        own = [
-            *(item.name for item in listed),
+        objects = complete_objects(self._remote) if RUN_MANIFEST in names else []
+        # Only these may be deleted by send(): others, such as a run below this address, do not
+        # belong to this run.
+        own_names = [
+            *(item.name for item in objects),
             *(name for name in names if name.startswith("checkpoints/")),
         ]
         # begin() is called again when ranks leave or join, so known states are kept.
-        self._sent = {name: self._sent.get(name) for name in own}
+        self._sent = {name: self._sent.get(name) for name in own_names}
+        self._claim(owner)
+        log.info("storage        %s uses the local folder %s", self.address, self.folder)
+        self._download_newest(objects)
+
+    def _claim(self, owner: dict[str, Any]) -> None:
+        """Makes this start the owner of the run, and drops local files of another run.
+
+        Args:
+            owner: the owner so far; empty for a new run.
+        """
         identity = self.folder / IDENTITY_FILE
         # The local files may belong to a run that was deleted from the store.
         local_run = ""
@@ -106,23 +116,21 @@ class _ObjectStore(RunStore):
                 # This process holds the lock, which is a file or, in its place, a claim.
                 if not path.name.startswith(".lock"):
                     remove(path)
-        run = owner.get("run") or secrets.token_hex(8)
+
         # A restart within this process finds its own start.
         if owner and owner.get("start") != self._start:
             log.info(
                 "storage        %s was last started on %s at %s; if that still runs, it stops at its next checkpoint",
-                self._remote.address,
+                self.address,
                 owner.get("host"),
                 owner.get("since"),
             )
+        run = owner.get("run") or secrets.token_hex(8)
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         self._write(
             OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since}
         )
         write_atomic(identity, f"{run} {self.address}")
-        log.info("storage        %s uses the local folder %s", self._remote.address, self.folder)
-
-        self._download_newest(listed)
 
     def _download_newest(self, objects: list[Object]) -> None:
         """Downloads the run's objects if the newest checkpoint in the store is not here."""
@@ -132,8 +140,10 @@ class _ObjectStore(RunStore):
         }
         # This host may have newer checkpoints, whose uploads failed.
         newest_here = newest_step(self.folder)
-        newest = max((int(name.rpartition("-")[2]) for name in checkpoints), default=None)
-        if newest is None or (newest_here is not None and newest_here >= newest):
+        newest_in_store = max((int(name.rpartition("-")[2]) for name in checkpoints), default=None)
+        if newest_in_store is None:
+            return
+        if newest_here is not None and newest_here >= newest_in_store:
             return
         temporary = self.folder / f"{TEMPORARY}store"
         remove(temporary)
@@ -155,7 +165,7 @@ class _ObjectStore(RunStore):
             raise StorageError(str(error)) from None
         if owner.get("start") != self._start:
             raise StorageError(
-                f"{self._remote.address} was taken over by a later start on {owner.get('host')} at "
+                f"{self.address} was taken over by a later start on {owner.get('host')} at "
                 f"{owner.get('since')}; wait for that one to finish"
             )
         states = {}

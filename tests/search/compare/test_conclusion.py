@@ -11,7 +11,12 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.child import ONLY_STEPS, Training
 from hvtrain.report.ratios import Ratio
 from hvtrain.search.compare.command import write
-from hvtrain.search.compare.conclusion import against, on_scaling, on_speed, ratio_text
+from hvtrain.search.compare.conclusion import (
+    compare_speeds,
+    ratio_text,
+    scaling_conclusions,
+    speed_conclusions,
+)
 from hvtrain.search.compare.contest import ORDER, WHOLE, Contest, Contestant, contestants
 from hvtrain.search.compare.results import curve, default_target, summary, table, time_to_target
 from hvtrain.system.run_files import EpochRecord
@@ -70,12 +75,12 @@ SPEEDS = {"single": 1.0, "horovod": 1.34, "mirrored": 0.89}
 
 def test_a_clear_difference_is_stated_with_its_confidence() -> None:
     speeds = {name: times(by) for name, by in SPEEDS.items()}
-    assert on_speed(speeds) == [
+    assert speed_conclusions(speeds) == [
         "Fastest here: horovod, with 139 examples/s.",
         "Slower: single 0.75 times (0.75 to 0.75 with 97% confidence); mirrored 0.66 times (0.66 to 0.66 with 97% "
         "confidence) as fast as horovod.",
     ]
-    pays, does_not = on_scaling(speeds, 2)
+    pays, does_not = scaling_conclusions(speeds, 2)
     assert pays.startswith("horovod pays off here on 2 ranks: 1.34 times") and pays.endswith(
         "an efficiency of 67%."
     )
@@ -86,43 +91,43 @@ def test_a_clear_difference_is_stated_with_its_confidence() -> None:
 
 def test_an_interval_that_holds_1_is_no_difference() -> None:
     noisy = {number: speed * (1.3 if number % 2 else 0.8) for number, speed in STEADY.items()}
-    most, same = on_speed({"single": STEADY, "horovod": noisy})
+    most, same = speed_conclusions({"single": STEADY, "horovod": noisy})
     assert most.startswith("Most examples/s here: ") and same.startswith(
         "Not distinguishable from it: "
     )
-    (scaling,) = on_scaling({"single": STEADY, "horovod": noisy}, 2)
+    (scaling,) = scaling_conclusions({"single": STEADY, "horovod": noisy}, 2)
     assert scaling.endswith("not distinguishable from it.") and " pays" not in scaling
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_few_rounds_are_no_confidence(rounds: int) -> None:
     few = {number: STEADY[number] for number in range(1, rounds + 1)}
-    speed_ratio = against(times(2.0, few), few)
+    speed_ratio = compare_speeds(times(2.0, few), few)
     assert (
         speed_ratio
         and speed_ratio.median == pytest.approx(2)
         and ratio_text(speed_ratio) == "2.00 times"
     )
     speeds = {"single": few, "horovod": times(2.0, few)}
-    assert on_scaling({**speeds, "mirrored": times(3.0, few)}, 2) == [
+    assert scaling_conclusions({**speeds, "mirrored": times(3.0, few)}, 2) == [
         "Too few rounds to say whether 2 ranks pay off: horovod 2.00 times, mirrored 3.00 times as fast as one process."
     ]
-    assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith(
-        "Too few rounds to say: single"
-    )
+    assert speed_conclusions(speeds)[0].startswith("Most ") and speed_conclusions(speeds)[
+        1
+    ].startswith("Too few rounds to say: single")
     assert "confidence" in ratio_text(Ratio(2.0, 1.9, 2.1, 0.75))
 
 
 def test_only_rounds_that_both_ran_are_compared() -> None:
     """A strategy that failed or was interrupted has fewer; its rounds must not meet those of another time."""
-    speed_ratio = against({2: 10.0, 3: 20.0}, {1: 1.0, 2: 10.0, 3: 20.0, 4: 99.0})
+    speed_ratio = compare_speeds({2: 10.0, 3: 20.0}, {1: 1.0, 2: 10.0, 3: 20.0, 4: 99.0})
     assert speed_ratio and speed_ratio.median == 1.0 and speed_ratio.coverage == 0.5, "two rounds"
-    assert against({1: 1.0}, {2: 1.0}) is None
-    assert on_speed({"single": {1: 2.0}, "horovod": {2: 1.0}}) == [
+    assert compare_speeds({1: 1.0}, {2: 1.0}) is None
+    assert speed_conclusions({"single": {1: 2.0}, "horovod": {2: 1.0}}) == [
         "Most examples/s here: single, with 2 examples/s.",
         "No round in common with single, so not compared: horovod.",
     ]
-    assert on_speed({"single": {1: 1.0}, "horovod": {}}) == [
+    assert speed_conclusions({"single": {1: 1.0}, "horovod": {}}) == [
         "Fewer than two strategies were timed, so nothing can be compared."
     ]
 
@@ -308,10 +313,10 @@ def test_short_runs_time_no_first_steps_that_differ_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "strategy= does not name two strategies or more"),
-        (["strategy=single"], "strategy=single does not name two strategies or more"),
+        ([], "strategy= does not name two or more different strategies"),
+        (["strategy=single"], "strategy=single does not name two or more different strategies"),
         (["strategy=single,horovd"], "did you mean strategy=horovod?"),
-        (["strategy=single,horovod,single"], "two strategies or more, each once; for example"),
+        (["strategy=single,horovod,single"], "two or more different strategies; give them as in"),
         (
             ["strategy=single,horovod", "run.dir=x"],
             "run.dir was given, but each strategy has its own run folder",

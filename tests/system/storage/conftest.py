@@ -26,4 +26,4 @@ def store(server, monkeypatch, tmp_path_factory):
     server.code = "AccessDenied"
     server.requests.clear()
     yield server
-    cache._used.clear()
+    cache._locks.clear()

@@ -25,7 +25,7 @@ def test_announced_parts_are_read_at_the_same_time_and_once():
 
 
 def test_a_part_that_was_not_announced_or_has_gone_is_read_when_it_is_taken(monkeypatch):
-    monkeypatch.setattr(ranges, "MOST_AHEAD", 2)
+    monkeypatch.setattr(ranges, "MAX_AHEAD", 2)
     calls = []
 
     def read(name: str) -> str:

@@ -113,7 +113,7 @@ def test_order_bits_and_manifest_are_those_of_a_local_folder(make, store, tmp_pa
     # Another process finds it there, and asks for the list, and for what nobody has read, alone.
     wait(members_ahead._parts.values())
     here = parts_of(store)
-    cache._used.clear()
+    cache._locks.clear()
     cache.forget_copies()
     store.requests.clear()
     assert all(map(np.array_equal, expected, batches_of(open_source(address))))
@@ -167,7 +167,7 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
 
     store.fault = fault
     with pytest.raises(
-        DataError, match=f"{address}( changed while it was read; start again|/a is not there)"
+        DataError, match=f"{address}( changed while it was read; start again|/a does not exist)"
     ):
         user_path(address)
     cache.forget_copies()
@@ -180,13 +180,13 @@ REFUSALS = {
         "s3://no-bucket/x",
         None,
         "",
-        "s3://no-bucket/x is not there; check the bucket and the path",
+        "s3://no-bucket/x does not exist; check the bucket and the path",
     ),
     "no object": (
         "s3://data/none",
         None,
         "",
-        "s3://data/none is not there; check the bucket and the path",
+        "s3://data/none does not exist; check the bucket and the path",
     ),
     "denied": (
         "s3://data/one",
@@ -261,7 +261,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
     ):
         user_path(addresses[2])
     # The first is free, as after the end of its process.
-    cache._used.pop(first.parent).close()
+    cache._locks.pop(first.parent).close()
     third = user_path(addresses[2])
     assert not first.exists() and second.is_dir() and (third / "a").read_bytes() == bytes(100)
 
@@ -478,11 +478,11 @@ def test_shards_that_change_or_cannot_be_read_end_the_stream(
         message = f"{address}/{name} has changed since this run opened it; start again when nothing writes there"
     elif change == "deleted":
         store.filesystem().delete_file(f"{address[5:]}/{name}")
-        message = f"{address}/{name} (has changed|is not there)"
+        message = f"{address}/{name} (has changed|does not exist)"
     else:
         store.fault = lambda request: 403 if ".tar" in request.path else None
         message = rf"{address}/{name} cannot be accessed"
-    cache._far[str(Path(far.paths("train")[0]))].kept = None
+    cache._remote_files[str(Path(far.paths("train")[0]))].kept = None
     with pytest.raises(StorageError, match=message):
         try:
             images_of(stream)

@@ -345,9 +345,9 @@ def test_an_address_that_cannot_be_used_is_one_line_on_all_ranks(trained):
     for name, message in (
         (
             "nowhere",
-            r"\w+Error: s3://no-such-bucket/run/\S+ is not there; check the bucket and the path",
+            r"\w+Error: s3://no-such-bucket/run/\S+ does not exist; check the bucket and the path",
         ),
-        ("nothing", "DataError: s3://inputs/none is not there; check the bucket and the path"),
+        ("nothing", "DataError: s3://inputs/none does not exist; check the bucket and the path"),
     ):
         assert [re.fullmatch(message, rank["error"]) is not None for rank in results[name]] == [
             True,
