@@ -80,14 +80,15 @@ def try_sizes(
         overrides: settings on the command line, for the suggested commands.
 
     Raises:
-        ConfigError: the strategy's ranks do not each train on their own batch.
+        ConfigError: the strategy's steps are not those that find_batch measures.
         TrainingError: not even the first size could be tried.
     """
-    # Other strategies compute on workers or replicas, whose memory is not that of this process.
+    # Workers and replicas do not compute in this process's memory, and some steps of local_sgd send
+    # nothing.
     if not strategy.is_plain:
         raise ConfigError(
-            f"find_batch needs ranks that each train on their own batch, which strategy={strategy.name} lacks; "
-            "choose strategy=horovod, elastic or single"
+            "find_batch needs ranks that compute on batches of their own and reduce gradients in every step, which "
+            f"strategy={strategy.name} lacks; choose strategy=horovod, elastic or single"
         )
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")

@@ -114,7 +114,10 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """True if each process runs the model's own train step on its own batch. Not collective."""
+        """True if each process runs the model's own train step on its own batch, and all share each step.
+
+        Not collective.
+        """
         own = type(self)
         return own.make_steps is Strategy.make_steps and own.train_step is Strategy.train_step
 
