@@ -296,8 +296,9 @@ class Trials:
         trials = self.results["trials"]
         time_left = "left: not known yet"
         if trials:
-            seconds = [trial["seconds"] for trial in trials]
-            time_left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+            trial_seconds = mean(trial["seconds"] for trial in trials)
+            seconds_left = (self.num_trials - len(trials)) * trial_seconds
+            time_left = f"left: about {duration(seconds_left)}"
 
         if best is None:
             return time_left
