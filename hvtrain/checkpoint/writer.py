@@ -119,10 +119,10 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Deletes the folder of the checkpoint `name`, or what of it can be deleted; sweep deletes the rest."""
+    """Deletes the folder of the checkpoint `name` as far as possible; sweep deletes the rest."""
     # Renamed first, so that no partly deleted folder has the name of a checkpoint.
     renamed = path.with_name(f"{_DELETED}{name}")
-    # NFS keeps a file that somebody reads, and with it the folder.
+    # NFS keeps a file that is open for reading, and with it the folder.
     with suppress(OSError):
         remove(renamed)
         path.rename(renamed)
@@ -211,7 +211,7 @@ def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
 def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """Returns the names of the checkpoints after which a new span of epochs or of hours began.
 
-    Only the checkpoints' own meta decides, so the same ones are kept after a restart. A checkpoint
+    Depends only on the checkpoints' own meta, so the same ones are kept after a restart. A checkpoint
     that was kept stays the last of its span, whatever is deleted after it.
     """
     every_epochs = config.keep_every_epochs or math.inf
@@ -324,7 +324,7 @@ class Writer:
             self._error = error
 
     def fail(self, error: UserError) -> None:
-        """Takes note that a checkpoint is not written: stores the error if it stops training, or else warns."""
+        """Handles an error that kept a checkpoint from being written: stores it if it stops training, else warns."""
         if self.config.on_error == "stop":
             self._error = CheckpointError(
                 f"{error}, then start again with the same run.dir to continue"
