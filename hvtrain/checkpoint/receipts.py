@@ -119,8 +119,8 @@ class ReceiptWriter(Writer):
         self._start = ""
         self._lost: dict[int, Digests] = {}
 
-    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        super()._work(step, arrays, meta)
+    def _write(self, step: int, arrays: Arrays, meta: Meta) -> None:
+        super()._write(step, arrays, meta)
         try:
             self._add(step, digests_of(arrays))
         except Exception as error:

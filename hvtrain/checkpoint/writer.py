@@ -316,7 +316,7 @@ class Writer:
         """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread)."""
         try:
             if checkpoint:
-                self._work(*checkpoint)
+                self._write(*checkpoint)
             self.send()
         except UserError as error:
             self.fail(error)
@@ -367,7 +367,8 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
+    def _write(self, step: int, arrays: Arrays, meta: Meta) -> None:
+        """Writes a checkpoint, updates the record of the best, and deletes old ones (in the thread)."""
         write(self.folder, step, arrays, meta)
         value = meta["metrics"].get(self.best, math.nan)
         # After the write, so that the record of the best names a complete checkpoint.

@@ -30,8 +30,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 MIB = 1 << 20
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
-# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed:
-# ...", "NCCL async error: ...".
+# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
@@ -60,11 +59,12 @@ class HorovodComm(Comm):
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         with self.watchdog.phase(EXCHANGE):
-            wholes = {
+            arrays = {
                 key: variable.rank_part.gather(variable, folder)
                 for key, variable in variables.items()
             }
-        return {key: whole for key, whole in wholes.items() if whole is not None}
+        # Only the chief gets arrays.
+        return {key: array for key, array in arrays.items() if array is not None}
 
     def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
         return hvd.whole_tables(model, folder)
@@ -97,6 +97,8 @@ class HorovodStrategy(Strategy):
     """
 
     name = "horovod"
+    # What the ranks send, for the summary.
+    sends = "gradients"
 
     def __init__(
         self,
@@ -172,8 +174,7 @@ class HorovodStrategy(Strategy):
         return hvd.DistributedLoss(loss)
 
     def prepare(self, model: keras.Model) -> None:
-        # Keras's own step passes its loss through the optimizer's
-        # scale_loss; a user's step may not.
+        # Keras's own step passes its loss through the optimizer's scale_loss; a user's step may not.
         if type(model).train_step is keras.Model.train_step:
             divide_losses(model.optimizer)
 
@@ -223,8 +224,8 @@ class HorovodStrategy(Strategy):
         if hvd.size() == 1:
             return "Horovod, one rank"
         text = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
-        if self.compression is not hvd.Compression.none:
-            text += f", gradients as {self.compression_name}"
+        if self.compression_name != "none":
+            text += f", {self.sends} as {self.compression_name}"
         if self._keeps_errors:
             text += ", with error feedback"
         if self.shard_optimizer:

@@ -1,4 +1,4 @@
-"""The parts of the training loop, Strategy.fit: several train steps run in one call of the graph.
+"""The parts of the training loop, Strategy.fit, which runs several train steps in one call of the graph.
 
 Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so
 a call may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls
@@ -69,8 +69,8 @@ class CallSteps:
             *(interval - step % interval for interval in self._intervals),
         )
         # Cut back to the last weight update, if the call includes one; see `accumulate`.
-        past_change = (step + number) % self._accumulate
-        return number - past_change if past_change < number else number
+        past_update = (step + number) % self._accumulate
+        return number - past_update if past_update < number else number
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, the last of a call."""

@@ -30,8 +30,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends
-# it.
+# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -187,8 +186,7 @@ def serve(cluster: Cluster) -> None:
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
-    # Signals do not end this process: the coordinator saves and stops,
-    # and this process ends after it.
+    # Signals do not end this process: the coordinator saves and stops, and this process ends after it.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
@@ -247,8 +245,8 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
         _servers.append(tf.distribute.Server(spec, job, int(index), config=config))
     except tf.errors.OpError as error:
         raise RankError(
-            f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may have taken in the "
-            f"meantime: {str(error).splitlines()[0]}; start the run again"
+            f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may be using: "
+            f"{str(error).splitlines()[0]}; start the run again"
         ) from error
 
 
