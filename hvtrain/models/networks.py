@@ -119,8 +119,7 @@ def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 
         raise ConfigError(
             f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]"
         )
-    # Each side loses 4 pixels to the two convolutions, and pooling
-    # halves the rest: 6 pixels leave 1.
+    # Each side loses 4 pixels to the two convolutions, and pooling halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -230,7 +229,7 @@ def separable_cnn(
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    # A new object for each layer, since one draws the same numbers every time it is called.
+    # A new object for each layer, since an object draws the same numbers in every call.
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)
@@ -291,8 +290,7 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     changes: dict[str, dict[str, Any]] = {colors.name: {}}
     for layer in trunk.layers:
         if isinstance(layer, layers.Conv2D):
-            # By name, since one initializer object would give all
-            # kernels of a shape the same numbers.
+            # By name, since one initializer object would give all kernels of a shape the same numbers.
             changes[layer.name] = {"use_bias": False, "kernel_initializer": "he_normal"}
         if isinstance(layer, layers.BatchNormalization):
             gamma = "zeros" if layer.name.endswith("_3_bn") else "ones"

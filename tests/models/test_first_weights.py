@@ -160,7 +160,7 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
         begin_with(model, str(path), ["asp*x"])
     with caplog.at_level(logging.INFO):
         begin_with(model, str(path), ["aspp*", "decoder*"])
-    assert "not taken from there: Conv_1, Conv_1_bn" in caplog.text
+    assert "not used from there: Conv_1, Conv_1_bn" in caplog.text
     for part in parts(model):
         new = part.path.startswith(("aspp", "decoder", "logits"))
         expected = (
@@ -187,7 +187,7 @@ def parts_by_path(model):
             "model.txt",
             "is not a source of weights; choose a .keras file, a .weights.h5 file, a run folder or a preset",
         ),
-        ("empty", "is a folder without a model or a whole checkpoint; choose a .keras file"),
+        ("empty", "is a folder without a model or an intact checkpoint; choose a .keras file"),
         ("broken.keras", "cannot be read: ValueError: "),
         ("broken.weights.h5", "cannot be read: OSError: "),
     ],
