@@ -113,7 +113,7 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
 
     return ConfigError(
         f"model.weights={source} is of another model: it has {describe(array)} where {path} of "
-        f"this one has {describe(variable)}; choose the model that it was made with, or name in "
+        f"this model has {describe(variable)}; choose the model that it was made with, or list in "
         "model.weights_except what stays new"
     )
 

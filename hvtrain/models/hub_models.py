@@ -179,7 +179,7 @@ def _class_for_backbone(chosen, backbone: type):
     matches = [kind for kind in suitable if issubclass(kind, chosen)]
     if len(matches) != 1:
         raise ConfigError(
-            f"model.name={chosen.__name__} does not go with model.preset, which has a "
+            f"model.name={chosen.__name__} does not fit model.preset, which has a "
             f"{backbone.__name__}; choose {', '.join(sorted(kind.__name__ for kind in suitable))}"
         )
     return matches[0]

@@ -190,7 +190,7 @@ def make_steps(
 
     # AutoGraph would only cost time: the loop, the only control flow on tensors, is tf.while_loop.
     @tf.function(autograph=False)
-    def several(iterator, number):
+    def loop_of_steps(iterator, number):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
@@ -204,7 +204,7 @@ def make_steps(
 
     # Concrete functions, because a tf.function spends 0.3 ms per call on finding its trace.
     if marks.host_only:
-        traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
+        traced_loop = loop_of_steps.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
@@ -213,14 +213,14 @@ def make_steps(
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
-    def steps(number):
+    def separate_steps(number):
         result = blank
         for _ in range(number):
             result = call(batches, result)
         ended(result)
         return result
 
-    return steps
+    return separate_steps
 
 
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:

@@ -40,10 +40,10 @@ class Cluster:
 
     rank: int
     roles: Roles
-    # By rank.
+    # Host and device of each process, by rank.
     hosts: list[str]
     devices: list[str]
-    # "MPI" or "Gloo".
+    # What the processes use as Horovod's controller: "MPI" or "Gloo".
     launcher: str
     # TensorFlow's strategy, only on the coordinator.
     replicas: tf.distribute.ParameterServerStrategy | None = None
@@ -70,7 +70,8 @@ class Cluster:
         hvd.shutdown()
         if type(self.watchdog) is Watchdog:
             raise RankError(
-                "the watchdog did not start, and nothing else would end the parameter servers and workers"
+                "the watchdog did not start (see the warning above), and nothing else would end the parameter servers "
+                "and workers; check the network between the hosts"
             )
         return self.watchdog
 
@@ -97,6 +98,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
 
 
 def worker_ranks(roles: Roles) -> list[int]:
+    """Returns the ranks of the workers, which come after the coordinator and the servers."""
     return list(range(roles.num_ps + 1, len(roles.names)))
 
 
@@ -131,6 +133,7 @@ def join_cluster(
 
 
 def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
+    """Starts this process's server and, on the coordinator, connects to all of them (every process)."""
     rank = hvd.rank()
     _allow_threads()
     hosts, gpus = choose_devices(roles, share_gpus)
@@ -251,6 +254,7 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
 
 
 def _connect(spec: tf.train.ClusterSpec, strategy: str) -> tf.distribute.ParameterServerStrategy:
+    """Connects the coordinator to the servers, which must listen already."""
     with initializing_devices(strategy):
         tf.config.set_visible_devices([], "GPU")
         num_threads = max(MIN_INTER_OP_THREADS, os.cpu_count() or 1)

@@ -31,7 +31,7 @@ from hvtrain.step.joint_loss import (
 from hvtrain.strategies.base import Strategy
 
 # Names of variables that are neither weights nor slots: see plain_variables.
-_PLAIN = (
+_PLAIN_NAMES = (
     "seed_generator_state",
     "learning_rate_factor",
     "num_reductions",
@@ -152,7 +152,7 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
     - counters and flags, which are neither weights nor slots.
     """
     name = str(options.get("name"))
-    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:
+    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN_NAMES:
         return default_variable_creator_v2(None, **options)
     return next_creator(**options)
 

@@ -110,11 +110,11 @@ def test_the_matrices_of_lora_are_added_and_left_out(tmp_path):
     [
         (
             {"width": 8},
-            r"it has shape \(5, 4\) where middle/kernel of this one has shape \(5, 8\); choose the model",
+            r"it has shape \(5, 4\) where middle/kernel of this model has shape \(5, 8\); choose the model",
         ),
         (
             {"deep": True},
-            r"it has nothing where deep/kernel of this one has shape \(4, 4\); choose the model",
+            r"it has nothing where deep/kernel of this model has shape \(4, 4\); choose the model",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_another_model_is_refused_in_one_line_by_its_first_difference(
 def test_a_deeper_source_is_refused(tmp_path):
     network(deep=True).save(tmp_path / "deep.keras")
     with pytest.raises(
-        ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this one has nothing;"
+        ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this model has nothing;"
     ):
         begin_with(network(), str(tmp_path / "deep.keras"))
 
