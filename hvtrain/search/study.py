@@ -32,7 +32,8 @@ FINISHED = "finished"
 PRUNED = "pruned"
 FAILED = "failed"
 _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
-_ORDER = (FINISHED, PRUNED, FAILED)
+# The order of trials in the table.
+_ORDER = list(_STATES.values())
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 # The picture shows at most this many of the searched settings: the most important ones, once known.

@@ -237,14 +237,7 @@ class ElasticMembership(Resets, Membership):
     """Restarts attempts through Horovod's elastic interface when ranks leave or join.
 
     A restart may hang, so the old watchdog keeps running until start_watchdog replaces it.
-
-    Args:
-        commit_steps: steps between commits.
     """
-
-    def __init__(self, commit_steps: int) -> None:
-        super().__init__()
-        self.commit_steps = commit_steps
 
     check = Resets.check_host_updates
 
@@ -276,7 +269,8 @@ class ElasticStrategy(HorovodStrategy):
             }
         )
         check_whole("strategy.commit_steps", commit_steps, 1)
-        self.membership = ElasticMembership(commit_steps)
+        self.membership = ElasticMembership()
+        self.membership.commit_steps = commit_steps
 
     def start(self) -> Topology:
         topology = super().start()
