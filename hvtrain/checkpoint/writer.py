@@ -212,7 +212,7 @@ def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """Returns the names of the checkpoints after which a new span of epochs or of hours began.
 
     Depends only on the checkpoints' own meta, so the same ones are kept after a restart. A checkpoint
-    that was kept stays the last of its span, whatever is deleted after it.
+    that was kept stays the last of its span, even if later ones are deleted.
     """
     every_epochs = config.keep_every_epochs or math.inf
     every_hours = config.keep_every_hours or math.inf

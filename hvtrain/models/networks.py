@@ -64,7 +64,7 @@ def token_mask(tokens: Any, padding: int) -> Any:
 
 def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform") -> Any:
     """Adds the dense layer `logits`, without activation; returns float32 logits of shape [..., num_outputs]."""
-    # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
+    # In float32 regardless of the dtype policy, because losses in bfloat16 lose digits.
     return layers.Dense(
         num_outputs, kernel_initializer=initializer, dtype="float32", name="logits"
     )(features)
@@ -201,7 +201,7 @@ def separable_cnn(
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
             KERNEL**2 = 9 inputs, but Keras takes its shape (3, 3, C, 1) for a fan-in of 9*C. With
             lecun, he and glorot the variance of the signal therefore falls by a factor of order C in
-            each such layer (keras issue 11773), and after five of them nothing is left to train on.
+            each such layer (keras issue 11773), and after five of them it is too small to train on.
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
             inputs keeps their variance.
     """

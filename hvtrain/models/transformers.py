@@ -73,7 +73,7 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the dtype policy, since it is also the head: bfloat16 losses lose digits.
+    # In float32 regardless of the dtype policy, since it is also the head: bfloat16 losses lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,

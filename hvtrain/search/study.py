@@ -20,7 +20,7 @@ STUDY_FILE = "sweep.db"
 FIRST_PRUNED_EPOCH = 2  # The first epoch often falls into the warm-up.
 # The attribute of a failed trial that holds its error.
 ERROR = "error"
-# With fewer different values, importances would say nothing.
+# With fewer different values, importances would be meaningless.
 MIN_VALUES = 8
 
 # Takes an epoch and the metric's value, and returns True if the trial should be pruned.

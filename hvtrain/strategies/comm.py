@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Comm:
     """`strategy.comm`: collectives on Python values, arrays and models; every rank must enter each.
 
-    The watchdog is told while this rank waits in one, so that it does not blame this rank.
+    Waits in them are reported to the watchdog, so that it does not blame this rank.
     """
 
     def __init__(self) -> None:

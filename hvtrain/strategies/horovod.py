@@ -35,7 +35,7 @@ _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives; the watchdog is told while this rank waits in one."""
+    """Horovod's collectives. Waits in them are reported to the watchdog."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:

@@ -119,7 +119,7 @@ def blank_batch(batch_spec: Any, num_examples: int) -> Any:
 
 
 def split_batch(batch: Any, sizes: int | Sequence[int]) -> list[Any]:
-    """Splits a batch into parts of these sizes or, given a number, into so many equal parts."""
+    """Splits a batch into parts of these sizes or, given a number, into that many equal parts."""
     arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*arrays)]
 

@@ -147,7 +147,7 @@ class ParameterServerStrategy(Strategy):
         if self._is_due(self.step):
             self.settle()
         else:
-            self.state.pull(everything=False)
+            self.state.pull(all_variables=False)
 
         # The metrics so far, and other values from the last result.
         metrics = self.model.get_metrics_result()
@@ -208,7 +208,7 @@ class ParameterServerStrategy(Strategy):
             self.wait()
             # Closes the last step, so that it does not include the time of callbacks.
             self._ended()
-            self.state.pull(everything=True)
+            self.state.pull(all_variables=True)
         self._is_settled = True
 
     def wait(self) -> None:

@@ -30,7 +30,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends it.
+# Used for watchdog.abort_seconds=0: a lack of progress does not end the run, but a lost process does.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -202,7 +202,7 @@ def serve(cluster: Cluster) -> None:
         # Python would take seconds to shut down, and this process has nothing left to do.
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
-        # The coordinator says why it failed. Waits, so that the launcher sees it end first.
+        # The coordinator reports its failure. Waits, so that the launcher sees it end first.
         console.signal_arrived.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:

@@ -207,9 +207,9 @@ class ServerState:
             autograph=False,
         )
 
-    def pull(self, everything: bool) -> None:
+    def pull(self, all_variables: bool) -> None:
         """Copies the servers' values to the model: all of them, or only metrics and counters."""
-        count = len(self.variables) if everything else self._num_small
+        count = len(self.variables) if all_variables else self._num_small
         for index, value in enumerate(self._read(count)):
             self.variables[index].value.assign(value)
             self._known[index] = value.numpy()
