@@ -221,29 +221,29 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
-    expected = {}
+    listed_digests = {}
     for line in _require_regular(path / SUMS).read_text(encoding="utf-8").splitlines():
         # The format of the command sha256sum: digest, two spaces, name.
         digest, _, name = line.partition("  ")
-        expected[name] = digest
+        listed_digests[name] = digest
 
     # Read once, so that the bytes that are parsed are the bytes that were checked.
     files = {name: _require_regular(path / name).read_bytes() for name in (ARRAYS, META)}
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    if TABLES in expected:
+    if TABLES in listed_digests:
         # Tables may not fit into memory, so they are hashed here and memory-mapped later.
         digests[TABLES] = digest_of(_require_regular(path / TABLES))
     for name, digest in digests.items():
-        listed = expected.get(name, "nothing")
-        if digest != listed:
-            raise ValueError(f"{name} has SHA-256 {digest[:12]}, and {SUMS} lists {listed[:12]}")
+        expected = listed_digests.get(name, "nothing")
+        if digest != expected:
+            raise ValueError(f"{name} has SHA-256 {digest[:12]}, and {SUMS} lists {expected[:12]}")
 
     meta = json.loads(files[META])
     arrays: Arrays = load(files[ARRAYS])
     # safetensors has no bfloat16 for NumPy, so writer.py stores the bits as uint16.
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
-    if TABLES in expected:
+    if TABLES in listed_digests:
         arrays |= _map_tables(path / TABLES)
     if path.name != folder_name(meta["step"]):
         raise ValueError(f"it holds step {meta['step']}")
