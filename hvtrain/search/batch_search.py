@@ -97,25 +97,10 @@ def try_sizes(
     lines = describe(run, model, start).items()
     log.info(summary({name: text for name, text in lines if name not in _SIZE_DEPENDENT}))
 
-    on_chief = strategy.comm.on_chief
     search = BatchSearch(run, model, limit_bytes)
-    trials = search.trials
-    size = run.plan.batch_sizes[0]
-
-    # The reason comes from gathered values, so it is the same on every rank, and all leave the loop together.
-    while True:
-        if largest is not None and size > largest:
-            reason = f"{size} is above --largest {largest}"
-        else:
-            reason = search.try_size(size)
-        if reason:
-            break
-        log.info("%s", trials[-1])
-        # Written after each size, because the kernel may kill the ranks during the next.
-        on_chief(lambda: write_sizes(run.folder, trials))
-        size *= 2
-
+    reason = search.try_doubling(run.plan.batch_sizes[0], largest)
     log.info(f"ended: {reason}")
+    trials = search.trials
     if not trials:
         raise TrainingError(
             f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
@@ -126,7 +111,7 @@ def try_sizes(
         write_png(run.folder, trials)
         run.state.store.send()
 
-    on_chief(write_results)
+    strategy.comm.on_chief(write_results)
     strategy.stop()
     _report(trials, run, overrides)
 
@@ -153,6 +138,21 @@ class BatchSearch:
         # Pairs of a size and this rank's peak memory on the host, in bytes.
         self._peaks = [(0, resident_bytes())]
         self._has_gpu = bool(tf.config.list_logical_devices("GPU"))
+
+    def try_doubling(self, first: int, largest: int | None) -> str:
+        """Tries `first`, twice as much, and so on up to `largest`. Returns why it ended."""
+        size = first
+        while largest is None or size <= largest:
+            # Comes from gathered values, so it is the same on every rank, and all leave the loop
+            # together.
+            reason = self.try_size(size)
+            if reason:
+                return reason
+            log.info("%s", self.trials[-1])
+            # Written after each size, because the kernel may kill the ranks during the next.
+            self.comm.on_chief(lambda: write_sizes(self.run.folder, self.trials))
+            size *= 2
+        return f"{size} is above --largest {largest}"
 
     def try_size(self, size: int) -> str:
         """Trains some steps with this size and adds a trial. Returns "", or the reason why it could not."""
