@@ -119,8 +119,8 @@ class ReceiptWriter(Writer):
         self._start = ""
         self._lost: dict[int, Digests] = {}
 
-    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        super()._work(step, arrays, meta)
+    def _write(self, step: int, arrays: Arrays, meta: Meta) -> None:
+        super()._write(step, arrays, meta)
         try:
             self._add(step, digests_of(arrays))
         except Exception as error:
@@ -139,7 +139,7 @@ class ReceiptWriter(Writer):
             write_atomic(path, _text(thinned(_lines(path))))
 
     def _begin_file(self, path: Path) -> None:
-        """Adds the line of this start, drops an incomplete last line, and notes the receipts of lost steps."""
+        """Adds the line of this start, drops an incomplete last line, and remembers the receipts of lost steps."""
         lines: Lines = []
         if path.exists():
             earlier = read_receipts(path.parent).items()
@@ -162,6 +162,6 @@ def thinned(lines: Lines) -> Lines:
     >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
     [None, 2, 4, 5, 6, 7, 8]
     """
-    places = [index for index, line in enumerate(lines) if "step" in line]
-    old = set(places[: len(places) // 2 : 2])
-    return [line for index, line in enumerate(lines) if index not in old]
+    receipts = [index for index, line in enumerate(lines) if "step" in line]
+    dropped = set(receipts[: len(receipts) // 2 : 2])
+    return [line for index, line in enumerate(lines) if index not in dropped]

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def whole_shape(value: Any) -> tuple[int, ...]:
 class ShardedTable:
     """A table whose row r is row r // N of shard r mod N; reads like an array of its rows in order.
 
-    The shards may be mapped from a file. Only the rows that are asked for are then read.
+    The shards may be mapped from a file. Indexing then reads only the requested rows.
 
     Args:
         shards: The rows of each rank, [own, ...], by rank.
@@ -76,11 +76,11 @@ class ShardedTable:
         return copy
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the rows in order, a piece at a time, and where they are in the table."""
+        """Yields the rows in order, a piece at a time, each with its slice of the table."""
         step = max(1, PIECE_BYTES * self.shape[0] // max(1, self.nbytes))
         for begin in range(0, self.shape[0], step):
-            place = slice(begin, begin + step)
-            yield place, self[place]
+            rows = slice(begin, begin + step)
+            yield rows, self[rows]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or self.dtype, copy=False)
@@ -132,16 +132,12 @@ class Checkpoint:
         Raises:
             CheckpointError: the saved values are not numbers.
         """
-        # Known names only, so that a checkpoint cannot set any other attribute of a callback.
-        try:
+        with _needing_numbers("callback state"):
+            # Known names only, so that a checkpoint cannot set any other attribute of a callback.
             saved: dict[str, dict[str, Any]] = {
                 name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
                 for name, numbers in self.meta.get("callbacks", {}).items()
             }
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"the checkpoint's callback state is not made of numbers ({error}); choose another run.dir"
-            ) from error
         for name, values in saved.items():
             weights = [
                 self.arrays[key]
@@ -158,12 +154,19 @@ class Checkpoint:
         Raises:
             CheckpointError: the results are not numbers.
         """
-        try:
+        with _needing_numbers("record of a validation"):
             return {name: float(value) for name, value in self.meta.get("unlogged", {}).items()}
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"the checkpoint's results of a validation are not numbers ({error}); choose another run.dir"
-            ) from error
+
+
+@contextmanager
+def _needing_numbers(content: str) -> Iterator[None]:
+    """Turns errors of the block, which converts content of a checkpoint to numbers, into CheckpointError."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"the checkpoint's {content} is not made of numbers ({error}); choose another run.dir"
+        ) from error
 
 
 def step_of(path: Path) -> int:
@@ -218,20 +221,20 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
-    listed = {}
+    listed_digests = {}
     for line in _require_regular(path / SUMS).read_text(encoding="utf-8").splitlines():
         # The format of the command sha256sum: digest, two spaces, name.
         digest, _, name = line.partition("  ")
-        listed[name] = digest
+        listed_digests[name] = digest
 
     # Read once, so that the bytes that are parsed are the bytes that were checked.
     files = {name: _require_regular(path / name).read_bytes() for name in (ARRAYS, META)}
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    if TABLES in listed:
+    if TABLES in listed_digests:
         # Tables may not fit into memory, so they are hashed here and memory-mapped later.
         digests[TABLES] = digest_of(_require_regular(path / TABLES))
     for name, digest in digests.items():
-        expected = listed.get(name, "nothing")
+        expected = listed_digests.get(name, "nothing")
         if digest != expected:
             raise ValueError(f"{name} has SHA-256 {digest[:12]}, and {SUMS} lists {expected[:12]}")
 
@@ -240,10 +243,10 @@ def _read(path: Path) -> Checkpoint:
     # safetensors has no bfloat16 for NumPy, so writer.py stores the bits as uint16.
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
-    if TABLES in listed:
+    if TABLES in listed_digests:
         arrays |= _map_tables(path / TABLES)
     if path.name != folder_name(meta["step"]):
-        raise ValueError(f"it is of step {meta['step']}")
+        raise ValueError(f"it holds step {meta['step']}")
     return Checkpoint(meta["step"], meta, arrays)
 
 
@@ -298,24 +301,22 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
     }
 
 
-def set_aside(path: Path, reason: str, taken_step: int) -> str:
+def set_aside(path: Path, reason: str, used_step: int) -> str:
     """Renames a damaged checkpoint to damaged-step-NNNNNNNN if possible, so that it is not deleted.
 
     Args:
         path: folder of the damaged checkpoint.
-        reason: what is wrong with it, as the error's text says.
-        taken_step: step of the older checkpoint that is used instead.
+        reason: the text of the error that reading it raised.
+        used_step: step of the older checkpoint that is used instead.
 
     Returns:
         A line for the log.
     """
     aside = path.with_name(f"damaged-{path.name}")
-    try:
+    line = reason
+    with suppress(OSError):
         remove(aside)
         path.rename(aside)
-        kept = f" (kept as {aside.name})"
-    except OSError:
-        kept = ""
-    num_lost = step_of(path) - taken_step
-    lost = "1 step is" if num_lost == 1 else f"{num_lost:,} steps are"
-    return f"{reason}{kept}; {folder_name(taken_step)} is taken, {lost} lost"
+        line += f" (kept as {aside.name})"
+    num_lost = step_of(path) - used_step
+    return f"{line}; {folder_name(used_step)} is used instead (steps lost: {num_lost:,})"

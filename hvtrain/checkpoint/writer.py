@@ -119,10 +119,10 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Deletes the folder of the checkpoint `name`, or what of it can be deleted; sweep deletes the rest."""
+    """Deletes the folder of the checkpoint `name` as far as possible; sweep deletes the rest."""
     # Renamed first, so that no partly deleted folder has the name of a checkpoint.
     renamed = path.with_name(f"{_DELETED}{name}")
-    # NFS keeps a file that somebody reads, and with it the folder.
+    # NFS keeps a file that is open for reading, and with it the folder.
     with suppress(OSError):
         remove(renamed)
         path.rename(renamed)
@@ -211,8 +211,8 @@ def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:
 def _last_of_spans(paths: list[Path], config: CheckpointConfig) -> set[str]:
     """Returns the names of the checkpoints after which a new span of epochs or of hours began.
 
-    Only the checkpoints' own meta decides, so the same ones are kept after a restart. A checkpoint
-    that was kept stays the last of its span, whatever is deleted after it.
+    Depends only on the checkpoints' own meta, so the same ones are kept after a restart. A checkpoint
+    that was kept stays the last of its span, even if later ones are deleted.
     """
     every_epochs = config.keep_every_epochs or math.inf
     every_hours = config.keep_every_hours or math.inf
@@ -316,7 +316,7 @@ class Writer:
         """Writes the checkpoint, if one is given, then sends another host what it lacks (in the thread)."""
         try:
             if checkpoint:
-                self._work(*checkpoint)
+                self._write(*checkpoint)
             self.send()
         except UserError as error:
             self.fail(error)
@@ -324,7 +324,7 @@ class Writer:
             self._error = error
 
     def fail(self, error: UserError) -> None:
-        """Takes note that a checkpoint is not written: stores the error if it stops training, or else warns."""
+        """Handles an error that kept a checkpoint from being written: stores it if it stops training, else warns."""
         if self.config.on_error == "stop":
             self._error = CheckpointError(
                 f"{error}, then start again with the same run.dir to continue"
@@ -367,7 +367,8 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
+    def _write(self, step: int, arrays: Arrays, meta: Meta) -> None:
+        """Writes a checkpoint, updates the record of the best, and deletes old ones (in the thread)."""
         write(self.folder, step, arrays, meta)
         value = meta["metrics"].get(self.best, math.nan)
         # After the write, so that the record of the best names a complete checkpoint.

@@ -97,7 +97,7 @@ def deeplabv3plus(
     x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
         x = _separable(x, filters, 1, f"decoder_separable{number}")
-    # In float32 whatever the dtype policy, as in networks.logits.
+    # In float32 regardless of the dtype policy, as in networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
     model = Model(image, _resize(x, image.shape), name="deeplabv3plus")
     # Sets the backbone's momentum too.

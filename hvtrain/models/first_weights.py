@@ -49,25 +49,25 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     """
     path, arrays = _read(path_of(source), model)
     excepted_ids = find_variables(model, excepted, "model.weights_except")
-    own = {
+    variables = {
         key: variable
         for key, variable in _keyed(parts(model)).items()
         if id(variable) not in excepted_ids
     }
 
     def fits(key: str) -> bool:
-        return key in arrays and arrays[key].shape == whole_shape(own[key])
+        return key in arrays and arrays[key].shape == whole_shape(variables[key])
 
-    # The head is taken from the source as a whole, or not at all.
-    new_head = [key for key in _keyed(head_of(model)) if key in own]
+    # The head is restored as a whole, or not at all.
+    new_head = [key for key in _keyed(head_of(model)) if key in variables]
     if all(map(fits, new_head)):
         new_head = []
-    taken = [key for key in own if key not in new_head]
-    for key in taken:
+    restored = {key: variable for key, variable in variables.items() if key not in new_head}
+    for key, variable in restored.items():
         if not fits(key):
-            raise _difference(source, _path(key, own[key]), arrays.get(key), own[key])
+            raise _difference(source, _path(key, variable), arrays.get(key), variable)
 
-    unused = arrays.keys() - own.keys()
+    unused = arrays.keys() - variables.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
     # If the head is new, the source's own head may have another name.
     is_other_head = new_head and len(unused_layers) == 1
@@ -76,19 +76,20 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
         raise _difference(source, key, arrays[key], None)
 
     # Nothing is assigned until everything is known to fit.
-    for key in taken:
-        if hasattr(own[key], "rank_part"):
+    for key, variable in restored.items():
+        if hasattr(variable, "rank_part"):
             # broadcast_model gives each rank its part of the whole table.
-            own[key].whole = arrays[key]
+            variable.whole = arrays[key]
         else:
-            own[key].assign(arrays[key])
-    new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head] + [*excepted]
+            variable.assign(arrays[key])
+
+    num_parameters = sum(arrays[key].size for key in restored)
+    new = [f"{_path(key, variables[key])} {tuple(variables[key].shape)}" for key in new_head]
+    new += excepted
     suffix = f"; new: {', '.join(new)}" if new else ""
-    log.info(
-        f"weights        {sum(arrays[key].size for key in taken):,} parameters from {path}{suffix}"
-    )
+    log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
     if unused and excepted:
-        log.info(f"               not taken from there: {listed(unused_layers)}")
+        log.info(f"               not used from there: {listed(unused_layers)}")
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
@@ -112,13 +113,13 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
 
     return ConfigError(
         f"model.weights={source} is of another model: it has {describe(array)} where {path} of "
-        f"this one has {describe(variable)}; choose the model that it was made with, or name in "
+        f"this model has {describe(variable)}; choose the model that it was made with, or list in "
         "model.weights_except what stays new"
     )
 
 
 def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Returns the file or checkpoint of a source that holds weights, and the weights. Raises ConfigError."""
+    """Returns the file, preset or checkpoint that holds a source's weights, and the weights. Raises ConfigError."""
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
         return _read_run_folder(path, model)
@@ -157,7 +158,7 @@ def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
         except CheckpointError as error:
             log.warning("%s", error)
     raise ConfigError(
-        f"model.weights={path} is a folder without a model or a whole checkpoint; choose {SOURCES}"
+        f"model.weights={path} is a folder without a model or an intact checkpoint; choose {SOURCES}"
     )
 
 
@@ -209,8 +210,7 @@ def _of_model(source: Model, model: Model) -> Arrays:
 
 def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint, keyed as in the model, with LoRA's matrices added to the kernels."""
-    # A checkpoint's keys for weights are model/NUMBER/PATH; others belong to the optimizer and the
-    # ranks.
+    # A checkpoint's keys of weights are model/NUMBER/PATH; others belong to the optimizer and the ranks.
     weights = {
         key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
     }

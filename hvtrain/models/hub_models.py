@@ -9,7 +9,7 @@ import difflib
 import inspect
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import logits, token_mask
 
 # Parameters of keras-hub's constructors that users cannot set, mostly because a run sets them.
-OURS = {
+_RESERVED = {
     "self",
     "args",
     "kwargs",
@@ -87,8 +87,8 @@ def hub_model(
     backbone_options = dict(backbone or {})
     dropout = 0.0
     if not is_task:
-        _check_options(name, "model", options, {"dropout"})
-        dropout = options.pop("dropout", 0.0)
+        _check_options(name, "model", options, ["dropout"])
+        dropout = options.get("dropout", 0.0)
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
@@ -168,18 +168,21 @@ def _class_for_backbone(chosen, backbone: type):
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
     """
+    # A set, since keras-hub exports some classes under two names.
     suitable = {
         kind
         for kind in _classes().values()
         if backbone in (kind, getattr(kind, "backbone_cls", None))
     }
-    matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
+    if chosen in suitable:
+        return chosen
+    matches = [kind for kind in suitable if issubclass(kind, chosen)]
     if len(matches) != 1:
         raise ConfigError(
-            f"model.name={chosen.__name__} does not go with model.preset, which has a "
+            f"model.name={chosen.__name__} does not fit model.preset, which has a "
             f"{backbone.__name__}; choose {', '.join(sorted(kind.__name__ for kind in suitable))}"
         )
-    return matches.pop()
+    return matches[0]
 
 
 def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
@@ -204,7 +207,7 @@ def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
 def _new_task(
     kind, backbone: Model, folder: str | None, options: dict[str, Any], num_outputs: int | None
 ) -> Model:
-    """Builds the task model. Options are the preset's, then the run's, then the user's, which win."""
+    """Builds the task model. The user's options take precedence over the run's, and these over the preset's."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
     run_options: dict[str, Any] = {}
@@ -225,7 +228,7 @@ def _new_task(
 
 def _user_parameters(kind: type) -> list[str]:
     """Returns the arguments of a constructor that users can set."""
-    return [name for name in _parameters(kind) if name not in OURS]
+    return [name for name in _parameters(kind) if name not in _RESERVED]
 
 
 def _parameters(kind) -> Mapping[str, inspect.Parameter]:
@@ -234,8 +237,8 @@ def _parameters(kind) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.__init__).parameters
 
 
-def _check_options(name: str, setting: str, options: Named, known: Collection[str]) -> None:
-    unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
+def _check_options(name: str, setting: str, options: Named, known: Sequence[str]) -> None:
+    unknown = [f"{setting}.{key}" for key in sorted(options.keys() - known)]
     if unknown:
         raise ConfigError(
             f"{name} was given {', '.join(unknown)}; its options there: {', '.join(known) or 'none'}"
@@ -269,7 +272,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     expected = dict(network.input) if has_names else {"image": network.input}
     data_inputs = inputs
     if not isinstance(inputs, Mapping):
-        # A text model also takes a mask and the like, which are derived.
+        # A text model has other inputs too, such as a mask, which are derived below.
         name = TOKENS if TOKENS in expected else next(iter(expected))
         data_inputs = {name: inputs}
 
@@ -300,13 +303,13 @@ def _derived(name: str, inputs: Named, padding_token: int | None):
     The mask selects tokens that are not padding, all tokens belong to one segment, and all positions
     are predicted. padding_mask is derived from token_ids, decoder_padding_mask from decoder_token_ids.
     """
-    kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), "")
-    tokens = inputs.get(name.removesuffix(kind) + TOKENS)
-    if not kind or tokens is None:
+    ending = next((ending for ending in (MASK, SEGMENTS, POSITIONS) if name.endswith(ending)), "")
+    tokens = inputs.get(name.removesuffix(ending) + TOKENS)
+    if not ending or tokens is None:
         return None
-    if kind == SEGMENTS:
+    if ending == SEGMENTS:
         return ops.zeros_like(tokens)
-    if kind == POSITIONS:
+    if ending == POSITIONS:
         return ops.cumsum(ops.ones_like(tokens), axis=1) - 1
     if padding_token is None:
         return ops.ones_like(tokens)

@@ -273,9 +273,9 @@ def divide(graph: Any) -> list[Segment]:
     for number in range(1, num_segments):
         distances = [abs(total - totals[-1] * number / num_segments) for total in totals]
         half_segment = totals[-1] / num_segments / 2
-        near = [index for index in range(1, len(nodes)) if distances[index] <= half_segment]
-        if near:
-            cuts.add(min(near, key=lambda index: (in_use[index], distances[index])))
+        candidates = [index for index in range(1, len(nodes)) if distances[index] <= half_segment]
+        if candidates:
+            cuts.add(min(candidates, key=lambda index: (in_use[index], distances[index])))
 
     segments = []
     for begin, end in pairwise(sorted(cuts)):

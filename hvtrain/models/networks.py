@@ -64,7 +64,7 @@ def token_mask(tokens: Any, padding: int) -> Any:
 
 def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform") -> Any:
     """Adds the dense layer `logits`, without activation; returns float32 logits of shape [..., num_outputs]."""
-    # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
+    # In float32 regardless of the dtype policy, because losses in bfloat16 lose digits.
     return layers.Dense(
         num_outputs, kernel_initializer=initializer, dtype="float32", name="logits"
     )(features)
@@ -119,8 +119,7 @@ def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 
         raise ConfigError(
             f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]"
         )
-    # Each side loses 4 pixels to the two convolutions, and pooling
-    # halves the rest: 6 pixels leave 1.
+    # Each side loses 4 pixels to the two convolutions, and pooling halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -202,7 +201,7 @@ def separable_cnn(
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
             KERNEL**2 = 9 inputs, but Keras takes its shape (3, 3, C, 1) for a fan-in of 9*C. With
             lecun, he and glorot the variance of the signal therefore falls by a factor of order C in
-            each such layer (keras issue 11773), and after five of them nothing is left to train on.
+            each such layer (keras issue 11773), and after five of them it is too small to train on.
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
             inputs keeps their variance.
     """
@@ -230,7 +229,7 @@ def separable_cnn(
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    # A new object for each layer, since one draws the same numbers every time it is called.
+    # A new object for each layer, since an object draws the same numbers in every call.
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)
@@ -291,8 +290,7 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     changes: dict[str, dict[str, Any]] = {colors.name: {}}
     for layer in trunk.layers:
         if isinstance(layer, layers.Conv2D):
-            # By name, since one initializer object would give all
-            # kernels of a shape the same numbers.
+            # By name, since one initializer object would give all kernels of a shape the same numbers.
             changes[layer.name] = {"use_bias": False, "kernel_initializer": "he_normal"}
         if isinstance(layer, layers.BatchNormalization):
             gamma = "zeros" if layer.name.endswith("_3_bn") else "ones"

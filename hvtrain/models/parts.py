@@ -90,19 +90,19 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
     Raises:
         ConfigError: a pattern matches nothing trainable. The message names the setting.
     """
-    named = [
+    named_ids = [
         (id(variable), part.names(variable)) for part in parts(model) for variable in part.variables
     ]
     matched_ids = set()
     for pattern in patterns:
-        matches = {number for number, names in named if fnmatch.filter(names, pattern)}
+        matches = {key for key, names in named_ids if fnmatch.filter(names, pattern)}
         if matches.isdisjoint(map(id, model.trainable_variables)):
-            known_names = dict.fromkeys(name for _, names in named for name in names)
-            nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
+            known_names = dict.fromkeys(name for _, names in named_ids for name in names)
+            similar = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
             # If none is similar, a few of the model's names are better than no hint.
-            nearest = nearest or list(known_names)[:4]
+            names = similar or list(known_names)[:4]
             raise ConfigError(
-                f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(nearest)}"
+                f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(names)}"
             )
         matched_ids |= matches
     return matched_ids
@@ -180,8 +180,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:
             variable.trainable = False
-        # Batch normalization, for example, then uses its moving
-        # statistics and leaves them unchanged.
+        # Batch normalization, for example, then uses its moving statistics and leaves them unchanged.
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:

@@ -65,7 +65,8 @@ def multiply_rates(
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
     # Not read in decay: replicas of tf.distribute run it in turns, and one would read another's product.
-    decays = {name: getattr(inner, name, None) for name in WEIGHT_DECAYS}
+    # An attribute is None if the optimizer does not decay weights.
+    decays = {name: getattr(inner, name) for name in WEIGHT_DECAYS if getattr(inner, name, None)}
 
     def update(gradient, variable, learning_rate):
         factor = factor_of.get(index_of(variable), 1.0)
@@ -80,9 +81,7 @@ def multiply_rates(
 
     def set_decays(factor):
         for name, value in decays.items():
-            # None if the optimizer does not decay weights.
-            if value is not None:
-                setattr(inner, name, value * factor)
+            setattr(inner, name, value * factor)
 
     inner.update_step = update
     inner._apply_weight_decay = decay

@@ -72,7 +72,7 @@ def two_tower(
     for name, sizes in {"query": query_sizes, "item": item_sizes}.items():
         rows = layers.Embedding(sum(sizes), width, name=f"{name}_table")(inputs[name])
         features = _dense(layers.Flatten()(rows), hidden, name)
-        # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
+        # In float32 regardless of the dtype policy, because losses in bfloat16 lose digits.
         vector = layers.Dense(width, dtype="float32", name=f"{name}_vector")(features)
         vectors.append(ops.normalize(vector))
     return Model(inputs, ops.stack(vectors, axis=1), name="two_tower")

@@ -73,7 +73,7 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the dtype policy, since it is also the head: bfloat16 losses lose digits.
+    # In float32 regardless of the dtype policy, since it is also the head: bfloat16 losses lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -90,7 +90,7 @@ def transformer(
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings.
+    # Passed explicitly, since the sum of the two embeddings drops Keras's own mask.
     is_text = token_mask(tokens, 0) if mask_zero else None
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, is_text)
@@ -127,5 +127,5 @@ def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: floa
 
 
 def _normal() -> keras.initializers.Initializer:
-    # A new object for each layer, since one draws the same numbers every time it is called.
+    # A new object for each layer, since an object draws the same numbers in every call.
     return keras.initializers.RandomNormal(stddev=STDDEV)

@@ -80,14 +80,15 @@ def try_sizes(
         overrides: settings on the command line, for the suggested commands.
 
     Raises:
-        ConfigError: the strategy's ranks do not each train on their own batch.
+        ConfigError: the strategy's steps are not those that find_batch measures.
         TrainingError: not even the first size could be tried.
     """
-    # Other strategies compute on workers or replicas, whose memory is not that of this process.
+    # Workers and replicas do not compute in this process's memory, and some steps of local_sgd send
+    # nothing.
     if not strategy.is_plain:
         raise ConfigError(
-            f"find_batch needs ranks that each train on their own batch, which strategy={strategy.name} lacks; "
-            "choose strategy=horovod, elastic or single"
+            "find_batch needs ranks that compute on batches of their own and reduce gradients in every step, which "
+            f"strategy={strategy.name} lacks; choose strategy=horovod, elastic or single"
         )
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")
@@ -96,25 +97,10 @@ def try_sizes(
     lines = describe(run, model, start).items()
     log.info(summary({name: text for name, text in lines if name not in _SIZE_DEPENDENT}))
 
-    on_chief = strategy.comm.on_chief
     search = BatchSearch(run, model, limit_bytes)
-    trials = search.trials
-    size = run.plan.batch_sizes[0]
-
-    # The reason comes from gathered values, so it is the same on every rank, and all leave the loop together.
-    while True:
-        if largest is not None and size > largest:
-            reason = f"{size} is above --largest {largest}"
-        else:
-            reason = search.try_size(size)
-        if reason:
-            break
-        log.info("%s", trials[-1])
-        # Written after each size, because the kernel may kill the ranks during the next.
-        on_chief(lambda: write_sizes(run.folder, trials))
-        size *= 2
-
+    reason = search.try_doubling(run.plan.batch_sizes[0], largest)
     log.info(f"ended: {reason}")
+    trials = search.trials
     if not trials:
         raise TrainingError(
             f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
@@ -125,7 +111,7 @@ def try_sizes(
         write_png(run.folder, trials)
         run.state.store.send()
 
-    on_chief(write_results)
+    strategy.comm.on_chief(write_results)
     strategy.stop()
     _report(trials, run, overrides)
 
@@ -136,7 +122,7 @@ def try_sizes(
 class BatchSearch:
     """Tries batch sizes one after another on the same model (every rank).
 
-    Attributes:
+    Args:
         run: the run; each size replaces its plan.
         model: the run's model, with its weights set.
         limit_bytes: as in batch_sizes.lacking_host.
@@ -149,8 +135,24 @@ class BatchSearch:
     def __post_init__(self) -> None:
         self.comm = self.run.strategy.comm
         self.trials: list[Trial] = []
-        self._peaks = [(0, resident_bytes())]  # Pairs of a size and this rank's peak on the host.
-        self._gpu = tf.config.list_logical_devices("GPU")
+        # Pairs of a size and this rank's peak memory on the host, in bytes.
+        self._peaks = [(0, resident_bytes())]
+        self._has_gpu = bool(tf.config.list_logical_devices("GPU"))
+
+    def try_doubling(self, first: int, largest: int | None) -> str:
+        """Tries `first`, twice as much, and so on up to `largest`. Returns why it ended."""
+        size = first
+        while largest is None or size <= largest:
+            # Comes from gathered values, so it is the same on every rank, and all leave the loop
+            # together.
+            reason = self.try_size(size)
+            if reason:
+                return reason
+            log.info("%s", self.trials[-1])
+            # Written after each size, because the kernel may kill the ranks during the next.
+            self.comm.on_chief(lambda: write_sizes(self.run.folder, self.trials))
+            size *= 2
+        return f"{size} is above --largest {largest}"
 
     def try_size(self, size: int) -> str:
         """Trains some steps with this size and adds a trial. Returns "", or the reason why it could not."""
@@ -169,7 +171,7 @@ class BatchSearch:
         """Predicts the memory for this size. Returns "", or which host lacks it."""
         # With a GPU, activations do not use the host's memory. The GPU's memory is not predicted: running
         # out of it raises an error, which the process survives.
-        first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
+        first_slope = 0 if self._has_gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
         memory = RankMemory(self.comm.topology.host, growth, free_bytes(), resident)
@@ -187,7 +189,7 @@ class BatchSearch:
         """Trains by the run's plan and adds a trial. Returns "", or which ranks lack memory."""
         # From here on, the peaks are those of this size.
         forget_peak()
-        if self._gpu:
+        if self._has_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
 
         fits_by_rank = self.comm.gather(self._fits(run))
@@ -205,7 +207,7 @@ class BatchSearch:
 
         peak = peak_bytes()
         self._peaks.append((size, peak))
-        if self._gpu:
+        if self._has_gpu:
             peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
         # The chief's clock suffices, since ranks wait for each other in each step. The first call is left
         # out, because it traces the graph. Of the others the fastest counts, because other work on the
@@ -250,18 +252,14 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
     best = fastest(trials)
     others = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
     settings = shlex.join([*without_secrets(others), f"train.batch_size={best.batch_size}"])
-    ranks = run.plan.size
-    python = "python"
-    if ranks > 1:
-        python = f"horovodrun -np {ranks} python"
+    num_ranks = run.plan.size
+    python = "python" if num_ranks == 1 else f"horovodrun -np {num_ranks} python"
 
     log.info(f"largest that fits, of those tried: train.batch_size={trials[-1].batch_size}")
     log.info(
         f"fastest: train.batch_size={best.batch_size}, with {best.examples_per_second:,.0f} examples/s"
     )
     log.info(f"  {python} -m hvtrain {settings}")
-    log.info(
-        "another batch size changes what optimizer.learning_rate means; to find a rate for it:"
-    )
+    log.info("another batch size needs another optimizer.learning_rate; to find one:")
     log.info(f"  {python} -m hvtrain find_lr {settings}")
     log.info(f"picture and measurements in {run.folder}")

@@ -1,4 +1,4 @@
-"""Judges and records the batch sizes that find_batch tries: which is fastest, and whether a larger one would fit."""
+"""Judges and records the batch sizes that find_batch tries: which is fastest, and whether the next one would fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     # The first pair's slope includes memory that does not depend on the size, so it is used only
     # while there is no other.
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
-    slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
+    slopes = [(peak2 - peak1) / (size2 - size1) for (size1, peak1), (size2, peak2) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
     last_size, last_peak = peaks[-1]
 
@@ -109,13 +109,14 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
 def lacking_host(
     ranks: Sequence[RankMemory], limit_bytes: int | None = None
 ) -> tuple[str, float, float] | None:
-    """Returns the first host that lacks memory, the bytes that its ranks would add, and its free bytes.
-
-    None if every host has enough.
+    """Returns the first host that lacks memory; None if every host has enough.
 
     Args:
         ranks: the memory of all ranks.
         limit_bytes: memory that the ranks of a host may occupy together; None: no limit but the free memory.
+
+    Returns:
+        The host's name, the bytes that its ranks would add, and its free bytes.
 
     >>> ranks = [RankMemory("s1", 100.0, 260, 50), RankMemory("s1", 100.0, 250, 60)]
     >>> lacking_host(ranks), lacking_host(ranks[:1])
@@ -125,13 +126,13 @@ def lacking_host(
     """
     # Ranks of one host compete for its memory, so their growth is added up.
     for host in dict.fromkeys(rank.host for rank in ranks):
-        of_host = [rank for rank in ranks if rank.host == host]
-        growth = sum(rank.growth_bytes for rank in of_host)
+        local_ranks = [rank for rank in ranks if rank.host == host]
+        growth = sum(rank.growth_bytes for rank in local_ranks)
         # Ranks measure at slightly different times; the smallest value is the safe one.
-        free = min(rank.free_bytes for rank in of_host)
+        free = min(rank.free_bytes for rank in local_ranks)
         if limit_bytes is not None:
-            free = min(free, max(0, limit_bytes - sum(rank.resident_bytes for rank in of_host)))
-
+            resident = sum(rank.resident_bytes for rank in local_ranks)
+            free = min(free, max(0, limit_bytes - resident))
         if MEMORY_MARGIN * growth >= free:
             return host, growth, free
 
@@ -162,7 +163,7 @@ def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None)
 def write_png(folder: Path, trials: Sequence[Trial]) -> None:
     """Writes batch.png, which shows speed and memory by size (chief only)."""
     sizes = [trial.batch_size for trial in trials]
-    rates = [trial.examples_per_second for trial in trials]
+    speeds = [trial.examples_per_second for trial in trials]
     peaks = [max(trial.memory_bytes) / MIB for trial in trials]
     best = fastest(trials).batch_size
 
@@ -175,6 +176,6 @@ def write_png(folder: Path, trials: Sequence[Trial]) -> None:
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.legend()
 
-    speed = partial(draw, values=rates, label="examples/s of all ranks")
-    memory = partial(draw, values=peaks, label="peak memory of a rank in MiB")
-    write_panels([("", speed), ("", memory)], folder / "batch.png", 1, (7, 2.5))
+    draw_speed = partial(draw, values=speeds, label="examples/s of all ranks")
+    draw_memory = partial(draw, values=peaks, label="peak memory of a rank in MiB")
+    write_panels([("", draw_speed), ("", draw_memory)], folder / "batch.png", 1, (7, 2.5))

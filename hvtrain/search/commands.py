@@ -3,10 +3,10 @@
 find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015,
 arxiv.org/abs/1506.01186). The module range_test trains and judges the losses.
 
-find_batch trains some steps with ever larger batches, and says which fit and which is fastest. Each
-rank tries all sizes in one process, and its peak memory is reset before each size. Memory left over
-from an earlier size does little harm: sizes only grow, so it is never the larger part. The module
-batch_search measures, and batch_sizes judges.
+find_batch trains some steps with ever larger batches, and reports which sizes fit and which is
+fastest. Each rank tries all sizes in one process, and resets its peak memory before each. Memory
+left over from an earlier size does little harm: sizes only grow, so it is never the larger part. The
+module batch_search measures, and batch_sizes judges.
 """
 
 import argparse
@@ -148,8 +148,8 @@ A size that would exceed the memory of the host or of its container is not begun
     add_number(parser, "--first", at_least(1), "first size, in examples per rank", 1)
     add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
     add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    about = "memory that the ranks of a host may use together; default: what is free"
-    add_number(parser, "--memory", positive, about, metavar="GIB")
+    help_text = "memory that the ranks of a host may use together; default: what is free"
+    add_number(parser, "--memory", positive, help_text, metavar="GIB")
     options = parser.parse_with_overrides()
     config = as_search(_composed(options), options.first, options.steps)
     with console.quiet_import(config.verbose):
@@ -173,12 +173,14 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         call_steps: steps in a call of the graph, rounded up to whole accumulations.
     """
     steps = round_up_to_accumulation(call_steps, config.train.accumulate)
-    # Otherwise PowerSGD would compress only the later, larger batches.
-    whole_steps = {"whole_steps": 0} if "whole_steps" in config.strategy else {}
+    strategy = dict(config.strategy)
+    if "whole_steps" in strategy:
+        # Otherwise PowerSGD would compress only the later, larger batches.
+        strategy["whole_steps"] = 0
     trial = as_trial(
         config,
         CALLS * steps,
-        strategy={**config.strategy, **whole_steps},
+        strategy=strategy,
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
         # With "trim" all batches are full, so each step takes the memory and time of its size.
         data=replace(config.data, uneven="trim"),

@@ -94,12 +94,13 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
     # Central differences over the logarithm of the rate. slopes[0] is the slope at step 1.
     slopes = (averages[2:] - averages[:-2]) / np.log(finite_rates[2:] / finite_rates[:-2])
     # Beyond the lowest loss the rate is too high, whatever the slope there.
-    lowest = IGNORED_STEPS + int(averages[IGNORED_STEPS:].argmin())
-    falling = slopes[IGNORED_STEPS - 1 : lowest]
-    if falling.min() >= 0:
+    lowest_step = IGNORED_STEPS + int(averages[IGNORED_STEPS:].argmin())
+    candidates = slopes[IGNORED_STEPS - 1 : lowest_step]
+    if candidates.min() >= 0:
         return None
 
-    return Suggestion(rates[IGNORED_STEPS + int(falling.argmin())], rates[lowest])
+    fastest_step = IGNORED_STEPS + int(candidates.argmin())
+    return Suggestion(rates[fastest_step], rates[lowest_step])
 
 
 class Recorder(RunCallback):
@@ -137,7 +138,6 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     log.info(summary(describe(run, model, start)))
     # as_trial makes each call of the graph one update of the weights, after which the recorder reads the loss.
     steps = call_steps(run, [recorder])
-
     try:
         with explain_errors(context):
             strategy.fit(model, run.batches_from, run.plan, 0, [context.position, recorder], steps)

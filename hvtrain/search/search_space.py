@@ -15,9 +15,9 @@ from hvtrain.system.run_files import EpochRecord, lower_is_better
 MAX = "max"
 MIN = "min"
 
-# The definition of one searched setting: {low, high}, both inclusive, optionally
-# with log or a step; or {choices}, each of which is a value or a list of values.
-# Numbers are whole if both ends and the step are.
+# The definition of one searched setting: {low, high}, both inclusive, optionally with log or a
+# step; or {choices}, each of which is a value or a list of values. Only whole numbers are tried if
+# both ends and the step are whole.
 Setting = Mapping[str, Any]
 
 
@@ -30,14 +30,14 @@ class SearchSpace:
 
     def examples(self) -> list[dict[str, Any]]:
         """Returns combinations of values that together cover both ends or every choice of each setting."""
-        ranges = {
-            name: line.get("choices") or (line["low"], line["high"])
-            for name, line in self.settings.items()
+        values_of = {
+            name: setting.get("choices") or (setting["low"], setting["high"])
+            for name, setting in self.settings.items()
         }
         # As many combinations as the longest list has values; shorter lists start over.
-        count = max(map(len, ranges.values()))
+        count = max(map(len, values_of.values()))
         return [
-            {name: values[index % len(values)] for name, values in ranges.items()}
+            {name: values[index % len(values)] for name, values in values_of.items()}
             for index in range(count)
         ]
 
@@ -91,7 +91,7 @@ def _space_file(name: str, overrides: Sequence[str]) -> Path:
 
 
 def _check_line(location: str, line) -> None:
-    """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
+    """Raises ConfigError for an invalid line of a space. `location`, its file and setting, begins the message."""
     if not isinstance(line, dict) or not (_lists_choices(line) or _is_range(line)):
         raise ConfigError(
             f"{location} is {line!r}, which does not define a search; "
@@ -186,12 +186,13 @@ class Goal:
             ConfigError: they differ, and the user gave no direction.
         """
         # The newest start counts, since an earlier one may have had other settings.
-        last = starts[-1] if starts else {}
-        of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
-        if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
+        if self.is_explicit or not starts or starts[-1].get("best") != self.metric:
+            return
+        direction = {1: MAX, -1: MIN}.get(starts[-1].get("sign", 0), self.direction)
+        if direction != self.direction:
             raise ConfigError(
-                f"judging by its name, {self.metric} is best at its {self.direction}, but the task says {of_task}; add "
-                f"--direction {of_task}, and another --output"
+                f"judging by its name, {self.metric} is best at its {self.direction}, but the task says {direction}; "
+                f"add --direction {direction}, and another --output"
             )
 
 
@@ -227,6 +228,5 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
         first_epoch = interval
 
     # Only a guess: once a run has started, Goal.check compares it with the task's direction.
-    by_name = MIN if lower_is_better(name) else MAX
-
-    return Goal(name, direction or by_name, direction is not None, first_epoch)
+    guess = MIN if lower_is_better(name) else MAX
+    return Goal(name, direction or guess, direction is not None, first_epoch)

@@ -18,9 +18,10 @@ from hvtrain.system.text import aligned
 
 STUDY_FILE = "sweep.db"
 FIRST_PRUNED_EPOCH = 2  # The first epoch often falls into the warm-up.
+# The attribute of a failed trial that holds its error.
 ERROR = "error"
-# With fewer different values, importances would say nothing.
-LEAST_TO_COMPARE = 8
+# With fewer different values, importances would be meaningless.
+MIN_VALUES = 8
 
 # Takes an epoch and the metric's value, and returns True if the trial should be pruned.
 ShouldPrune = Callable[[int, float], bool]
@@ -31,11 +32,12 @@ FINISHED = "finished"
 PRUNED = "pruned"
 FAILED = "failed"
 _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
-_ORDER = (FINISHED, PRUNED, FAILED)
+# The order of trials in the table.
+_ORDER = list(_STATES.values())
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 # The picture shows at most this many of the searched settings: the most important ones, once known.
-MOST_PANELS = 8
+MAX_PANELS = 8
 
 # Settings or facts by name.
 Values = Mapping[str, Any]
@@ -48,7 +50,7 @@ Results = Values
 class Study:
     """The trials of one search space, stored in a file.
 
-    An interrupted trial does not count: its settings are tried again. A failed one counts.
+    An interrupted trial does not count, and its settings are tried again. A failed one counts.
 
     Args:
         folder: the folder of the study's file.
@@ -62,13 +64,7 @@ class Study:
         ConfigError: the folder holds another sweep or other files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        facts: Values,
-        seed: int,
-        prune_after: int | None,
-    ) -> None:
+    def __init__(self, folder: Path, facts: Values, seed: int, prune_after: int | None) -> None:
         import optuna
 
         # optuna's log lines would be mixed with those of the sweep.
@@ -81,16 +77,17 @@ class Study:
         }
         self._study = _open_study(folder, facts)
 
-        # The folder is locked, so no other process is running these: a sweep
-        # that was killed has left them behind.
+        # The folder is locked, so no other process is running these: a sweep that was killed has
+        # left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
         # After a restart, the same seed would choose the same settings again.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
-        # Must be set, since optuna prunes by default.
-        self._study.pruner = optuna.pruners.NopPruner()
-        if prune_after is not None:
+        if prune_after is None:
+            # Must be set, since optuna prunes by default.
+            self._study.pruner = optuna.pruners.NopPruner()
+        else:
             self._study.pruner = optuna.pruners.MedianPruner(
                 prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH
             )
@@ -114,10 +111,10 @@ class Study:
     def importances(self) -> dict[str, float]:
         """Returns each setting's share in the variance of the finished trials' values (fANOVA, Hutter et al. 2014).
 
-        Empty if there are fewer than LEAST_TO_COMPARE different values.
+        Empty if there are fewer than MIN_VALUES different values.
         """
         values = {trial.value for trial in self._trials_in(self._states.COMPLETE)}
-        if len(values) < LEAST_TO_COMPARE:
+        if len(values) < MIN_VALUES:
             return {}
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
@@ -203,8 +200,8 @@ def _open_study(folder: Path, facts: Values):
             study.set_user_attr(name, value)
         elif known[name] != value:
             raise ConfigError(
-                f"--output {folder} holds a sweep of other settings: {name} was {known[name]} and is {value}; "
-                "choose another folder, or give the same"
+                f"--output {folder} holds a sweep of other settings ({name}: {known[name]} there, {value} here); "
+                "choose another folder, or give the same settings"
             )
 
     return study
@@ -283,8 +280,8 @@ def result_lines(results: Results) -> list[str]:
     best = results["best"]
     if best is None:
         return [*lines, "", "no trial finished, so there is no best one"]
-    about = f"best: trial {best['number']} with {results['metric']} {best['value']:.5g}; again by"
-    return [*lines, "", about, best["line"]]
+    result = f"trial {best['number']} with {results['metric']} {best['value']:.5g}"
+    return [*lines, "", f"best: {result}; to train with its settings again:", best["line"]]
 
 
 def write_results(results: Results, folder: Path) -> None:
@@ -303,13 +300,13 @@ def write_results(results: Results, folder: Path) -> None:
 
 
 def write_picture(results: Results, path: Path) -> None:
-    """Draws the values by trial and over each setting. At least one trial must have a value.
+    """Draws the metric's values by trial, and over each setting. At least one trial must have a value.
 
     optuna's own plots are not used: they leave out pruned trials, and would show the index of a choice
     instead of the choice.
     """
     # Ordered by importance, once there are enough trials to know it.
-    names = list(results["importances"] or results["space"])[:MOST_PANELS]
+    names = list(results["importances"] or results["space"])[:MAX_PANELS]
     panels = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
 
     for name in names:
@@ -321,7 +318,7 @@ def write_picture(results: Results, path: Path) -> None:
 
 
 def _draw_trials(axes, results: Results, position: Callable[[Trial], Any]) -> None:
-    """Draws the values of finished and pruned trials over the position that each trial has."""
+    """Draws the values of finished and pruned trials, each at its position on the horizontal axis."""
     for state, color in _COLORS.items():
         trials = [trial for trial in results["trials"] if trial["state"] == state]
         axes.plot(
@@ -358,6 +355,7 @@ def _draw_setting(axes, results: Results, name: str) -> None:
     # Choices need not be numbers, so each gets a position of its own.
     _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
     labels = [in_short(choice) for choice in choices]
-    rotation = 30 if max(map(len, labels)) > 6 else 0  # Long labels would overlap.
-    axes.set_xticks(range(len(labels)), labels, rotation=rotation)
+    has_long_label = max(map(len, labels)) > 6
+    # Long labels would overlap.
+    axes.set_xticks(range(len(labels)), labels, rotation=30 if has_long_label else 0)
     axes.set_xlim(-0.5, len(labels) - 0.5)

@@ -50,7 +50,7 @@ POLL_SECONDS = 0.5
 
 def main() -> int:
     """Checks the request, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
-    # Copied first, since composing may change sys.argv, and the record shows the command as it was given.
+    # Copied first, since composing may change sys.argv, and sweep.json has the command as it was given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
@@ -68,7 +68,7 @@ def main() -> int:
         "metric": goal.metric,
         "direction": goal.direction,
         "num_ranks": options.np,
-        "words": without_secrets(overrides),
+        "overrides": without_secrets(overrides),
         "space": space.settings,
     }
     results = {
@@ -77,10 +77,9 @@ def main() -> int:
         **facts,
     }
     shared_arguments = ["-np", str(options.np), *options.hosts, "--", *overrides]
-    # The same command gets the same folder, so that it continues the sweep.
-    folder = local_folder(
-        options.output or f"sweeps/{space.path.stem}-{config.run.name}", "--output"
-    )
+    # The same for the same command, which therefore continues the sweep.
+    default_folder = f"sweeps/{space.path.stem}-{config.run.name}"
+    folder = local_folder(options.output or default_folder, "--output")
     prune_after = None if options.no_pruning else options.prune_after
 
     # Held until the last trial has ended, because two sweeps in one folder would treat each other's
@@ -97,19 +96,19 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
     Raises ConfigError for a missing or invalid one.
     """
     # The rest goes to Hydra, which knows the settings.
-    own, overrides = take_values(arguments, "sweep", "trials", "run.dir")
-    if "run.dir" in own:
+    values, overrides = take_values(arguments, "sweep", "trials", "run.dir")
+    if "run.dir" in values:
         raise ConfigError(
-            f"run.dir={own['run.dir']} was given, but each trial has its own run folder; choose --output DIR instead"
+            f"run.dir={values['run.dir']} was given, but each trial has its own run folder; choose --output DIR instead"
         )
-    if not own.get("sweep"):
+    if not values.get("sweep"):
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
-    trials = own.get("trials", "20")
+    trials = values.get("trials", "20")
     # isdecimal also refuses signs, underscores and spaces, which int would accept.
     if not trials.isdecimal() or int(trials) < 1:
         raise ConfigError(f"trials={trials} is not a whole number of at least 1")
 
-    return own["sweep"], int(trials), overrides
+    return values["sweep"], int(trials), overrides
 
 
 def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfig]:
@@ -117,7 +116,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(
-                f"{argument} was given, but {space.path} searches that setting; leave it out of one of them"
+                f"{argument} was given, but {space.path} searches that setting; leave it out here or there"
             )
 
     return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]
@@ -174,8 +173,8 @@ The same command continues a sweep that was interrupted; see docs/sweep.md.
         choices=(MAX, MIN),
         help="whether its highest or lowest value is best; default: judged by its name",
     )
-    about = "finished trials before others are pruned, from epoch 2 on"
-    add_number(parser, "--prune-after", at_least(1), about, 5)
+    help_text = "finished trials before others are pruned, from epoch 2 on"
+    add_number(parser, "--prune-after", at_least(1), help_text, 5)
     option("--no-pruning", action="store_true", help="let every trial train to its end")
     add_number(parser, "--seed", at_least(0), "seed for choosing settings", 0)
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
@@ -297,8 +296,9 @@ class Trials:
         trials = self.results["trials"]
         time_left = "left: not known yet"
         if trials:
-            seconds = [trial["seconds"] for trial in trials]
-            time_left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+            trial_seconds = mean(trial["seconds"] for trial in trials)
+            seconds_left = (self.num_trials - len(trials)) * trial_seconds
+            time_left = f"left: about {duration(seconds_left)}"
 
         if best is None:
             return time_left
@@ -357,12 +357,12 @@ def train_trial(
 
             # All new epochs are judged, even after one that should be pruned, because later trials are
             # compared with them.
-            verdicts = [
+            decisions = [
                 should_prune(epoch, value) for epoch, value in values.items() if epoch > last_judged
             ]
             last_judged = max(values, default=last_judged)
             # A run that has already ended keeps its result.
-            if any(verdicts) and not has_ended and not _is_trained(history, starts):
+            if any(decisions) and not has_ended and not _is_trained(history, starts):
                 # On SIGTERM, all ranks save and stop together.
                 process.terminate()
                 if not ends_within(process, SECONDS_TO_SAVE):

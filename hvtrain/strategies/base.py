@@ -73,15 +73,17 @@ class Strategy:
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # How many of the plan's ranks this process stands for, known after start. It takes their
-    # batches as one.
+    # Number of the plan's ranks that this process represents: it trains on their batches as one.
+    # Known after start.
     num_replicas = 1
-    unit = "ranks"  # What the batch of a step is divided among.
+    # What the batch of a step is divided among.
+    unit = "ranks"
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches = False
     # False if batches need the same shape in all steps (no bucketing by length).
     takes_lengths = True
-    takes_short_batches = True  # False if all steps need batches of one size.
+    # False if all steps need batches of one size.
+    takes_short_batches = True
     # False if restart() is impossible, or would change nothing.
     can_restart = True
     # How a run under this strategy differs from the same run under others; for the summary and the record.
@@ -114,7 +116,10 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """True if each process runs the model's own train step on its own batch. Not collective."""
+        """True if each process runs the model's own train step on its own batch, and all share each step.
+
+        Not collective.
+        """
         own = type(self)
         return own.make_steps is Strategy.make_steps and own.train_step is Strategy.train_step
 
@@ -335,7 +340,7 @@ class Strategy:
 def report_failures(
     strategy: Strategy, note: Callable[[BaseException], None] | None = None
 ) -> Iterator[None]:
-    """Reports an error in the block to the other ranks, and raises it; or another rank's failure, if that caused it.
+    """Reports an error of the block to the other ranks and raises it, or the failure of another rank that caused it.
 
     Args:
         strategy: connects this rank to the others.

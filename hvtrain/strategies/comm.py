@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Comm:
     """`strategy.comm`: collectives on Python values, arrays and models; every rank must enter each.
 
-    The watchdog is told while this rank waits in one, so that it does not blame this rank.
+    Waits in them are reported to the watchdog, so that it does not blame this rank.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Comm:
             with self.watchdog.phase(CHECKPOINT):
                 outcome = (*_attempt(action), self.topology.host)
 
-        # The error is sent as a value: if the root raised before the
-        # broadcast, the others would wait in it.
+        # The error is sent as a value: if the root raised before the broadcast, the others would wait
+        # in it.
         value, error, host = self.broadcast(outcome, root)
         if error is None:
             return value
@@ -81,13 +81,12 @@ class Comm:
             return value
 
         # All ranks raise the error of the lowest rank that failed, named unless all of them failed.
-        first = next(rank for rank, failure in enumerate(failures) if failure)
-        first_error, host = failures[first]
-        kind = type(first_error)
-        joint_error = kind(str(first_error))
-        if not all(failures):
-            joint_error = kind(f"rank {first} on {host}: {first_error}")
-            joint_error.culprit = first
+        culprit = next(rank for rank, failure in enumerate(failures) if failure)
+        first_error, host = failures[culprit]
+        if all(failures):
+            raise type(first_error)(str(first_error)) from error
+        joint_error = type(first_error)(f"rank {culprit} on {host}: {first_error}")
+        joint_error.culprit = culprit
         raise joint_error from error
 
 

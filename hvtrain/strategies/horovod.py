@@ -30,13 +30,12 @@ from hvtrain.watchdog.progress import EXCHANGE
 MIB = 1 << 20
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
-# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed:
-# ...", "NCCL async error: ...".
+# NCCL's messages, as Horovod passes them on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives; the watchdog is told while this rank waits in one."""
+    """Horovod's collectives. Waits in them are reported to the watchdog."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:
@@ -60,11 +59,12 @@ class HorovodComm(Comm):
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         with self.watchdog.phase(EXCHANGE):
-            wholes = {
+            arrays = {
                 key: variable.rank_part.gather(variable, folder)
                 for key, variable in variables.items()
             }
-        return {key: whole for key, whole in wholes.items() if whole is not None}
+        # Only the chief gets arrays.
+        return {key: array for key, array in arrays.items() if array is not None}
 
     def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
         return hvd.whole_tables(model, folder)
@@ -97,6 +97,8 @@ class HorovodStrategy(Strategy):
     """
 
     name = "horovod"
+    # What the ranks send, for the summary.
+    sends = "gradients"
 
     def __init__(
         self,
@@ -172,8 +174,7 @@ class HorovodStrategy(Strategy):
         return hvd.DistributedLoss(loss)
 
     def prepare(self, model: keras.Model) -> None:
-        # Keras's own step passes its loss through the optimizer's
-        # scale_loss; a user's step may not.
+        # Keras's own step passes its loss through the optimizer's scale_loss; a user's step may not.
         if type(model).train_step is keras.Model.train_step:
             divide_losses(model.optimizer)
 
@@ -223,8 +224,8 @@ class HorovodStrategy(Strategy):
         if hvd.size() == 1:
             return "Horovod, one rank"
         text = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
-        if self.compression is not hvd.Compression.none:
-            text += f", gradients as {self.compression_name}"
+        if self.compression_name != "none":
+            text += f", {self.sends} as {self.compression_name}"
         if self._keeps_errors:
             text += ", with error feedback"
         if self.shard_optimizer:
@@ -236,14 +237,7 @@ class ElasticMembership(Resets, Membership):
     """Restarts attempts through Horovod's elastic interface when ranks leave or join.
 
     A restart may hang, so the old watchdog keeps running until start_watchdog replaces it.
-
-    Args:
-        commit_steps: steps between commits.
     """
-
-    def __init__(self, commit_steps: int) -> None:
-        super().__init__()
-        self.commit_steps = commit_steps
 
     check = Resets.check_host_updates
 
@@ -275,7 +269,8 @@ class ElasticStrategy(HorovodStrategy):
             }
         )
         check_whole("strategy.commit_steps", commit_steps, 1)
-        self.membership = ElasticMembership(commit_steps)
+        self.membership = ElasticMembership()
+        self.membership.commit_steps = commit_steps
 
     def start(self) -> Topology:
         topology = super().start()

@@ -38,8 +38,7 @@ class LocalSGDStrategy(HorovodStrategy):
     """
 
     name = "local_sgd"
-    # Rounding weights would undo small updates. DiLoCo sends changes of
-    # weights, which can be rounded.
+    # Rounding weights would undo small updates. DiLoCo sends changes of weights, which can be rounded.
     compresses = False
     can_restart = False
     # The process set of this host's ranks; None before within_hosts needs it. Horovod takes each set
@@ -86,8 +85,8 @@ class LocalSGDStrategy(HorovodStrategy):
                     f"hosts named {host}, where the launcher started {local_size}; rename the hosts or containers"
                 )
             # Horovod refuses to add a second set with all ranks.
-            is_everybody = len(ranks) == topology.size
-            process_set = hvd.global_process_set if is_everybody else hvd.add_process_set(ranks)
+            has_all_ranks = len(ranks) == topology.size
+            process_set = hvd.global_process_set if has_all_ranks else hvd.add_process_set(ranks)
             if topology.rank in ranks:
                 LocalSGDStrategy.host_set = process_set
 
@@ -158,8 +157,8 @@ class LocalSGDStrategy(HorovodStrategy):
         if (rounds, within) != (rounds_due, within_due):
             raise RankError(
                 f"{rounds} synchronizations and {within} reductions within the host ran in steps "
-                f"{self._settled_step + 1:,} to {step:,}, and {rounds_due} and {within_due} were due; step with the "
-                "optimizer that compile got, once for each batch"
+                f"{self._settled_step + 1:,} to {step:,}, but {rounds_due} and {within_due} were due; step once for "
+                "each batch, with the optimizer that was passed to compile"
             )
         self.num_synchronizations += rounds_due
         self._settled_step = step
@@ -183,6 +182,7 @@ class DiLoCoStrategy(LocalSGDStrategy):
 
     name = "diloco"
     compresses = True
+    sends = "changes of weights"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The parts of the training loop, Strategy.fit: several train steps run in one call of the graph.
+"""The parts of the training loop, Strategy.fit, which runs several train steps in one call of the graph.
 
 Keras's own fit can do that too (steps_per_execution), but always with the same number of steps, so
 a call may run past the end of an epoch or past a checkpoint. Besides, the overhead of its calls
@@ -69,8 +69,8 @@ class CallSteps:
             *(interval - step % interval for interval in self._intervals),
         )
         # Cut back to the last weight update, if the call includes one; see `accumulate`.
-        past_change = (step + number) % self._accumulate
-        return number - past_change if past_change < number else number
+        past_update = (step + number) % self._accumulate
+        return number - past_update if past_update < number else number
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, the last of a call."""
@@ -119,7 +119,7 @@ def blank_batch(batch_spec: Any, num_examples: int) -> Any:
 
 
 def split_batch(batch: Any, sizes: int | Sequence[int]) -> list[Any]:
-    """Splits a batch into parts of these sizes or, given a number, into so many equal parts."""
+    """Splits a batch into parts of these sizes or, given a number, into that many equal parts."""
     arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*arrays)]
 
@@ -190,7 +190,7 @@ def make_steps(
 
     # AutoGraph would only cost time: the loop, the only control flow on tensors, is tf.while_loop.
     @tf.function(autograph=False)
-    def several(iterator, number):
+    def loop_of_steps(iterator, number):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
@@ -204,7 +204,7 @@ def make_steps(
 
     # Concrete functions, because a tf.function spends 0.3 ms per call on finding its trace.
     if marks.host_only:
-        traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
+        traced_loop = loop_of_steps.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
@@ -213,14 +213,14 @@ def make_steps(
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
-    def steps(number):
+    def separate_steps(number):
         result = blank
         for _ in range(number):
             result = call(batches, result)
         ended(result)
         return result
 
-    return steps
+    return separate_steps
 
 
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:

@@ -274,7 +274,10 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     if listener:
         listener.close()  # Only the address was needed, not the port.
     if chief_address is None:
-        raise RankError(f"strategy={strategy}: no address of rank 0 can be reached from all ranks")
+        raise RankError(
+            f"strategy={strategy} needs an address of rank 0 that all ranks can reach, and none was found; check the "
+            "network between the hosts and their firewalls"
+        )
     chief_host, _ = chief_address
 
     # The address by which this host reaches rank 0 is on the network that all ranks share.

@@ -14,6 +14,7 @@ from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
+from hvtrain.keras.over_ranks import SyncBatchNormalization
 from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
@@ -84,10 +85,8 @@ class ParameterServerStrategy(Strategy):
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
-        from hvtrain.keras.over_ranks import SyncBatchNormalization
-
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        combines = f"the optimizer {type(optimizer).__name__}, which combines several,"
+        combining = f"the optimizer {type(optimizer).__name__}, which combines several,"
         self.exclude(
             {
                 "train.accumulate": optimizer.gradient_accumulation_steps,
@@ -96,14 +95,13 @@ class ParameterServerStrategy(Strategy):
                 "train.sync_batch_norm": any(
                     isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers()
                 ),
-                combines: hasattr(optimizer, "optimizers"),
+                combining: hasattr(optimizer, "optimizers"),
             }
         )
 
     def check_plan(self, plan: StepPlan) -> None:
         super().check_plan(plan)
-        # Number of examples in each part of a step's batch; a synchronous step has a part for each
-        # worker.
+        # Examples in each part of a step's batch. A synchronous step has a part for each worker.
         self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
@@ -114,7 +112,7 @@ class ParameterServerStrategy(Strategy):
         call_steps: CallSteps,
     ) -> Steps:
         self.steps_by_worker = [0] * self.num_computing
-        # The servers hold the state of the metrics too, so it must exist before they take over.
+        # The servers hold the state of the metrics too, so it must exist before they copy it.
         build_metrics(model, batches.element_spec)
         self.model = model
         self.state = ServerState(model, self.cluster.replicas)
@@ -149,7 +147,7 @@ class ParameterServerStrategy(Strategy):
         if self._is_due(self.step):
             self.settle()
         else:
-            self.state.pull(everything=False)
+            self.state.pull(all_variables=False)
 
         # The metrics so far, and other values from the last result.
         metrics = self.model.get_metrics_result()
@@ -161,7 +159,7 @@ class ParameterServerStrategy(Strategy):
 
         Returns the values of the logs, sorted by name, as one float32 vector.
         """
-        # A part's sum times this, averaged over the parts, is the batch's sum.
+        # A part's sum times this ratio, averaged over the parts, is the batch's sum.
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
@@ -185,9 +183,10 @@ class ParameterServerStrategy(Strategy):
         """Gives a free worker its own part of the batch or, if there is only one, that part."""
         index = worker % len(parts)
         # Differs between steps and between parts, so that each draws its own dropout.
-        number = self.step * len(parts) + index
-        scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
-        self.workers.call(worker, self.step, self._functions[index], parts[index], *scalars)
+        number = tf.constant(self.step * len(parts) + index, tf.int64)
+        function = self._functions[index]
+        sender = tf.constant(worker, tf.int64)
+        self.workers.call(worker, self.step, function, parts[index], number, sender)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker as soon as one is free."""
@@ -209,7 +208,7 @@ class ParameterServerStrategy(Strategy):
             self.wait()
             # Closes the last step, so that it does not include the time of callbacks.
             self._ended()
-            self.state.pull(everything=True)
+            self.state.pull(all_variables=True)
         self._is_settled = True
 
     def wait(self) -> None:
@@ -364,8 +363,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                         self.num_dropped += 1
                         self.begin(worker, parts)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
-            # So that operations without a device of their own run on a
-            # server, not on the coordinator.
+            # Operations without a device of their own then run on a server, not on the coordinator.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
 

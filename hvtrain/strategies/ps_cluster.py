@@ -30,8 +30,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# Used for watchdog.abort_seconds=0: a run without progress goes on, but a lost process still ends
-# it.
+# Used for watchdog.abort_seconds=0: a lack of progress does not end the run, but a lost process does.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -41,10 +40,10 @@ class Cluster:
 
     rank: int
     roles: Roles
-    # By rank.
+    # Host and device of each process, by rank.
     hosts: list[str]
     devices: list[str]
-    # "MPI" or "Gloo".
+    # What the processes use as Horovod's controller: "MPI" or "Gloo".
     launcher: str
     # TensorFlow's strategy, only on the coordinator.
     replicas: tf.distribute.ParameterServerStrategy | None = None
@@ -71,7 +70,8 @@ class Cluster:
         hvd.shutdown()
         if type(self.watchdog) is Watchdog:
             raise RankError(
-                "the watchdog did not start, and nothing else would end the parameter servers and workers"
+                "the watchdog did not start (see the warning above), and nothing else would end the parameter servers "
+                "and workers; check the network between the hosts"
             )
         return self.watchdog
 
@@ -98,6 +98,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
 
 
 def worker_ranks(roles: Roles) -> list[int]:
+    """Returns the ranks of the workers, which come after the coordinator and the servers."""
     return list(range(roles.num_ps + 1, len(roles.names)))
 
 
@@ -132,6 +133,7 @@ def join_cluster(
 
 
 def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
+    """Starts this process's server and, on the coordinator, connects to all of them (every process)."""
     rank = hvd.rank()
     _allow_threads()
     hosts, gpus = choose_devices(roles, share_gpus)
@@ -187,8 +189,7 @@ def serve(cluster: Cluster) -> None:
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
-    # Signals do not end this process: the coordinator saves and stops,
-    # and this process ends after it.
+    # Signals do not end this process: the coordinator saves and stops, and this process ends after it.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
@@ -201,7 +202,7 @@ def serve(cluster: Cluster) -> None:
         # Python would take seconds to shut down, and this process has nothing left to do.
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
-        # The coordinator says why it failed. Waits, so that the launcher sees it end first.
+        # The coordinator reports its failure. Waits, so that the launcher sees it end first.
         console.signal_arrived.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:
@@ -247,12 +248,13 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
         _servers.append(tf.distribute.Server(spec, job, int(index), config=config))
     except tf.errors.OpError as error:
         raise RankError(
-            f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may have taken in the "
-            f"meantime: {str(error).splitlines()[0]}; start the run again"
+            f"{name} cannot serve at {spec.task_address(job, int(index))}, which another process may be using: "
+            f"{str(error).splitlines()[0]}; start the run again"
         ) from error
 
 
 def _connect(spec: tf.train.ClusterSpec, strategy: str) -> tf.distribute.ParameterServerStrategy:
+    """Connects the coordinator to the servers, which must listen already."""
     with initializing_devices(strategy):
         tf.config.set_visible_devices([], "GPU")
         num_threads = max(MIN_INTER_OP_THREADS, os.cpu_count() or 1)

@@ -31,7 +31,7 @@ from hvtrain.step.joint_loss import (
 from hvtrain.strategies.base import Strategy
 
 # Names of variables that are neither weights nor slots: see plain_variables.
-_PLAIN = (
+_PLAIN_NAMES = (
     "seed_generator_state",
     "learning_rate_factor",
     "num_reductions",
@@ -63,9 +63,9 @@ class ReplicaReducer(Reducer):
     ) -> list[Any]:
         self.num_calls += 1
         reduced = list(gradients)
-        variables = list(variables or ())
         if self.is_alone:
             return reduced
+        variables = list(variables or ())
         if any(map(overwrites, variables)):
             raise ConfigError(
                 f"strategy={self.strategy.name} sums gradients, but float8 layers need maxima; choose strategy=horovod"
@@ -82,8 +82,8 @@ class ReplicaReducer(Reducer):
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
 
-        # The flag comes first, in the type of the first gradient, so that
-        # it needs no message of its own.
+        # The flag comes first, in the type of the first gradient, so that it needs no message of its
+        # own.
         flags = [self.flag.own(sent[0].dtype)] if self.flag else []
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
@@ -145,14 +145,14 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
     """Creates plain variables where replicas need no copies of their own.
 
     It is a creator for tf.variable_creator_scope. All replicas of this process change the same
-    plain variable in turn. Plain are:
+    plain variable in turn. These variables are plain:
     - the state of metrics: tf.distribute would sum its copies when they are read, which over
       several processes is a collective, and hangs if only one of them reads;
     - the seeds of dropout, whose copies would drop the same units on all replicas;
     - counters and flags, which are neither weights nor slots.
     """
     name = str(options.get("name"))
-    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:
+    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN_NAMES:
         return default_variable_creator_v2(None, **options)
     return next_creator(**options)
 
@@ -160,10 +160,10 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
 class ReplicaStrategy(Strategy):
     """Mixin that trains one or several replicas of tf.distribute in this process.
 
-    It has no `start`.
+    Subclasses define `start`, which sets `replicas`.
     """
 
-    # TensorFlow's strategy. Set by start.
+    # TensorFlow's strategy.
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
     takes_lengths = False
@@ -213,8 +213,7 @@ class ReplicaStrategy(Strategy):
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
         self.exclude({"train.jit_compile": model.jit_compile})
-        # Keras took the strategy from the scope, and would run
-        # evaluate and predict in all replicas.
+        # Keras took the strategy from the scope, and would run evaluate and predict in all replicas.
         model._distribute_strategy = None
 
 

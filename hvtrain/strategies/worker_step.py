@@ -48,17 +48,17 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     metrics = model.metrics_variables
     # Metrics begin at zero, so that their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
-    start += [(seed, _moved(seed, number)) for seed in seeds_of(model)]
+    start += [(seed, _advanced(seed, number)) for seed in seeds_of(model)]
 
     steps: list[Any] = []
 
-    def take(gradients, variables=None):
-        steps.append((list(gradients), list(variables or model.trainable_variables)))
+    def capture(gradients, variables=None):
+        steps.append((list(gradients), variables or model.trainable_variables))
 
-    # The scope catches what the step assigns, and `take` gets the
-    # gradients in place of the optimizer.
+    # The scope intercepts what the step assigns, and `capture` gets the gradients in place of the
+    # optimizer.
     with (
-        replaced(model.optimizer, "apply", take),
+        replaced(model.optimizer, "apply", capture),
         keras.StatelessScope(state_mapping=start) as scope,
     ):
         result = model.train_step(batch)
@@ -70,23 +70,21 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
     gradients, variables = steps[0]
     if check_finite:
-        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
-        with tf.control_dependencies([is_fine]):
+        check = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
+        with tf.control_dependencies([check]):
             gradients = [map_values(tf.identity, gradient) for gradient in gradients]
-    present = [
-        (variable, gradient)
-        for variable, gradient in zip(variables, gradients)
-        if gradient is not None
-    ]
-    counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
-    new_values = [
-        (variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights
-    ]
-    statistics = [(variable, value) for variable, value in new_values if value is not None]
-    return Computed(present, counts, statistics, dict(result))
+    weights = model.non_trainable_weights
+    new_values = [(variable, scope.get_current_value(variable)) for variable in weights]
+    return Computed(
+        # None: a gradient that does not exist, or a weight that the step left alone.
+        gradients=[pair for pair in zip(variables, gradients) if pair[1] is not None],
+        counts=[(variable, scope.get_current_value(variable)) for variable in metrics],
+        statistics=[pair for pair in new_values if pair[1] is not None],
+        result=dict(result),
+    )
 
 
-def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
+def _advanced(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
     """Returns a random generator's state for this step: the model's state plus `number`."""
     step = tf.pad(number[None], [[0, seed.shape[0] - 1]])
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
@@ -106,14 +104,14 @@ def reader(
     """
 
     @tf.function(autograph=False)
-    def take(iterator):
+    def read(iterator):
         # To the coordinator, the previous step ends when it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
         return split_batch(marks.arrived(data, began), sizes)
 
-    traced = take.get_concrete_function(batches)
+    traced = read.get_concrete_function(batches)
     return lambda: traced(batches), traced.structured_outputs
 
 
@@ -187,8 +185,9 @@ class ServerState:
         factor = rate_factor(model)
         if factor is not None:
             small.append(factor)
-        everything = [*small, *model.variables, *model.optimizer.variables]
-        self.variables = list({id(variable): variable for variable in everything}.values())
+        variables = [*small, *model.variables, *model.optimizer.variables]
+        # Each once, by identity: == on Keras variables compares their values.
+        self.variables = list({id(variable): variable for variable in variables}.values())
         self._num_small = len(small)
 
         with replicas.scope():
@@ -208,9 +207,9 @@ class ServerState:
             autograph=False,
         )
 
-    def pull(self, everything: bool) -> None:
+    def pull(self, all_variables: bool) -> None:
         """Copies the servers' values to the model: all of them, or only metrics and counters."""
-        count = len(self.variables) if everything else self._num_small
+        count = len(self.variables) if all_variables else self._num_small
         for index, value in enumerate(self._read(count)):
             self.variables[index].value.assign(value)
             self._known[index] = value.numpy()
@@ -239,8 +238,8 @@ class ServerState:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
 
-            # Keras finds a variable's slots by a key made from its value,
-            # which is a different object now.
+            # Keras finds a variable's slots by a key made from its value, which is a different object
+            # now.
             indices = {
                 optimizer._var_key(variable): index
                 for index, variable in enumerate(optimizer._trainable_variables)
@@ -248,8 +247,8 @@ class ServerState:
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
             stack.enter_context(replaced(optimizer, "update_step", update_on_server))
 
-            # Keras would read the counter and write it back, and lose
-            # increments by other workers in between.
+            # Keras would read the counter and write it back, and lose increments by other workers in
+            # between.
             counter = optimizer._iterations
             stack.enter_context(replaced(counter, "assign_add", counter.value.assign_add))
             yield

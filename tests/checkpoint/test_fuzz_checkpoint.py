@@ -72,7 +72,7 @@ def read_beside_a_whole_one(files):
         if checkpoint.step == 10:
             (line,) = damaged
             assert line.startswith("checkpoint step-00000020 is damaged: "), line
-            assert line.endswith("step-00000010 is taken, 10 steps are lost"), line
+            assert line.endswith("step-00000010 is used instead (steps lost: 10)"), line
             assert "\n" not in line
             assert (folder / "damaged-step-00000020").is_dir()
         else:

@@ -324,7 +324,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
         None, 1, "train.epochs=2", "strategy=single", f"run.dir={run}", cwd=tmp_path
     )
     assert code == 0, output
-    assert f"{path.name} is taken, {99 - 44} steps are lost" in output
+    assert f"{path.name} is used instead (steps lost: {99 - 44})" in output
     assert "Traceback" not in output
     assert "rank 0 keeps no log file" in output
     assert not marker.exists()

@@ -152,7 +152,7 @@ def test_any_damage_is_noticed(tmp_path, name, damage):
     assert len(damaged) == 1
     assert damaged[0].startswith("checkpoint step-00000020 is damaged")
     assert damaged[0].endswith(
-        "(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost"
+        "(kept as damaged-step-00000020); step-00000010 is used instead (steps lost: 10)"
     )
     assert newest(tmp_path)[1] == [], "it is not in the way any more"
 

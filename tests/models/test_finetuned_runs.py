@@ -190,7 +190,7 @@ def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
     for rank in results:
         assert rank["wide"]["error"] == (
             f"ConfigError: model.weights={folder}/source is of another model: it has shape (36, 8) where hidden/kernel "
-            "of this one has shape (36, 9); choose the model that it was made with, or name in "
+            "of this model has shape (36, 9); choose the model that it was made with, or list in "
             "model.weights_except what stays new"
         )
         assert rank["own arguments"]["error"] == (

@@ -110,11 +110,11 @@ def test_the_matrices_of_lora_are_added_and_left_out(tmp_path):
     [
         (
             {"width": 8},
-            r"it has shape \(5, 4\) where middle/kernel of this one has shape \(5, 8\); choose the model",
+            r"it has shape \(5, 4\) where middle/kernel of this model has shape \(5, 8\); choose the model",
         ),
         (
             {"deep": True},
-            r"it has nothing where deep/kernel of this one has shape \(4, 4\); choose the model",
+            r"it has nothing where deep/kernel of this model has shape \(4, 4\); choose the model",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_another_model_is_refused_in_one_line_by_its_first_difference(
 def test_a_deeper_source_is_refused(tmp_path):
     network(deep=True).save(tmp_path / "deep.keras")
     with pytest.raises(
-        ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this one has nothing;"
+        ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this model has nothing;"
     ):
         begin_with(network(), str(tmp_path / "deep.keras"))
 
@@ -160,7 +160,7 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
         begin_with(model, str(path), ["asp*x"])
     with caplog.at_level(logging.INFO):
         begin_with(model, str(path), ["aspp*", "decoder*"])
-    assert "not taken from there: Conv_1, Conv_1_bn" in caplog.text
+    assert "not used from there: Conv_1, Conv_1_bn" in caplog.text
     for part in parts(model):
         new = part.path.startswith(("aspp", "decoder", "logits"))
         expected = (
@@ -187,7 +187,7 @@ def parts_by_path(model):
             "model.txt",
             "is not a source of weights; choose a .keras file, a .weights.h5 file, a run folder or a preset",
         ),
-        ("empty", "is a folder without a model or a whole checkpoint; choose a .keras file"),
+        ("empty", "is a folder without a model or an intact checkpoint; choose a .keras file"),
         ("broken.keras", "cannot be read: ValueError: "),
         ("broken.weights.h5", "cannot be read: OSError: "),
     ],

@@ -95,7 +95,7 @@ def test_another_backbone_is_refused_by_its_first_difference(preset, size):
     model = build(backbone={**SIZE, **size})
     before = model.get_weights()
     with pytest.raises(
-        ConfigError, match=r"bert is of another model: it has .* where .* of this one has"
+        ConfigError, match=r"bert is of another model: it has .* where .* of this model has"
     ):
         begin_with(model, preset[0])
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights())), (
@@ -106,7 +106,7 @@ def test_another_backbone_is_refused_by_its_first_difference(preset, size):
 def test_a_preset_for_another_class_is_refused(preset):
     with pytest.raises(
         ConfigError,
-        match=r"GPT2CausalLM does not go with model.preset, .*BertBackbone; choose .*Bert",
+        match=r"GPT2CausalLM does not fit model.preset, .*BertBackbone; choose .*Bert",
     ):
         build("GPT2CausalLM", (16, 100), {}, preset=preset[0])
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="plain")

@@ -14,6 +14,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.search import batch_search
 from hvtrain.search.batch_sizes import RankMemory, Trial, lacking_host, predicted_peak
 from hvtrain.search.commands import as_search, find_batch
+from hvtrain.strategies.local import LocalSGDStrategy
 from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
@@ -152,12 +153,13 @@ def test_powersgd_compresses_batches_of_all_sizes(strategy):
     assert as_search(config, 1, 5).strategy.get("whole_steps", 0) == 0
 
 
-def test_ranks_that_take_no_steps_of_their_own_are_refused():
+@pytest.mark.parametrize("strategy", [MirroredStrategy(), LocalSGDStrategy()])
+def test_ranks_without_batches_of_their_own_or_a_reduction_in_every_step_are_refused(strategy):
     with pytest.raises(
         ConfigError,
-        match="which strategy=mirrored lacks; choose strategy=horovod, elastic or single",
+        match=f"in every step, which strategy={strategy.name} lacks; choose strategy=horovod, elastic or single",
     ):
-        batch_search.try_sizes(None, MirroredStrategy(), None, None, None, ())
+        batch_search.try_sizes(None, strategy, None, None, None, ())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ SPACE = {
     "n": {"low": 1, "high": 9, "step": 2},
     "c": {"choices": [[1], [2, 3]]},
 }
-FACTS = {"direction": "max", "words": ["model=mlp"], "space": SPACE}
+FACTS = {"direction": "max", "overrides": ["model=mlp"], "space": SPACE}
 
 
 def study(folder, seed=0, prune_after=None, **facts):
@@ -92,9 +92,9 @@ def test_a_sweep_of_other_settings_is_refused(tmp_path):
     study(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"holds a sweep of other settings: words was \['model=mlp'\] and is \['a'\]",
+        match=r"holds a sweep of other settings \(overrides: \['model=mlp'\] there, \['a'\] here\)",
     ):
-        study(tmp_path, words=["a"])
+        study(tmp_path, overrides=["a"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/sweep.db").symlink_to(tmp_path / "sweep.db")
     with pytest.raises(ConfigError, match=r"sweep\.db is a symbolic link"):

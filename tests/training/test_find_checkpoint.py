@@ -221,7 +221,7 @@ def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_
         re.sub(r"damaged: .* lists \w+ ", "damaged: ... ", line) for line in caplog.messages
     ] == [
         f"host s2: checkpoint step-000000{step} is damaged: ... (kept as damaged-step-000000{step}); "
-        f"step-00000008 is taken, {step - 8} steps are lost"
+        f"step-00000008 is used instead (steps lost: {step - 8})"
         for step in (16, 12)
     ]
     assert not store.list_checkpoints(tmp_path / "s2" / "checkpoints")

@@ -114,7 +114,7 @@ def metrics(run):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(runs):
     folder, output = runs
     assert "checkpoint step-00000028 is damaged: state.safetensors has SHA-256" in output
-    assert "; step-00000021 is taken, 7 steps are lost" in output
+    assert "; step-00000021 is used instead (steps lost: 7)" in output
     assert "step-00000021: 21 of 60 steps were done" in output
     ours, uninterrupted = state(folder / "damaged"), state(folder / "whole")
     assert all(np.array_equal(ours[key], uninterrupted[key]) for key in uninterrupted)
