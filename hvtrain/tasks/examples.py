@@ -7,6 +7,7 @@ model's outputs in the report, with images as PNG.
 import base64
 import io
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import keras
@@ -133,7 +134,8 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
     activation = getattr(function, "__name__", type(function).__name__).lower()
     if not type(operation).__module__.startswith("keras."):
         # In a user's own layer or model, an activation need not come last.
-        activation = _last_operation(operation._inbound_nodes[history.node_index])
+        with suppress(Exception):  # A call that cannot be traced on its own may still train.
+            activation = _last_operation(operation._inbound_nodes[history.node_index])
     if activation in ("sigmoid", "softmax"):
         raise ConfigError(
             f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
