@@ -157,7 +157,9 @@ def run_ranks(
             sys.stderr.write(f"hvtrain spark: {name} ended with exit code {code}\n")
             return code
         if "Timed out" in text:
-            raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
+            raise RankError(
+                f"Spark did not run {num_ranks} tasks at once: {text}; use fewer ranks or more executors"
+            ) from error
         raise
     return 0
 
@@ -200,7 +202,7 @@ class SparkModel:
     trust: bool = False
 
     def transform(self, frame: Any) -> Any:
-        """Returns a Spark DataFrame with one more column, `prediction`, a struct of what predict writes for a row.
+        """Returns a Spark DataFrame with one more column, `prediction`: a struct of the columns that predict writes.
 
         Dots in the names of its fields become `_`. The first rows are predicted at once, to learn the types.
 
@@ -209,7 +211,7 @@ class SparkModel:
         from pyspark.sql import Row
         from pyspark.sql.types import StructType
 
-        predicted = frame.rdd.mapPartitions(functools.partial(predict_rows, self))
+        predicted = frame.rdd.mapPartitions(functools.partial(predict_partition, self))
         try:
             *_, prediction = predicted.first()
         # Spark puts the executor's Python and Java stacks into the message.
@@ -256,7 +258,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     return SparkModel(config.run.dir, trust=True)
 
 
-def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
+def predict_partition(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
     """Yields the rows of a partition, each with a dict of its predictions (in an executor)."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -295,7 +297,7 @@ def _open_run(model: SparkModel):
 
 @dataclass
 class RankLines:
-    """Writes the ranks' lines on the driver, without launchers' marks and each error only once."""
+    """Writes the ranks' lines on the driver: removes launchers' marks, and writes each error only once."""
 
     stream: TextIO
     _reported: set[str] = field(default_factory=set)

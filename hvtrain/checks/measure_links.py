@@ -3,10 +3,11 @@
 `python -m hvtrain.checks.measure_links` is one rank of the measurement, one on each host, under
 Horovod's launcher on Gloo. Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs":
 [[rank, rank, TIMES], ...]}. TIMES is {"bytes", "seconds", "latency_seconds"}: a size, the best time
-of an all-reduce of that size, and that of one of 4 KiB.
+of an all-reduce of that size, and the best time of an all-reduce of 4 KiB.
 
-Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that: a ring of n hosts
-sends that much over each link, so it compares with the link's speed for any n. Both are in Gbit/s.
+Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that, because a ring of
+n hosts sends 2 (n - 1) / n times the bytes over each link. So bus bandwidth can be compared with the
+link's speed for any n. Both are in Gbit/s.
 """
 
 import json
@@ -105,7 +106,10 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 
 
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
-    """Returns the rows: a link slower than a third of the usual speed fails, or a host if all of its links are.
+    """Returns the rows for doctor's table.
+
+    A link fails if it is slower than a third of the usual speed. If all links of a host are that
+    slow, the host fails instead of its links.
 
     The usual speed is the median of the hosts' best links, so that one slow host among three does
     not make the others look slow.
@@ -135,7 +139,10 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     rows = []
     for host in slow_hosts:
         finding = f"{best[host]:.2f} Gbit/s at best, to any host; {needed}"
-        fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch; or leave it out of -H"
+        fix = (
+            f"on {host}: ethtool INTERFACE shows speed and duplex; check the cable and the switch; "
+            "or leave it out of -H"
+        )
         rows.append(fail("links", host, finding, fix))
 
     for (first, second), speed in speeds.items():

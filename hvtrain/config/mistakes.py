@@ -25,7 +25,7 @@ _ADVICE = {
     "metrics?": _METRICS,
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
 }
-# Most characters of a value that a message repeats.
+# The maximum length of a value that a message repeats, in characters.
 _MAX_QUOTED = 200
 # Patterns of Hydra 1.3's messages, and our replacements, into which the
 # groups of each pattern are filled.

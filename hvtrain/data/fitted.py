@@ -101,7 +101,7 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
     for index, (old, new) in enumerate(zip_longest(old_names, new_names)):
         if old != new:
             refuse_or_warn(
-                f"{source.name} has other classes than the run was trained on: class {index} is "
+                f"{source.name} has classes other than those the run was trained on: class {index} is "
                 f"{new or 'none'}, was {old or 'none'}",
                 "restore them",
                 refuse,

@@ -19,6 +19,7 @@ from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.hugging_face import CARD_FILE, model_card
 from hvtrain.system.files import TEMPORARY, remove, write_atomic
+from hvtrain.system.text import counted
 from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
@@ -155,7 +156,7 @@ def compare_outputs(
         ConfigError: it exceeds LARGEST_DIFFERENCE, an output is not finite, or shapes differ.
 
     >>> compare_outputs([[np.array([0.25])]], [[np.array([0.2502])]], "onnx")
-    'largest difference of its outputs on 1 examples: 0.0002 (the largest output: 0.25)'
+    'its outputs on 1 example differ by at most 0.0002 (largest output: 0.25)'
     """
     if not expected:
         return "not checked, since the data set gives no raw examples"
@@ -166,7 +167,8 @@ def compare_outputs(
         for array, reference in zip(actual_outputs, expected_outputs, strict=True):
             if array.shape != reference.shape:
                 raise ConfigError(
-                    f"format={model_format} gives outputs of shape {array.shape} instead of {reference.shape}"
+                    f"format={model_format} gives outputs of shape {array.shape} instead of {reference.shape}; "
+                    "choose another format"
                 )
 
             # Unlike Python's max, np.max propagates a NaN.
@@ -176,12 +178,12 @@ def compare_outputs(
     if not difference <= LARGEST_DIFFERENCE * max(largest, 1.0):  # Also if it is NaN.
         raise ConfigError(
             f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
-            f"and the largest is {largest:.2g}; choose another format"
+            f"with a largest output of {largest:.2g}; choose another format"
         )
 
     return (
-        f"largest difference of its outputs on {len(expected)} examples: {difference:.2g} "
-        f"(the largest output: {largest:.2g})"
+        f"its outputs on {counted(len(expected), 'example')} differ by at most {difference:.2g} "
+        f"(largest output: {largest:.2g})"
     )
 
 
@@ -189,8 +191,8 @@ def _write_saved_model(model: Model, path: Path) -> None:
     names = [argument_name(tensor.name) for tensor in keras.tree.flatten(model.input)]
     if len(set(names)) < len(names):
         raise ConfigError(
-            "the names of two columns differ only in what a SavedModel's signature cannot hold "
-            f"({', '.join(names)}); choose another format"
+            "two columns have the same name in a SavedModel's signature, which allows only letters, "
+            f"digits and _ ({', '.join(names)})"
         )
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, argument_name(tensor.name)),
@@ -200,12 +202,12 @@ def _write_saved_model(model: Model, path: Path) -> None:
 
 
 def argument_name(name: str) -> str:
-    """Returns a name that an input may have in a SavedModel's signature; columns of tables have others.
+    """Turns an input's name, such as a table's column, into one that a SavedModel's signature allows.
 
     >>> argument_name("sepal length (cm)"), argument_name("_size")
     ('sepal_length__cm_', 'arg__size')
     """
-    # TensorFlow changes names in the same way, but not letters of other alphabets, which it refuses.
+    # TensorFlow replaces characters in the same way, but keeps non-ASCII letters and then rejects them.
     name = re.sub(r"\W", "_", name, flags=re.ASCII)
     return name if name[0].isalpha() else f"arg_{name}"
 

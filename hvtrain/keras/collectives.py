@@ -99,7 +99,9 @@ def reducescatter(
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
-def _compared(collective: Callable[..., Any], any_length: bool = False) -> Callable[..., Any]:
+def _with_comparison(
+    collective: Callable[..., Any], any_length: bool = False
+) -> Callable[..., Any]:
     """Wraps a grouped collective of Horovod so that the ranks first compare types and shapes.
 
     Horovod checks tensors that are sent one by one, but not those of a group, where a mismatch reads
@@ -130,9 +132,9 @@ def _compared(collective: Callable[..., Any], any_length: bool = False) -> Calla
     return compare_and_call
 
 
-grouped_allreduce = _compared(hvd.grouped_allreduce)
-grouped_allgather = _compared(hvd.grouped_allgather, any_length=True)
-grouped_reducescatter = _compared(hvd.grouped_reducescatter)
+grouped_allreduce = _with_comparison(hvd.grouped_allreduce)
+grouped_allgather = _with_comparison(hvd.grouped_allgather, any_length=True)
+grouped_reducescatter = _with_comparison(hvd.grouped_reducescatter)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -306,7 +308,7 @@ def broadcast_model(model: keras.Model) -> None:
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
-    """Returns the given optimizer, or else the model's, built; None if the model is not compiled."""
+    """Builds the optimizer (default: the model's) if needed, and returns it; None if the model is not compiled."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
@@ -369,7 +371,7 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def assign_mean(variable: Any, ranks: Sequence[int] | None = None) -> None:
-    """Sets a variable to its mean over all ranks, or over these only, on all of them (every rank).
+    """Sets a variable, on every rank, to its mean over `ranks`; None: over all ranks (every rank).
 
     The mean is computed in double precision, so that the mean of equal values is exactly that value.
     """

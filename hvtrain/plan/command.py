@@ -193,12 +193,12 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
     # The run's folder and trackers must not be touched.
     overrides = [text for text in overrides if not re.match(r"[+~]*(run\.dir=|tracker)", text)]
     settings = [
-        # One rank without Horovod, which takes its steps without interruption.
+        # Without Horovod, a single rank takes its steps without interruption.
         *_with_choice(overrides, "strategy=single"),
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         *ONLY_STEPS,
         "train.max_time=null",
-        # In calls of its own size a short run might have only one, the first.
+        # With the run's own value, this short run might make only one call, which would be all warm-up.
         "train.steps_per_execution=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
@@ -228,7 +228,7 @@ examples:
       model=resnet50 dataset=synthetic train.batch_size=64
   python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
 
-docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
+docs/plan.md has the model, its sources, and how close it comes to published runs of up to 512 GPUs.
 """,
     )
     parser.add_argument("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
@@ -243,7 +243,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
         parser,
         "--classes",
         at_least(1),
-        "number of its classes; default: that of its settings, or 1000",
+        "number of classes in that data set; default: from its settings, or 1000",
         metavar="C",
     )
     parser.add_argument(

@@ -33,22 +33,22 @@ class Computed(NamedTuple):
     result: dict[str, tf.Tensor]
 
 
-def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: bool) -> Computed:
+def compute(model: keras.Model, batch: Any, seed_offset: tf.Tensor, check_finite: bool) -> Computed:
     """Calls the model's train step in a graph, and returns the changes that it would have made.
 
     Args:
         model: a compiled model; its variables stay as they are.
         batch: a batch, as the train step takes it.
-        number: an int64 scalar that differs between steps and between workers; it seeds random numbers.
+        seed_offset: added to the random seeds; an int64 scalar that differs between steps and between workers.
         check_finite: True if the computation must fail with NOT_FINITE unless all gradients are finite.
 
     Raises:
-        ConfigError: the train step does not step once with the model's optimizer.
+        ConfigError: the train step does not apply the model's optimizer exactly once.
     """
     metrics = model.metrics_variables
     # Metrics begin at zero, so that their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
-    start += [(seed, _advanced(seed, number)) for seed in seeds_of(model)]
+    start += [(seed, _advanced(seed, seed_offset)) for seed in seeds_of(model)]
 
     steps: list[Any] = []
 
@@ -64,8 +64,8 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         result = model.train_step(batch)
     if len(steps) != 1:
         raise ConfigError(
-            f"{type(model).__name__}.train_step steps {len(steps)} times with the model's "
-            "optimizer, but parameter servers need one step for each batch; choose strategy=horovod"
+            f"{type(model).__name__}.train_step applies the model's optimizer {len(steps)} times, "
+            "but parameter servers need it applied once per batch; choose strategy=horovod"
         )
 
     gradients, variables = steps[0]
@@ -84,10 +84,10 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     )
 
 
-def _advanced(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """Returns a random generator's state for this step: the model's state plus `number`."""
-    step = tf.pad(number[None], [[0, seed.shape[0] - 1]])
-    return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
+def _advanced(seed: keras.Variable, seed_offset: tf.Tensor) -> tf.Tensor:
+    """Returns a random generator's state for this step: the model's state plus `seed_offset`."""
+    step = tf.pad(seed_offset[None], [[0, seed.shape[0] - 1]])
+    return tf.cast(tf.cast(seed.value, seed_offset.dtype) + step, seed.dtype)
 
 
 def reader(
@@ -162,7 +162,7 @@ class Workers:
                     raise
                 raise TrainingError(
                     f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
-                    f"{self._ranks[worker]}); nothing of it reached the weights; {NOT_FINITE_ADVICE}"
+                    f"{self._ranks[worker]}); it did not reach the weights; {NOT_FINITE_ADVICE}"
                 ) from error
             yield worker, step, result
 

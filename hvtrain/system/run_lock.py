@@ -61,7 +61,7 @@ class RunLock(AbstractContextManager["RunLock"]):
                 file.close()
                 advice = "wait for its end,"
                 if claim.exists():
-                    advice += f" remove {claim} if it is gone,"
+                    advice += f" remove {claim} if that run is gone,"
                 raise BusyError(
                     f"run.dir={folder} is in use by another run ({holder}); {advice} or choose another run.dir"
                 )

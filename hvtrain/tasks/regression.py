@@ -65,7 +65,7 @@ class Regression(Task):
 
         # A scatter plot can show one number per example.
         has_more_targets = reviewed.targets.size > reviewed.number
-        suffix = " Of several targets, the first." if has_more_targets else ""
+        suffix = " Only the first target is shown." if has_more_targets else ""
 
         # Half of the residuals lie between these quartiles.
         low, high = np.quantile(residuals, (0.25, 0.75))

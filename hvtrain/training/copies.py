@@ -243,7 +243,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
         for line in read_file(temporary / store.SUMS).splitlines():
             digest, _, file_name = line.partition("  ")
             if store.digest_of(temporary / file_name) != digest:
-                raise StorageError(f"the copy of {name} was damaged on its way")
+                raise StorageError(f"the copy of {name} was damaged in transit")
         for file_name in sizes:
             flush(temporary / file_name)
         # Records before the checkpoint: a surplus row is dropped when the run

@@ -267,7 +267,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
     if plan.accumulate > 1:
         joint_batch = plan.accumulate * plan.global_batch
-        batch += f"; {plan.accumulate} of them for each change of weights, {joint_batch} in all"
+        batch += f"; {plan.accumulate} of them per weight update, {joint_batch} in all"
 
     schedule = config.schedule["_target_"].split(".")[-1].lower()
     left_out = plan.num_examples - plan.examples_per_epoch

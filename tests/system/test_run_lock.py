@@ -90,7 +90,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         lock.take(tmp_path)
         with pytest.raises(
             BusyError,
-            match=rf"in use by another run .*, remove {tmp_path}/{CLAIM_FILE} if it is gone",
+            match=rf"in use by another run .*, remove {tmp_path}/{CLAIM_FILE} if that run is gone",
         ):
             RunLock().take(tmp_path, wait_seconds=0)
     with RunLock() as lock:

@@ -114,7 +114,7 @@ def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(
         pair.send()
     assert names(hosts[1]) == []
     assert caplog.messages == [
-        "s2 lacks a copy of a checkpoint: the copy of step-00000004 was damaged on its way; "
+        "s2 lacks a copy of a checkpoint: the copy of step-00000004 was damaged in transit; "
         "training continues, and the next one tries again"
     ]
     write(hosts[0], 8)

@@ -16,8 +16,8 @@ from hvtrain.errors import DataError, first_line
 from hvtrain.system.storage.cache import remote_file
 
 SUFFIXES = (".parquet", ".pq")
-# A file with pixels above this has another range than a file whose pixels reach at most 1.
-RANGE_FACTOR = 30
+# A file with a pixel above this cannot have the range of a file whose pixels are at most 1.
+MIN_LARGE_PIXEL = 30
 
 
 class RowGroup(NamedTuple):
@@ -108,7 +108,7 @@ def is_text(data_type: pa.DataType) -> bool:
 
 
 def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
-    """Returns the distinct labels of some files, whose labels are text. Reads no other column.
+    """Returns the distinct labels in files whose labels are text. Reads only that column.
 
     Raises:
         DataError: A file is damaged.
@@ -134,7 +134,7 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
             column = metadata.row_group(group).column(index)
             is_image = column.path_in_schema.startswith(f"{columns.image}.")
             statistics = column.statistics
-            # Those of float16 are bytes; a column image.name beside the column image holds text.
+            # Statistics of float16 are bytes, and those of a text column named image.name are strings.
             if is_image and isinstance(getattr(statistics, "min", None), int | float):
                 extremes += [float(statistics.min), float(statistics.max)]
     return (min(extremes), max(extremes)) if extremes else None
@@ -143,7 +143,7 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
 def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
     """Raises DataError if value_range() shows that some files hold pixels of 0 ... 1 and others of 0 ... 255."""
     small = [path for path, (_, high) in ranges.items() if 0 < high <= 1]
-    large = [path for path, (_, high) in ranges.items() if high > RANGE_FACTOR]
+    large = [path for path, (_, high) in ranges.items() if high > MIN_LARGE_PIXEL]
     if small and large:
         raise DataError(
             f"{small[0]} holds pixels up to {ranges[small[0]][1]:g} and {large[0]} up to "
@@ -217,7 +217,7 @@ def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
-    """Turns lists of numbers into pixels [n, h, w, c], with zeros for lists of another length; adds to `problems`."""
+    """Turns lists of numbers into pixels [n, h, w, c], zeros for lists of the wrong length; adds to `problems`."""
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
@@ -232,8 +232,8 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     if not is_whole.all():  # filter() copies.
         images = images.filter(pa.array(is_whole))
     flat = pc.list_flatten(images)
-    is_missing = ~pc.is_finite(flat).fill_null(False).to_numpy().reshape(-1, num_pixels)
-    for row in np.flatnonzero(is_whole)[is_missing.any(axis=1)]:
+    is_unusable = ~pc.is_finite(flat).fill_null(False).to_numpy().reshape(-1, num_pixels)
+    for row in np.flatnonzero(is_whole)[is_unusable.any(axis=1)]:
         problems.setdefault(int(row), "a pixel is null, NaN or infinite")
 
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)

@@ -1,4 +1,4 @@
-"""Builds streams whose epochs Python opens, one after another, and TensorFlow alone reads.
+"""Builds streams of epochs, each opened in Python when the one before it has ended.
 
 Also batches examples of similar length, in buckets, so that in each step all ranks have similar
 lengths. A rank sorts its shuffled examples by bucket, cuts them into steps, and shuffles the steps in
@@ -112,7 +112,7 @@ def cut_epoch(
     batches: Dataset,
     share: Share,
     first_step: int,
-    wrong_number: Callable[[int], Exception],
+    count_error: Callable[[int], Exception],
     ends: bool,
 ) -> Dataset:
     """Cuts batches into the steps of an epoch, from first_step on, and checks that the examples suffice.
@@ -123,14 +123,14 @@ def cut_epoch(
         batches: Batches of up to share.batch_size examples.
         share: This rank's examples of the epoch, and their division into steps.
         first_step: The step at which the stream starts, counted within the epoch.
-        wrong_number: Makes the error, given the number of examples that were read.
+        count_error: Returns the exception to raise, given the number of examples that were read.
         ends: True if the examples must end with the share; the stream then also fails if there are
             more.
     """
     end_with_python()
 
     def fail(num_read):
-        raise wrong_number(int(num_read))
+        raise count_error(int(num_read))
 
     if not share.is_full:
         sizes = step_sizes(share, first_step)

@@ -190,7 +190,7 @@ class FunctionSource(Source):
         if seed is not None:
             values["seed"] = seed
 
-        def wrong_number(number):
+        def count_error(number):
             return self._function.fail(
                 f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
             )
@@ -211,7 +211,7 @@ class FunctionSource(Source):
                     f"{call} returns all {number:,} examples of num_examples; {USE_SHARD}"
                 )
             if number < share.num_examples:
-                raise wrong_number(number)
+                raise count_error(number)
 
         # The model was built for the types of the whole training part.
         if parts[0].element_spec != element_spec:
@@ -222,7 +222,7 @@ class FunctionSource(Source):
 
         examples = reduce(Dataset.concatenate, parts).skip(start - first)
         batches = examples.batch(share.batch_size)
-        return cut_epoch(batches, share, step, wrong_number, ends=seed is None)
+        return cut_epoch(batches, share, step, count_error, ends=seed is None)
 
     def _open_examples(
         self,
