@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """The parameters of a ring that fit some measurements fitted.
+    """The parameters of a ring that fit some measurements best.
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.

@@ -23,9 +23,10 @@ _CPUS = Path("/sys/devices/system/cpu")
 _pinned_cpus: set[int] | None = None
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Names of the memory limit, of the memory in use, and of the cached files in it, by cgroup version.
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
+# Names of the files with the memory limit and the memory in use, and the prefix of names in memory.stat
+# that include child groups, by cgroup version.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = ("memory.max", "memory.current", "")
 
 
 def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
@@ -118,15 +119,16 @@ def _free_in_groups() -> Iterator[int]:
             root, names = _CGROUPS / "memory", _V1
         else:
             continue
-        limit_file, usage_file, cached_name = names
+        limit_file, usage_file, prefix = names
+        cached = (f"{prefix}active_file", f"{prefix}inactive_file")
         group = root / path.strip("/")  # Inside a container this group may be the root.
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             with suppress(OSError, ValueError):  # The group is not here, or has no limit ("max").
                 limit = int((folder / limit_file).read_text())
                 used = int((folder / usage_file).read_text())
                 stat = (folder / "memory.stat").read_text()
-                cached = dict(line.split() for line in stat.splitlines()).get(cached_name, 0)
-                yield limit - used + int(cached)
+                sizes = dict(line.split() for line in stat.splitlines())
+                yield limit - used + sum(int(sizes.get(name, 0)) for name in cached)
 
 
 def physical_gpus() -> list[Any]:

@@ -169,7 +169,8 @@ def _refuse_scaling(setting: str, members: list[keras.Layer], has_range: bool) -
             the user's, or by a second Rescaling.
     """
     num_scaling = sum(isinstance(member, SCALING) for member in members)
-    if has_range and num_scaling != 1:
+    has_own_layer = any(not type(member).__module__.startswith("keras.") for member in members)
+    if has_range and (num_scaling != 1 or has_own_layer):
         return
     for member in members:
         for inner in member._flatten_layers():

@@ -110,7 +110,19 @@ def make_callbacks(
 
     agree = LambdaCallback(on_epoch_end=agree_within_epoch)
     monitored = monitored_names(user_callbacks, config.checkpoint.best)
-    check_names = LambdaCallback(on_epoch_end=lambda epoch, logs: check_logged(monitored, logs))
+
+    def check_names(epoch, logs):
+        def check():
+            try:
+                check_logged(monitored, logs)
+            except ConfigError:
+                # The checkpoint must be complete before any rank ends, since the watchdog then ends the others.
+                writer.finish()
+                raise
+
+        if monitored:
+            strategy.comm.on_chief(check)
+
     skipped = LambdaCallback(on_epoch_end=lambda epoch, logs: report_skipped(run, context.report))
 
     has_ranks = run.topology.size > 1
@@ -141,7 +153,7 @@ def make_callbacks(
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
         # After the checkpoint, from which the run continues once the name is corrected.
-        check_names,
+        LambdaCallback(on_epoch_end=check_names),
         is_chief and tracking,
         is_chief and Progress(context),
         is_chief and metrics and metrics.is_on and metrics,
@@ -269,7 +281,10 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
-    has_own_step = type(model).train_step is not keras.Model.train_step
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    has_own_step = any(
+        getattr(type(model), method) is not getattr(keras.Model, method) for method in methods
+    )
     may_log_more = has_own_step or any(map(_may_add_metrics, callbacks.values()))
     if run.best not in metrics and not may_log_more:
         raise ConfigError(
@@ -328,7 +343,7 @@ def monitored_names(callbacks: Mapping[str, Callback], best: str | None) -> dict
 
 
 def check_logged(monitored: Mapping[str, str], logs: Logs) -> None:
-    """Checks that an epoch's logs contain the monitored metrics (every rank).
+    """Checks that an epoch's logs contain the monitored metrics.
 
     Keras itself only warns, after every epoch. Not all names are known before the training: a model may
     log metrics of its own.
