@@ -98,7 +98,7 @@ images as training and validation give them to the model. With task=CHOICE the t
         parser,
         "--limit",
         at_least(1),
-        "the most examples of a split that are read",
+        "maximum number of examples to read from each split",
         DEFAULT_LIMIT,
         "NUMBER",
     )

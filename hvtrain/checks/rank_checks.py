@@ -147,13 +147,13 @@ def _different_models() -> str:
 
     if not all(hvd.allgather_object(is_refused)):
         raise CheckError(
-            "gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build"
+            "gradients of different shapes were summed; look at the build of Horovod, or report this bug"
         )
     return "gradients of different shapes are refused on all ranks before they are summed"
 
 
 def _shards(strategy: Strategy) -> str:
-    """Checks that the ranks together read each image once per epoch. Each image is one pixel, with its number."""
+    """Checks that the ranks together read each image once per epoch. An image is one pixel that holds its index."""
     # One more image than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
@@ -194,7 +194,8 @@ def _metrics(strategy: Strategy) -> str:
     gap = max(strategy.comm.gather(own_gap))
     if gap > 1e-5:
         raise CheckError(
-            f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples"
+            f"metrics over ranks differ from one process by {gap:.2g}: they are not weighted by examples; "
+            "please report this bug"
         )
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
 

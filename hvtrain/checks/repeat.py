@@ -33,7 +33,7 @@ from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.consistency import facts_of
 from hvtrain.training.run import ResumePoint, RunState
 
-SILENT = (Recording, Progress, *WRITERS)
+NOT_REPEATED = (Recording, Progress, *WRITERS)
 
 
 @dataclass
@@ -45,17 +45,17 @@ class Repetition:
         begin: Step of the checkpoint at which the stretch begins; 0: the start of the run.
         saves: Later steps at which the run saved, in order; the last one ends the stretch.
         each_step: Take digests after every step, not only after `saves`.
-        measured: Step at which weights are compared with the run's checkpoint; 0: no step.
+        compared_step: Step at which weights are compared with the run's checkpoint; 0: no step.
         facts: See consistency.facts_of.
         digests: Of the variables, by step; at `begin`, those of the checkpoint.
-        difference: The largest_difference of the weights at `measured`; None if not measured.
+        difference: The largest_difference of the weights at `compared_step`; None if not compared.
     """
 
     folder: Path
     begin: int
     saves: tuple[int, ...]
     each_step: bool = False
-    measured: int = 0
+    compared_step: int = 0
     facts: Facts = field(default_factory=dict)
     digests: dict[int, Digests] = field(default_factory=dict)
     difference: float | None = None
@@ -155,11 +155,11 @@ def _train(
     writer = Writer(run.folder, config.checkpoint)
     callbacks = make_callbacks(context, start, interruption, writer, tracking=None, search=None)
     callbacks = [
-        DigestTaking(callback, context, repetition)
+        DigestRecording(callback, context, repetition)
         if isinstance(callback, Checkpointing)
         else callback
         for callback in callbacks
-        if not isinstance(callback, SILENT)
+        if not isinstance(callback, NOT_REPEATED)
     ]
     with explain_errors(context):
         runner.build_metrics(model, runner.batched(run.source.element_spec))
@@ -188,7 +188,7 @@ def _read_begin(repetition: Repetition, comm: Comm) -> ResumePoint | None:
     return ResumePoint(store.folder_name(step), step, meta, checkpoint)
 
 
-class DigestTaking(Checkpointing):
+class DigestRecording(Checkpointing):
     """Takes digests where the run saved, instead of saving, and stops at the end of the stretch (every rank).
 
     save_freq keeps a call of several steps from crossing a step with digests; see call_steps.
@@ -220,8 +220,8 @@ class DigestTaking(Checkpointing):
         return self.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
-        # As the run did before each checkpoint: ranks with local steps met, also within a round if
-        # it was interrupted, and weights that no gradient touches changed.
+        # As the run did before each checkpoint: it synchronized local steps, even within a round if
+        # it was interrupted, and averaged weights that no gradient touches.
         self.strategy.settle()
         self.weights.average_untrained()
         self._take()
@@ -232,7 +232,7 @@ class DigestTaking(Checkpointing):
         if self.is_chief:
             arrays = model_state.snapshot(self.model, [], {}, parts)
             self.repetition.digests[step] = digests_of(arrays)
-            if step == self.repetition.measured:
+            if step == self.repetition.compared_step:
                 before = self.repetition.checkpoint(step).arrays
                 weights = [key for key in arrays if key.startswith("model/")]
                 self.repetition.difference = largest_difference(

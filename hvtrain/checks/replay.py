@@ -128,8 +128,8 @@ def choose_stretch(
         )
     # Receipts outlive most checkpoints; weights can be compared only where a checkpoint was kept.
     with_checkpoint = [step for step in saves if step in checkpoints]
-    measured = max(with_checkpoint, default=0)
-    return Repetition(folder, begin, saves, each_step, measured=measured)
+    compared_step = max(with_checkpoint, default=0)
+    return Repetition(folder, begin, saves, each_step, compared_step=compared_step)
 
 
 def judge(
@@ -157,11 +157,11 @@ def judge(
     causes = causes_of(receipts[step].facts, repetition.facts)
     lines += cause_lines(causes, tolerance is None)
     gap = repetition.difference
-    if gap is None or repetition.measured < step:
+    if gap is None or repetition.compared_step < step:
         # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
-        f"largest difference of a weight at step {repetition.measured:,}: {gap:.2g} of the largest value there"
+        f"largest difference of a weight at step {repetition.compared_step:,}: {gap:.2g} of the largest value there"
     )
     if causes or tolerance is None or gap > tolerance:
         return 1, lines

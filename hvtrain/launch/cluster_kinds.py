@@ -119,7 +119,7 @@ class Slurm(ClusterKind):
 
 
 def is_training(command: Sequence[str]) -> bool:
-    """True for a training, -m hvtrain SETTING=VALUE ...; False for others: -m hvtrain evaluate."""
+    """True if the command trains (-m hvtrain SETTING=VALUE ...); False for any other, such as -m hvtrain evaluate."""
     for index, pair in enumerate(pairwise(command)):
         if pair == ("-m", "hvtrain"):
             return not first_word(command[index + 2 :])

@@ -29,7 +29,8 @@ from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import discovery, driver
-from horovod.runner.util import network, remote
+from horovod.runner.util import network as horovod_network
+from horovod.runner.util import remote
 
 from hvtrain.errors import ConfigError, UserError, message_of
 from hvtrain.launch import horovod_changes as changes
@@ -183,7 +184,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
         # One other host is enough to choose the network; more may come later.
         args.nics = {remote_hosts.common_interface([min(hosts, key=remote_hosts.is_local)])}
     # The server listens before Horovod knows the job's hosts and how to reach them.
-    changes.Server.address = network.get_driver_ip(args.nics)
+    changes.Server.address = horovod_network.get_driver_ip(args.nics)
 
     # Ranks that are already running wait for the new ones, and Horovod prints nothing about it.
     start = driver.ElasticDriver._start_worker_processes

@@ -154,7 +154,7 @@ def _value(folder: Path, rank: int):
         return read_object(value_file(folder, rank))
     except FileNotFoundError as error:
         raise RankError(
-            f"rank {rank} ended without an error before the function returned; let it return, without exit"
+            f"rank {rank} ended without an error before the function returned; do not call exit in the function"
         ) from error
 
 

@@ -241,7 +241,7 @@ def _check_options(name: str, setting: str, options: Named, known: Sequence[str]
     unknown = [f"{setting}.{key}" for key in sorted(options.keys() - known)]
     if unknown:
         raise ConfigError(
-            f"{name} was given {', '.join(unknown)}; its options there: {', '.join(known) or 'none'}"
+            f"{name} does not take {', '.join(unknown)}; its options in {setting}: {', '.join(known) or 'none'}"
         )
 
 
@@ -288,7 +288,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     if axes != {name: len(tensor.shape) for name, tensor in expected.items()}:
         raise ConfigError(
             f"{type(network).__name__} takes {_shapes(expected)}, and the data set gives "
-            f"{_shapes(data_inputs)}; give it such inputs"
+            f"{_shapes(data_inputs)}; use a data set with these inputs, or another model"
         )
     return inputs, named if has_names else named["image"]
 

@@ -47,7 +47,7 @@ SIZES = (
     256 * MIB,
 )
 # Time limit of one round of a method; without it, a hung launcher would block the command forever.
-SECONDS_FOR_A_RUN = 900.0
+SECONDS_PER_ROUND = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 # Each size is repeated so often that about TARGET_BYTES are reduced, within these limits.
@@ -108,7 +108,7 @@ class Collectives:
         threads = dict.fromkeys(THREADS, str(self.threads))
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **threads}
         with started(command, log, environment=environment) as process:
-            if not ends_within(process, SECONDS_FOR_A_RUN):
+            if not ends_within(process, SECONDS_PER_ROUND):
                 end(process)
 
         if process.returncode:
@@ -262,7 +262,7 @@ def hvtrain_method() -> Method:
 
 
 def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
-    """Returns the seconds of exchanges other than of float32, by kind and size: see Machine.exchanges.
+    """Returns the seconds of exchanges other than a float32 all-reduce, by kind and size: see Machine.exchanges.
 
     For all kinds, a rank sends as many bytes as in an all-reduce of a float32 tensor of this size.
     """

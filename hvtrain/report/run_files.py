@@ -217,9 +217,7 @@ def _read_result(folder: Path) -> Record:
         return {}
     result = read_json(path, dict)
     if not result:
-        raise ConfigError(
-            f"{path} is damaged; move it away, and the same command tests the run again"
-        )
+        raise ConfigError(f"{path} is damaged; move it away, and resume the run to test it again")
 
     return restore_nan(result)
 

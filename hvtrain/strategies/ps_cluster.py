@@ -135,7 +135,7 @@ def join_cluster(
 def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
     """Starts this process's server and, on the coordinator, connects to all of them (every process)."""
     rank = hvd.rank()
-    _allow_threads()
+    _ensure_inter_op_threads()
     hosts, gpus = choose_devices(roles, share_gpus)
     devices = []
     for host, gpu, name in zip(hosts, gpus, roles.names):
@@ -164,13 +164,13 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
     """
     num_visible = len(physical_gpus())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), num_visible)
-    processes = exchange((socket.gethostname(), names, gpu_uuids(num_visible)), "hvtrain.places")
-    hosts = [host for host, _, _ in processes]
+    by_rank = exchange((socket.gethostname(), names, gpu_uuids(num_visible)), "hvtrain.places")
+    hosts = [host for host, _, _ in by_rank]
 
     first_worker = roles.num_ps + 1
     views = []
     for rank in worker_ranks(roles):
-        host, names, ids = processes[rank]
+        host, names, ids = by_rank[rank]
         workers_before = hosts[first_worker:rank].count(host)
         views.append(View(host, workers_before, names, ids))
     return hosts, [None] * first_worker + choose_gpus(views, share_gpus)
@@ -209,7 +209,7 @@ def serve(cluster: Cluster) -> None:
         raise error_of(reason, watchdog)
 
 
-def _allow_threads() -> None:
+def _ensure_inter_op_threads() -> None:
     """Raises the number of inter-op threads if it is 1: TensorFlow's servers would deadlock."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() != "1":
         return

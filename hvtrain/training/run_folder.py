@@ -101,7 +101,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             # Runs that begin in the same second also get folders of their own.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"
-        refuse_files_of_others(folder)
+        refuse_foreign_files(folder)
         refuse_link(
             checkpoints,
             ConfigError,
@@ -138,7 +138,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
     return folder
 
 
-def refuse_files_of_others(folder: Path) -> None:
+def refuse_foreign_files(folder: Path) -> None:
     """Raises ConfigError if this is not a run folder, but has files that a run would replace."""
     others = [name for name in REPLACED if (folder / name).exists()]
     if not others:

@@ -178,7 +178,7 @@ class Hub:
         if seconds and not self._has_warned:
             log.warning(
                 f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends after "
-                "watchdog.abort_seconds of it"
+                "watchdog.abort_seconds without progress"
             )
         # After progress, the next stall is warned about again.
         self._has_warned = seconds > 0

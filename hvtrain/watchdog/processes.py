@@ -114,7 +114,7 @@ class Stacks:
     def __init__(self) -> None:
         # In memory, since a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
-        # If the user's code handles the signal, it keeps it.
+        # If the user's code already handles the signal, its handler stays in place.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, self._file)

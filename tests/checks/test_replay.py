@@ -14,7 +14,7 @@ import pytest
 from finished_runs import on_two_ranks
 from hvtrain.checkpoint import receipts as receipts_module
 from hvtrain.checkpoint.receipts import Receipt, ReceiptWriter, read_receipts
-from hvtrain.checks.repeat import DigestTaking, Repetition
+from hvtrain.checks.repeat import DigestRecording, Repetition
 from hvtrain.checks.replay import judge, parse_steps
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
@@ -112,7 +112,7 @@ def content(folder):
 
 def test_local_steps_meet_where_an_interrupted_run_saved():
     calls = []
-    taking = object.__new__(DigestTaking)
+    taking = object.__new__(DigestRecording)
     taking.strategy = SimpleNamespace(settle=lambda: calls.append("settle"))
     taking.weights = SimpleNamespace(average_untrained=lambda: calls.append("average"))
     taking._take = lambda: calls.append("take")

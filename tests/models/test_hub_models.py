@@ -187,11 +187,11 @@ def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
 def test_impossible_options_are_refused():
     refused("cannot be built: .* missing .* 'num_layers', .*; change model.backbone", backbone={})
     refused(
-        r"given model.backbone.depth; its options there: vocabulary_size, num_layers",
+        r"does not take model.backbone.depth; its options in model.backbone: vocabulary_size, num_layers",
         backbone={**SMALL, "depth": 3},
     )
-    refused("given model.pooling; its options there: num_classes, dropout", pooling="max")
-    refused("given model.pooling; its options there: dropout", "BertBackbone", pooling="max")
+    refused("take model.pooling; its options in model: num_classes, dropout", pooling="max")
+    refused("take model.pooling; its options in model: dropout", "BertBackbone", pooling="max")
     refused("between 0 and 1. Received: rate=2; change", "BertBackbone", dropout=2)
     refused("cannot be built: .*; change model.backbone", backbone={**SMALL, "hidden_dim": -1})
 

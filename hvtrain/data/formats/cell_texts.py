@@ -148,12 +148,12 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     return pc.utf8_ltrim(text, "+").cast(pa.float64())
 
 
-def by_value(
+def sort_by_value(
     texts: Sequence[str], decimal: str = ".", thousands: str = "", unit: str = ""
 ) -> list[str]:
     """Returns texts sorted by their values in a number format; those that are not numbers come last.
 
-    >>> by_value(["10", "?", "9"])
+    >>> sort_by_value(["10", "?", "9"])
     ['9', '10', '?']
     """
     ordered = pa.array(sorted(texts), pa.string())

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.json
 import sentencepiece
 
-from hvtrain.data.formats.cell_texts import by_value, numbers_in
+from hvtrain.data.formats.cell_texts import numbers_in, sort_by_value
 from hvtrain.data.formats.columns import Column, plain, read
 from hvtrain.data.formats.folders import files_below, is_junk, read_text
 from hvtrain.data.formats.row_groups import is_text
@@ -144,7 +144,7 @@ def _class_names(labels: Sequence[Any], label: str, path: Path) -> list[str]:
             f"dataset.label={label} has {len(names):,} values for {len(labels):,} texts, too many for classes; "
             "choose another column"
         )
-    return names if numbers_in(pa.array(names)).null_count else by_value(names)
+    return names if numbers_in(pa.array(names)).null_count else sort_by_value(names)
 
 
 def has_columns(path: Path) -> bool:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hvtrain.config.validate import check_choice, check_least
-from hvtrain.data.formats.cell_texts import by_value, number_formats, share
+from hvtrain.data.formats.cell_texts import number_formats, share, sort_by_value
 from hvtrain.data.formats.columns import (
     DATE_PARTS,
     Cells,
@@ -201,7 +201,8 @@ def infer_schema(
     if not columns:
         reasons = ", ".join(f"{column} ({reason})" for column, reason in left_out.items())
         raise DataError(
-            f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}"
+            f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}; "
+            "add columns, or choose left-out ones in dataset.features"
         )
 
     return Schema(
@@ -335,7 +336,7 @@ def _infer_target(
     column = replace(inferred, kind="name", feature="string_categorical", missing=missing)
     classes = sorted(pc.unique(read(column, values, name).values.drop_null()).to_pylist())
     if inferred.kind == "number":
-        classes = by_value(classes, inferred.decimal, inferred.thousands, inferred.unit)
+        classes = sort_by_value(classes, inferred.decimal, inferred.thousands, inferred.unit)
     num_rows = len(values) - values.null_count
     limit = max(FEW_NAMES, num_rows // ROWS_PER_CLASS)
     if is_whole:

@@ -77,14 +77,14 @@ class ListedImages(FileSource, IndexedSource):
                 members_ahead.announce(paths[index] for index in indices)
                 return [np.True_]
 
-            def announced(step, batch):
+            def announce_batch(step, batch):
                 indices = nest.flatten(batch)[0]
                 done = call_python(announce, [indices], [tf.TensorSpec((), tf.bool)])
                 with tf.control_dependencies(done):
                     return step, nest.map_structure(tf.identity, batch)
 
             # The images of these batches are read ahead; the indices stay the same.
-            batches = batches.map(announced).prefetch(BATCHES_AHEAD)
+            batches = batches.map(announce_batch).prefetch(BATCHES_AHEAD)
         return super().load(batches, split, topology, *settings)
 
     def sample_images(self) -> list[tuple[str, str]]:
@@ -211,8 +211,8 @@ class ImageFolder(LabelledImages):
                     raise ConfigError(
                         f"dataset.{split}_fraction={fraction} takes {len(files[split]):,} images, and leaves training "
                         f"images of {num_left:,} of {self.num_classes:,} classes: they have "
-                        f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change it, or make "
-                        f"a folder {split}/"
+                        f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change the fraction, "
+                        f"or make a folder {split}/"
                     )
 
         return files | {"train": train}

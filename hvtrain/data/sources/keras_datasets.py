@@ -183,7 +183,7 @@ def _read_idx_folder(folder: Path) -> Elements:
         if len(images) != len(labels):
             raise DataError(
                 f"{images_path} holds {len(images)} images but {labels_path} {len(labels)} "
-                "labels; the two files do not belong together"
+                "labels; the two files do not belong together: fetch both again"
             )
 
         arrays[split] = images, labels

@@ -143,7 +143,7 @@ class MaskReader:
                     )
                 values = self._values(mask, mask_picture, is_sized=True)
                 # An image of ones, resized in the same way and padded with zeros, shows where padding is.
-                is_image = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
+                is_inside = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
                 f"{mask} or its image cannot be read: {error}; fix both, cut them into tiles, or remove them"
@@ -159,7 +159,7 @@ class MaskReader:
                 "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
             )
         classes = values == IGNORED if self.is_binary else values
-        return np.where(is_image, classes, IGNORED).astype(np.uint8)
+        return np.where(is_inside, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
         """Counts the pixels of each value in some masks, skipping masks that cannot be read."""

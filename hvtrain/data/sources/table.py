@@ -43,7 +43,7 @@ from hvtrain.system.files import is_remote
 log = logging.getLogger(__name__)
 
 # Tables that are part of scikit-learn.
-EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
+SKLEARN_TABLES = ("diabetes", "breast_cancer", "wine", "iris")
 TABLE_FILE = "table.json"
 # The report shows at most this many columns of an example.
 MAX_CELLS = 20
@@ -79,7 +79,7 @@ class Table(MemorySource):
             model=mlp
 
     Args:
-        file: A CSV or Parquet file, a folder or a list of such files, or one of EMBEDDED.
+        file: A CSV or Parquet file, a folder or a list of such files, or one of SKLEARN_TABLES.
         target: The column to predict.
         num_test, num_validation: Number of rows held out of the training table at random, with a fixed seed.
         test_file, validation_file: Tables to use instead of such rows.
@@ -117,7 +117,7 @@ class Table(MemorySource):
         origin = ", ".join(
             str(name if is_remote(name) else Path(name).absolute()) for name in files
         )
-        if file in EMBEDDED:
+        if file in SKLEARN_TABLES:
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
@@ -188,7 +188,7 @@ class Table(MemorySource):
             column.name: filled(column, cells[column.name], where, rows)
             for column in schema.columns
         }
-        warnings = _odd_columns(columns, cells, unknown_shares(schema.columns, values))
+        warnings = _column_warnings(columns, cells, unknown_shares(schema.columns, values))
         num_dropped = table.num_rows - len(rows)
         if num_dropped:
             warnings.append(f"rows left out because of gaps: {num_dropped:,}")
@@ -210,8 +210,8 @@ class Table(MemorySource):
         return elements
 
     def _read(self, file: Any, split: str) -> pa.Table:
-        if file in EMBEDDED:
-            return _embedded_table(file)
+        if file in SKLEARN_TABLES:
+            return _sklearn_table(file)
         setting = "dataset.file" if split == "train" else f"dataset.{split}_file"
         table = read_table(file, setting, **self._text_format)
         if not table.num_rows:
@@ -353,13 +353,13 @@ class Table(MemorySource):
             column.name: filled(column, cells[column.name], where) for column in schema.columns
         }
         unknown = unknown_shares(schema.columns, values)
-        for text in _odd_columns(schema.columns, cells, unknown):
+        for text in _column_warnings(schema.columns, cells, unknown):
             log.warning("%s: %s", where, text)
         raw = partial(features.raw, values)
         return NewRows(table.num_rows, raw, self._ids_in(table), unknown)
 
 
-def _odd_columns(
+def _column_warnings(
     columns: Sequence[Column], cells: Mapping[str, Cells], unknown: Mapping[str, float]
 ) -> list[str]:
     """Returns a warning for each column with cells that are not of its kind, or many new categories.
@@ -383,7 +383,7 @@ def _odd_columns(
     return odd + new
 
 
-def _embedded_table(name: str) -> pa.Table:
+def _sklearn_table(name: str) -> pa.Table:
     """Reads a table that is part of scikit-learn."""
     from sklearn import datasets
 

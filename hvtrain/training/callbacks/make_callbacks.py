@@ -94,8 +94,7 @@ def make_callbacks(
         _end_whole_epochs(callback, context)
     state = CallbackState(context, own, start)
 
-    # end_step is called first and begin_step last, so that the watchdog
-    # can tell a step from a callback.
+    # end_step is called first and begin_step last, so that the watchdog can tell a step from a callback.
     end_step = LambdaCallback(
         on_train_batch_end=lambda batch, logs: progress.end_step(position.step)
     )
