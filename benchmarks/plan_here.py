@@ -36,7 +36,7 @@ from hvtrain.config.schema import from_dict
 from hvtrain.launch.child import exit_at_signals
 from hvtrain.plan.algorithms import Link, Machine
 from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
-from hvtrain.plan.machine import Measured, corrected, fit
+from hvtrain.plan.machine import Measured, fit, with_corrections
 from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
 from hvtrain.report.ratios import ratio
 
@@ -122,7 +122,7 @@ def predict(
     best = fit(measured)
     # The latency is in the start: both were measured on so many ranks.
     link = Link(0.0, best.bytes_per_second)
-    machine = corrected(
+    machine = with_corrections(
         Machine(link, link, num_ranks, best.start_seconds), measured, RULES.algorithms
     )
     return step_cost(Work(one_rank, messages), num_ranks, machine, RULES)

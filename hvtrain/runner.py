@@ -43,8 +43,8 @@ from hvtrain.training.consistency import (
 from hvtrain.training.copies import begin_copies
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import (
-    in_words,
     make_record,
+    metrics_in_words,
     restore_best,
     send_results,
     steps_of_result,
@@ -347,9 +347,11 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     if not report.stopped_by:
         if run.topology.is_chief and run.config.run.report:
             write_report(run.folder, with_diff=not run.config.tracker)
-        tracking.finish("finished", record.metrics, results(run.folder))
+        tracking.finish("finished", record.metrics, result_files(run.folder))
         seconds = duration(record.seconds)
-        run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {plan.size} rank(s)")
+        run.state.notice.finished(
+            f"{metrics_in_words(record.metrics)}; {seconds} on {plan.size} rank(s)"
+        )
     if run.topology.is_chief:
         send_results(run)
     run.state.notice.wait()
@@ -358,7 +360,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     return record
 
 
-def results(folder: Path) -> list[Path]:
+def result_files(folder: Path) -> list[Path]:
     """Returns a finished run's files for its trackers: settings, numbers, report, and the best or else last model."""
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
     files = [

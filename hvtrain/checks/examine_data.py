@@ -349,7 +349,7 @@ def _training_rows(
     request = StreamRequest(topology, batch_size, seed, start_step=0, steps_per_epoch=1)
     batches = source.training(request)
     if source.augmentation:
-        batches = source.augmentation.of_stream(batches, request)
+        batches = source.augmentation.augment_stream(batches, request)
     rows = []
     for inputs, *others in batches.take(steps):
         # With augmentation layers, inputs are normalized in the step, not in the pipeline.

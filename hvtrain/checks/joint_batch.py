@@ -206,7 +206,7 @@ def check_joint_batch(case: Case) -> str:
     if not comparison.error < case.tolerance:
         raise CheckError(
             f"{size} ranks differ from one process on the joint batch by {comparison.error:.2g} "
-            f"(at most {case.tolerance:g}); gradients are not reduced, or wrongly"
+            f"(at most {case.tolerance:g}); gradients are not reduced, or are reduced wrongly"
         )
 
     if comparison.ranks_differ:

@@ -308,7 +308,7 @@ class Divergence:
                 run_ranks = run_facts.get("ranks", {}).get("number of ranks")
                 if run_ranks != num_ranks:
                     raise ConfigError(
-                        f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started"
+                        f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started; start as many as it had"
                     )
                 bounds = (last_equal, step)
                 self.stretches.append(choose_stretch(run.folder, saves, bounds, each_step=True))

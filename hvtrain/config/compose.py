@@ -48,7 +48,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
     check_form(settings, compose)
     check_experiment(arguments)
     run_folder = find_run_folder(arguments)
-    settings = [quoted(argument) for argument in settings]
+    settings = [quote_value(argument) for argument in settings]
     if not run_folder:
         folders = [f"file://{folder.absolute()}" for folder in config_dirs(arguments)]
         settings.insert(0, override("hydra.searchpath", folders))
@@ -67,7 +67,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
         if tree.run.name is None:
             name = choices.get("experiment") or f"{choices.get('model')}-{choices.get('dataset')}"
             tree.run.name = name.replace("/", "-")
-        values = resolved(tree)
+        values = resolve(tree)
     except Exception as error:
         raise ConfigError(explain(error, arguments, compose)) from error
 
@@ -78,7 +78,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
     return values
 
 
-def resolved(tree: Any) -> Settings:
+def resolve(tree: Any) -> Settings:
     """Returns a composed run as plain values, with all references resolved except those to ${run.dir}.
 
     They are resolved once the run folder is known; see instantiate.build.
@@ -104,11 +104,13 @@ def schema() -> Settings:
     return declared | {"model": dataclasses.asdict(ModelOptions())}
 
 
-def quoted(argument: str) -> str:
+def quote_value(argument: str) -> str:
     """Quotes the value of debug=, run.dir= or run.name= that Hydra would read as a number.
 
-    >>> quoted("debug=nan"), quoted("run.dir=2026_11_30"), quoted("run.name=1.10"), quoted("run.dir=runs/1")
-    ("debug='nan'", "run.dir='2026_11_30'", "run.name='1.10'", 'run.dir=runs/1')
+    >>> quote_value("debug=nan"), quote_value("run.dir=2026_11_30")
+    ("debug='nan'", "run.dir='2026_11_30'")
+    >>> quote_value("run.name=1.10"), quote_value("run.dir=runs/1")
+    ("run.name='1.10'", 'run.dir=runs/1')
     """
     return re.sub(r"(?i)^(\+*(?:debug|run\.\w+)=)(nan|\d[\w.+-]*)$", r"\1'\2'", argument)
 

@@ -35,7 +35,7 @@ NAMES = "names"
 # The type for the kind character of a NumPy dtype; all other kinds are "numbers".
 TYPES = dict.fromkeys("OSU", NAMES) | dict.fromkeys("iub", "whole numbers")
 
-# Of each input by name: {"type", "shape", "low", "high", "large"}, of which those after "shape" may be missing.
+# The kind of each input, by name: {"type", "shape", "low", "high", "large"}. The last three may be missing.
 Kinds = dict[str, dict[str, Any]]
 
 
@@ -131,7 +131,7 @@ def check(source_name: str, run_kinds: Kinds, new: Kinds, refuse: bool) -> None:
     texts = changes(run_kinds, new)
     if texts:
         refuse_or_warn(
-            f"{source_name} is of another kind than the run was trained on: {listed(texts, separator='; ')}",
+            f"{source_name} differs in kind from the run's training data: {listed(texts, separator='; ')}",
             "convert it",
             refuse,
         )

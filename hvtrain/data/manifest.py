@@ -223,9 +223,9 @@ def check_unchanged(
 
 
 def refuse_or_warn(
-    problem: str, advice: str, refuse: bool, kind: type[UserError] = DataError
+    problem: str, advice: str, refuse: bool, error_type: type[UserError] = DataError
 ) -> None:
-    """Raises an error of this kind or, without `refuse` (guard.data=false), only logs a warning."""
+    """Raises an error of this type or, without `refuse` (guard.data=false), only logs a warning."""
     if refuse:
-        raise kind(f"{problem}; {advice}, or go on anyway with guard.data=false")
+        raise error_type(f"{problem}; {advice}, or go on anyway with guard.data=false")
     log.warning("%s; going on because of guard.data=false", problem)

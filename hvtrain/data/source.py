@@ -165,7 +165,7 @@ class Source(ABC):
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     target_setting: str = "data set"
-    """What to change for other targets."""
+    """What a user changes to get other targets; completes the advice "choose another ..."."""
     augmentation: Any = None
     """The Augmentation of training images, if any; the runner sets it, and raw_batches with it."""
 

@@ -16,7 +16,7 @@ from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing, decode
-from hvtrain.data.pipeline.features import filled
+from hvtrain.data.pipeline.features import fill_gaps
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.data.sources.table import NewRows, Table
@@ -138,7 +138,8 @@ def input_examples(run: FinishedRun, path: Path) -> Examples:
     is_image_shape = isinstance(shape, tuple) and len(shape) in (2, 3)
     if not (is_image_shape and takes_images):
         raise ConfigError(
-            f"input={path} has images, and the model does not take images; give {ACCEPTED_INPUTS}"
+            f"input={path} has images, and the model does not take images; give a .csv or .parquet file of a table, "
+            "or a .npy file of an array"
         )
 
     return _image_examples(run, path, images, len(paths) - len(images))
@@ -169,7 +170,7 @@ def _image_examples(
     # wherever it is.
     root = path if path.is_dir() else path.parent
 
-    def preprocessed(file):
+    def read_image(file):
         """Reads and preprocesses one image on its own, since images may differ in size."""
         try:
             pixels = read(tf.io.read_file(str(file)))
@@ -186,7 +187,7 @@ def _image_examples(
     def batches():
         for batch in _batch_slices(run, len(files)):
             names = [str(file.relative_to(root)) for file in files[batch]]
-            pixels = np.stack([preprocessed(file) for file in files[batch]])
+            pixels = np.stack([read_image(file) for file in files[batch]])
             yield pixels, {"file": np.array(names, object)}
 
     return Examples(str(path), len(files), batches, note=note)
@@ -215,13 +216,13 @@ def _array_examples(run: FinishedRun, path: Path) -> Examples:
 
     def batches():
         for batch in _batch_slices(run, len(array)):
-            converted = _converted(np.asarray(array[batch]), spec.dtype, f"input={path}")
+            converted = _cast(np.asarray(array[batch]), spec.dtype, f"input={path}")
             yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
 
 
-def _converted(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
+def _cast(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
     """Converts an array to a dtype.
 
     Raises DataError if an integer dtype would change a value, such as a fraction.
@@ -247,7 +248,8 @@ def _table_examples(run: FinishedRun, path: Path) -> Examples:
         rows = _read_rows(spec, path)
     else:
         raise ConfigError(
-            f"input={path} is a table, and the model takes no columns by name; give {ACCEPTED_INPUTS}"
+            f"input={path} is a table, and the model takes no columns by name; give a folder of images or an image, "
+            "or a .npy file of an array"
         )
     note = ""
     if rows.unknown:
@@ -271,8 +273,8 @@ def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     # Keyed by the model's input names, whatever the order of the columns in the file.
     arrays = {}
     for column, tensor_spec in zip(columns, spec.values()):
-        array = np.asarray(filled(column, cells[column.name], f"input={path}"))
-        converted = _converted(array, tensor_spec.dtype, f"input={path}: column {column.name}")
+        array = np.asarray(fill_gaps(column, cells[column.name], f"input={path}"))
+        converted = _cast(array, tensor_spec.dtype, f"input={path}: column {column.name}")
         arrays[column.name] = converted.reshape(-1, *tensor_spec.shape)
 
     def raw(rows):

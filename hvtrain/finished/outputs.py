@@ -127,9 +127,9 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
 
 
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
-    """Yields the rows of predictions in the order of the examples, all on every rank (every rank).
+    """Yields the predictions of all ranks as rows, in the order of the examples (every rank).
 
-    Holds at most one batch of each rank in memory.
+    Each rank gets all rows, and holds at most one batch of each rank in memory.
     """
     comm = run.strategy.comm
     batches = examples.batches()

@@ -151,7 +151,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         for optimizer in self._optimizers():
             hook = hook_of(optimizer)
             if hook:
-                hook.weights_were_set()
+                hook.on_weights_set()
         self.broadcast_done = True
 
 

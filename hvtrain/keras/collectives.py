@@ -21,9 +21,9 @@ from hvtrain.keras import gradients
 from hvtrain.keras.in_graph import positional_name, tf_variable
 from hvtrain.keras.same_gradients import (
     compare_structure,
+    end_broadcast_watches,
     first_difference,
     ranks_of,
-    weights_made_equal,
 )
 from hvtrain.keras.table_rows import distribute_whole
 
@@ -206,7 +206,7 @@ def broadcast_variables(
         ValueError: if there are no variables, as in a model that is not built.
     """
     variables = list(variables)
-    weights_made_equal()
+    end_broadcast_watches()
     tensors = [tf_variable(variable) for variable in variables if not _differs_by_rank(variable)]
     # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
     with tf.init_scope():
@@ -303,7 +303,7 @@ def broadcast_model(model: keras.Model) -> None:
         broadcast_variables(optimizer.variables, 0)
         variables += optimizer.variables
         if hasattr(optimizer, "_hvtrain"):
-            optimizer._hvtrain.weights_were_set()
+            optimizer._hvtrain.on_weights_set()
     distribute_whole(variables)
 
 

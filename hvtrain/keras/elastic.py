@@ -117,7 +117,7 @@ class KerasState(ObjectState):
                 broadcast_variables(variables, root_rank=0)
             hook = hook_of(self.optimizer)
             if hook:
-                hook.weights_were_set()
+                hook.on_weights_set()
             attributes = hvd.broadcast_object(
                 self._attributes(), root_rank=0, name="hvtrain.elastic"
             )
@@ -161,7 +161,7 @@ class KerasState(ObjectState):
 TensorFlowKerasState = KerasState  # The name in horovod.tensorflow.elastic.
 
 
-class Resets(State):
+class RestartingState(State):
     """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 
     All ranks, including new ones, start at the beginning of the function, so that none waits in a

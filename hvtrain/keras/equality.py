@@ -19,7 +19,7 @@ from hvtrain.keras.collectives import assign_mean
 from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizers import slot_prefix
-from hvtrain.keras.same_gradients import weights_made_equal
+from hvtrain.keras.same_gradients import end_broadcast_watches
 
 MAX_NAMED_RANKS = 4
 
@@ -85,7 +85,7 @@ class WeightCheck:
             different = self._find_different(variables)
             if different:
                 raise RankError(_describe(variables, different, when))
-        weights_made_equal()
+        end_broadcast_watches()
 
     def average_untrained(self) -> None:
         """Sets weights that no gradient trains, and accumulated gradients, to their mean over the ranks (every rank).

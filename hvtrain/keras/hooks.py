@@ -24,7 +24,7 @@ from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, variable_id
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.table_rows import with_nan
-from hvtrain.keras.table_steps import RecordsVariables, prepare_tables
+from hvtrain.keras.table_steps import VariableRecorder, prepare_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Hook:
     # True for LocalSGD and DiLoCo, which exchange weights.
     averages_weights: bool = False
 
-    def weights_were_set(self) -> None:
+    def on_weights_set(self) -> None:
         """Called after a broadcast of the weights."""
 
     def have_diverged(self, step: int) -> bool:
@@ -210,7 +210,7 @@ class Distributed:
         return super().apply(grads, variables)  # type: ignore[misc]
 
 
-class DistributedAccumulation(Distributed, RecordsVariables):
+class DistributedAccumulation(Distributed, VariableRecorder):
     """Reduces accumulated gradients just before clipping, once for each step that changes weights."""
 
     def _reduce(self, grads, variables):

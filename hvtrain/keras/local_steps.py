@@ -107,7 +107,7 @@ def synchronize(optimizer: Any) -> bool:
         return False
     local.synchronize(optimizer)
     # The next step sets the anchors, because other weights may be loaded before it.
-    local.weights_were_set()
+    local.on_weights_set()
     local.synchronized_step = step
     return True
 
@@ -175,7 +175,7 @@ class LocalHook(Hook):
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
-    def weights_were_set(self) -> None:
+    def on_weights_set(self) -> None:
         # A rank that joins an elastic job does not know when the others synchronized.
         self.synchronized_step = 0
         # A model without an Input is broadcast only after its first step, which has already set anchors.

@@ -343,7 +343,7 @@ def load_model(
     """
     if legacy_opts:
         raise ValueError(
-            "legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have"
+            "legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have; leave it out"
         )
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     for name, factory in (custom_objects or {}).items():

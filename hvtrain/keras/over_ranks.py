@@ -64,23 +64,23 @@ def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor
     return tf.math.divide_no_nan(tf.reduce_sum(values * weights), mean_weight)
 
 
-def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
+def mean_over_ranks(scalar: tf.Tensor) -> tf.Tensor:
     """Returns the mean of a scalar over all ranks, as float32 (every rank).
 
     Raises:
         ValueError: inside a function that XLA compiles.
     """
-    number = tf.cast(number, tf.float32)
+    scalar = tf.cast(scalar, tf.float32)
     if hvd.size() == 1:
-        return number
+        return scalar
     refuse_xla(
         "the exchange of the number by which this loss divides (a loss with reduction sum_over_batch_size and without "
         "a mask or an ignored label needs none)"
     )
     name = positional_name("joint_denominator")
     # A constant if all weights are 1 and the batch's size is known while the step is traced.
-    numbers = in_every_step(number[None])
-    return hvd.allreduce(numbers, op=hvd.Average, name=name, ignore_name_scope=True)[0]
+    vector = in_every_step(scalar[None])
+    return hvd.allreduce(vector, op=hvd.Average, name=name, ignore_name_scope=True)[0]
 
 
 def joint_batch(rows: Any) -> Any:

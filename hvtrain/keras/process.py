@@ -78,11 +78,14 @@ def init(*args: Any, **kwargs: Any) -> None:
     if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not can_be_alone:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-        reason = f" with {settings}" if settings else ""
+        reason = ""
+        advice = "start with horovodrun"
+        if settings:
+            reason = f" with {settings}"
+            advice = f"unset these variables, or {advice}"
         hvd.shutdown()
         raise RankError(
-            f"the launcher started {expected_size} ranks but this one finds itself alone{reason}; "
-            "unset those variables, or start with horovodrun"
+            f"the launcher started {expected_size} ranks but this one finds itself alone{reason}; {advice}"
         )
 
 

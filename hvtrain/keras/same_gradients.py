@@ -150,8 +150,8 @@ def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
     atexit.register(at_exit)
 
 
-def weights_made_equal() -> None:
-    """Ends all watches, because a broadcast or a comparison of weights was made."""
+def end_broadcast_watches() -> None:
+    """Ends all watches for a broadcast; called after a broadcast or a comparison of weights."""
     while _watches:
         _watches.pop().set()
 

@@ -36,7 +36,7 @@ def prepare_tables(optimizer: Any, variables: Sequence[Any]) -> None:
     if hook.reducer.gathers_weights:
         problem = "shard=True would shard it again; leave it out"
     if hook.averages_weights:
-        problem = "LocalSGD and DiLoCo average weights, but each rank has other rows; use DistributedOptimizer"
+        problem = "LocalSGD and DiLoCo average weights, but each rank has different rows; use DistributedOptimizer"
     if hook.reducer.process_set.process_set_id:
         problem = "the table spans all ranks, but the optimizer only some; leave process_set out"
     if problem:
@@ -47,7 +47,7 @@ def prepare_tables(optimizer: Any, variables: Sequence[Any]) -> None:
             slot.rank_part = table.rank_part
 
 
-class RecordsVariables:
+class VariableRecorder:
     """Mixin before an optimizer's class: keeps the variables whose gradients it is about to clip."""
 
     _hvtrain_stepped: Sequence[Any] = ()
@@ -60,7 +60,7 @@ class RecordsVariables:
         return stepped
 
 
-class ClipsTables(RecordsVariables):
+class TableClipping(VariableRecorder):
     """Mixin before an optimizer that clips by norm: tables count with the rows of all ranks."""
 
     clipnorm: float | None
@@ -98,5 +98,5 @@ class ClipsTables(RecordsVariables):
 def clip_tables(optimizer: Any) -> None:
     """Makes an optimizer that clips by norm, in place, use the norms of whole sharded tables."""
     clips = optimizer.clipnorm or optimizer.global_clipnorm
-    if clips and not isinstance(optimizer, ClipsTables):
-        optimizer.__class__ = subclass_under_its_name(type(optimizer), ClipsTables)
+    if clips and not isinstance(optimizer, TableClipping):
+        optimizer.__class__ = subclass_under_its_name(type(optimizer), TableClipping)

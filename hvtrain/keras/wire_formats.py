@@ -130,7 +130,7 @@ class ByteFormat(WireFormat):
         """
         num_pieces = (blocks.shape[0] or 0) // PIECE_BLOCKS
         pieces = [blocks]
-        # Eagerly, tf.split takes no -1 alone.
+        # In eager mode, tf.split refuses -1 as the only size.
         if num_pieces > 1:
             pieces = tf.split(blocks, [PIECE_BLOCKS] * (num_pieces - 1) + [-1])
         results = [

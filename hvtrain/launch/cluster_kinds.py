@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hvtrain.config.compose import quoted
+from hvtrain.config.compose import quote_value
 from hvtrain.config.validate import setting
 from hvtrain.core.commands import first_word
 from hvtrain.errors import RESTART_HELPS, ConfigError
@@ -132,7 +132,7 @@ def _run_folder(command: Sequence[str]) -> str | None:
         match = re.fullmatch(r"\+{0,2}run\.dir=(.+)", argument)
         if match:
             try:
-                value = OverridesParser.create().parse_override(quoted(argument)).value()
+                value = OverridesParser.create().parse_override(quote_value(argument)).value()
             except HydraException:
                 return match[1]  # The run will refuse it.
             return None if value is None else str(value)

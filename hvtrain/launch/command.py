@@ -82,7 +82,7 @@ def main() -> int:
             roles.rank_of(options.job_name, options.task_index),
             options.coordinator,
             run.command,
-            environment.requested(os.environ, options.env),
+            environment.parse_env_options(os.environ, options.env),
             options.start_timeout or by_hand.START_SECONDS,
             options.network_interfaces,
         )
@@ -206,7 +206,7 @@ def _job(
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
     # A cluster's file runs elsewhere, in its own environment, and gets only the variables of --env.
-    variables = environment.requested if cluster else environment.for_ranks
+    variables = environment.parse_env_options if cluster else environment.for_ranks
     return Job(
         command=command,
         num_ranks=num_ranks,
@@ -253,7 +253,7 @@ def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     if options.logs:
         logs = Path(options.logs)
     else:
-        refuse_link(logs, ConfigError, "give a place with --logs")
+        refuse_link(logs, ConfigError, "choose another folder with --logs")
     try:
         return restart.run(job, logs, local, options.max_restarts, options.min_np, is_new_run)
     finally:

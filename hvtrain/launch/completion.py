@@ -35,7 +35,7 @@ def main() -> int:
 
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
-    known = declared(RunConfig) | declared(ModelOptions, "model.")
+    known = setting_values(RunConfig) | setting_values(ModelOptions, "model.")
     # These belong to all runs, even if a choice's file lists one too.
     shared = [*known]
     owners = defaultdict(list)
@@ -51,7 +51,7 @@ def script() -> str:
                     owners[name].append(f"{group}={path.stem}")
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
-        known |= declared(kind, "cluster.")
+        known |= setting_values(kind, "cluster.")
     for group in (*ALL_GROUPS, "sweep"):
         known[group] = [path.stem for path in choice_files(group)]
 
@@ -72,7 +72,7 @@ def script() -> str:
     return text
 
 
-def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
+def setting_values(schema: type, prefix: str = "") -> dict[str, list[str]]:
     """Returns the settings of a dataclass and its sections by dotted name, each with its allowed values, if limited."""
     return {
         name: SWITCH if hint is bool else list(item.metadata["choices"])

@@ -41,14 +41,14 @@ def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]
 
     if NOTIFY in environ:
         options = [NOTIFY, *options]
-    extra = requested(environ, options)
+    extra = parse_env_options(environ, options)
     variables.update(extra)
     # horovodrun cannot otherwise tell them from the launcher's own variables.
     variables[EXTRA_NAMES] = ",".join(extra)
     return variables
 
 
-def requested(environ: Variables, options: Iterable[str]) -> dict[str, str]:
+def parse_env_options(environ: Variables, options: Iterable[str]) -> dict[str, str]:
     """Returns the variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other form."""
     variables = {}
     for option in options:

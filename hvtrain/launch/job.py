@@ -25,7 +25,7 @@ SECONDS_TO_BEGIN = 300.0
 
 # With these options, Open MPI notices a lost host or a cut network after 40 to 45 s: later than the
 # watchdog, whose message is better. By default, mpirun waits a quarter of an hour for such a host.
-MPI_NOTICES_CUTS = shlex.split(
+MPI_KEEPALIVE_OPTIONS = shlex.split(
     "-mca oob_tcp_keepalive_time 5 -mca oob_tcp_keepalive_intvl 1 -mca oob_tcp_keepalive_probes 40"
 )
 
@@ -288,7 +288,7 @@ def start_options(networks: str, ssh: Ssh) -> list[str]:
         *("--prefix", sys.prefix),
         *("-mca", "oob_tcp_if_include", networks),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
-        *MPI_NOTICES_CUTS,
+        *MPI_KEEPALIVE_OPTIONS,
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from hvtrain.system import host_facts
 
 MARK = "HVTRAIN_LAUNCH"
-SECONDS_TO_GO = 3.0
+GRACE_SECONDS = 3.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
@@ -43,7 +43,7 @@ def describe_host(address: str) -> dict[str, Any]:
     }
 
 
-def signal_ranks(mark: str | None, number: int = signal.SIGUSR1) -> int:
+def signal_ranks(mark: str | None, signal_number: int = signal.SIGUSR1) -> int:
     """Sends a signal to the launch's ranks on this host, or with mark=None to those of all launches.
 
     Returns their number.
@@ -53,7 +53,7 @@ def signal_ranks(mark: str | None, number: int = signal.SIGUSR1) -> int:
     ranks = [process for process, parent in parents.items() if parent not in parents]
     for process in ranks:
         with suppress(ProcessLookupError):
-            os.kill(process, number)
+            os.kill(process, signal_number)
     return len(ranks)
 
 
@@ -78,7 +78,7 @@ def clean_up(mark: str, job: int | None = None) -> int:
         mark: the launch's folder.
         job: the number of mpirun's own job, if mpirun is running.
     """
-    deadline = time.monotonic() + SECONDS_TO_GO
+    deadline = time.monotonic() + GRACE_SECONDS
     while left := _remaining(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
         # gone, so they are killed only if they are still there after the deadline.

@@ -70,7 +70,7 @@ LAUNCHER = Line(None, "", "", "")
 
 
 class MarkedStream:
-    """Splits a stream into lines, yielded as they grow: with all text so far, the last time with the line break.
+    """Splits a stream into lines, and yields a line each time that it grows, with all of its text so far.
 
     The state is the writer of the text that follows. At the start that is the launcher.
 
@@ -163,7 +163,7 @@ class RankOutput:
                 self.path(rank).write_text("", "utf-8")
         except OSError as error:
             raise ConfigError(
-                f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
+                f"the ranks' logs cannot be written to {folder}: {error.strerror}; choose another folder with --logs"
             ) from error
 
     def path(self, rank: int) -> Path:
@@ -312,13 +312,13 @@ class PlainStream:
         """Returns the text that was held back, at the end of the stream."""
         shown = "".join(self._show(line) for line in self._marked.end())
         for line in self._marked.unfinished.values():
-            shown += self._placed(line, line.text[self._shown.get(line.source, 0) :])
+            shown += self._place(line, line.text[self._shown.get(line.source, 0) :])
         return shown
 
     def _show(self, line: Line) -> str:
         begin = self._shown.pop(line.source, 0)
         if line.is_whole:
-            return self._placed(line, self.read(line)[begin:])
+            return self._place(line, self.read(line)[begin:])
 
         # Text that may be hidden once its line is whole is held back,
         # and so are other ranks' lines.
@@ -329,9 +329,9 @@ class PlainStream:
             end = hidden.start() if hidden else len(line.text)
         # Later pieces of the line show only the text that is not on the console yet.
         self._shown[line.source] = end
-        return self._placed(line, line.text[begin:end])
+        return self._place(line, line.text[begin:end])
 
-    def _placed(self, line: Line, text: str) -> str:
+    def _place(self, line: Line, text: str) -> str:
         """Returns the text of a line, after a line break if another source's line on the console is unfinished.
 
         Lines of ranks other than 0 get their mark; with keeps_marks, those of rank 0 do too.

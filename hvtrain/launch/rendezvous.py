@@ -306,7 +306,7 @@ def claim(
                 ) from error
         except (http.client.HTTPException, ValueError) as error:
             raise ConfigError(
-                f"what answers at {address} is not this run's {names[0]}; give the port of its --coordinator"
+                f"the server at {address} is not this run's {names[0]}; give the port of its --coordinator"
             ) from error
         else:
             if response.status == _OK:

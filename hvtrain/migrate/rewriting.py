@@ -18,7 +18,7 @@ from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, FilePaths
 from hvtrain.migrate.names import rename, with_import, without_unused
 from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used, parse
-from hvtrain.migrate.undecided import undecided
+from hvtrain.migrate.undecided import find_undecided
 
 _HOROVOD = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
 # Signs of a script in graph mode, which must keep the low-level horovod.tensorflow.
@@ -104,7 +104,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     paths = FilePaths()
     tree.visit(paths)
     new = tree.visit(FileNames(paths)).code
-    return Rewritten(text, new, undecided(new, uses_horovod, is_graph))
+    return Rewritten(text, new, find_undecided(new, uses_horovod, is_graph))
 
 
 class Pinning(Pass):

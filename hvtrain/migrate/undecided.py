@@ -49,7 +49,7 @@ _SETS_LR = re.compile(r"(\{|dict\().*\blr['\"]?\s*[:=]", re.DOTALL)
 _WEIGHT_NAMES = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
 
 
-def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
+def find_undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
     """Finds the lines of a migrated script that a person must decide.
 
     Args:
@@ -242,7 +242,7 @@ class _Undecided(FilePaths):
                 self.report(node, _TRAINS_ALONE)
 
         if method == "save_weights" or code_of(node.func) == "model.save":
-            self._report_write_by_all(node, "put it under if hvd.rank() == 0")
+            self._report_write_by_all(node, "put this call under if hvd.rank() == 0")
 
     def _check_compile(self, node: Call, model: cst.BaseExpression) -> None:
         if any(arg.star == "**" for arg in node.args):

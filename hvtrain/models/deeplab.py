@@ -82,7 +82,7 @@ def deeplabv3plus(
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, backbone, **options)
     # Rebuilds the backbone with its strides limited.
-    trunk = clone(trunk, image, dilated(trunk, output_stride))
+    trunk = clone(trunk, image, dilation_changes(trunk, output_stride))
     low, high = (trunk.get_layer(name).output for name in FEATURE_LAYERS[backbone])
 
     if atrous_rates is None:
@@ -107,7 +107,7 @@ def deeplabv3plus(
     return model
 
 
-def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
+def dilation_changes(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     """Returns changes of layer settings, by layer name, that keep all features as fine as output_stride.
 
     A layer after removed strides has to skip as many positions as they did (algorithme à trous).
@@ -153,7 +153,7 @@ def _pyramid(features, filters: int, rates: Sequence[int]):
 
 def _pointwise(x, filters: int, name: str):
     x = layers.Conv2D(filters, 1, use_bias=False, kernel_initializer="he_normal", name=name)(x)
-    return _normalized(x, name)
+    return _normalize(x, name)
 
 
 def _separable(x, filters: int, rate: int, name: str):
@@ -162,10 +162,10 @@ def _separable(x, filters: int, rate: int, name: str):
     x = layers.DepthwiseConv2D(
         3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise
     )(x)
-    return _pointwise(_normalized(x, depthwise), filters, name)
+    return _pointwise(_normalize(x, depthwise), filters, name)
 
 
-def _normalized(x, name: str):
+def _normalize(x, name: str):
     x = layers.BatchNormalization(epsilon=1e-5, name=f"{name}_norm")(x)
     return layers.ReLU(name=f"{name}_relu")(x)
 

@@ -274,7 +274,7 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     - convolutions have no biases, since batch normalization follows them;
     - the last batch normalization of a block begins with a gamma of 0, so that the block begins as
       its shortcut, which eases the first steps with a large global batch;
-    - moving statistics keep 0.9 of themselves in a step, not 0.99;
+    - batch normalization has a momentum of 0.9, not 0.99;
     - convolutions begin with he_normal, and the logits with a standard deviation of 0.01.
 
     Args:

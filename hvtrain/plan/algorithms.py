@@ -67,7 +67,7 @@ class Machine:
         ranks_per_host: Ranks on each host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, the time until all ranks
             have agreed on it.
-        exchanges: What this machine is for exchanges other than of float32, by kind: "gather" for
+        exchanges: The machines that model exchanges other than float32 all-reduces, by kind: "gather" for
             all-gathers (Gloo's are slower between hosts), "bytes" for two ranks that swap bytes, "half" for
             half precision (whose sums are slow on CPUs). A kind that is missing takes as long as float32.
     """

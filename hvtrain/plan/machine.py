@@ -100,7 +100,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     return Fit(start, latency if has_latency else None, 1 / inverse_bandwidth, error)
 
 
-def corrected(
+def with_corrections(
     machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]
 ) -> Machine:
     """Returns the machine with corrections, so that all-reduces of the measured sizes take the measured times.
@@ -109,7 +109,7 @@ def corrected(
     the geometric mean of their corrections.
 
     >>> measured = [Measured(2, 1000, 2e-6), Measured(2, 10**6, 1.5e-3)]
-    >>> real = corrected(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
+    >>> real = with_corrections(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
     >>> real.inside.corrections
     ((1000, 2.0), (1000000, 1.5))
     """
@@ -162,12 +162,12 @@ def machine_of(
     # After all fits, because corrections are relative to the fitted machine.
     slowest = machine.slowest(options.np)
     exchanges = {
-        kind: corrected(machine, links[slowest], algorithms)
+        kind: with_corrections(machine, links[slowest], algorithms)
         for kind, links in groups.items()
         if slowest in links
     }
     for group in sums.values():
-        machine = corrected(machine, group, algorithms)
+        machine = with_corrections(machine, group, algorithms)
     machine = replace(machine, exchanges=exchanges)
     # Links that the ranks do not use get no line.
     used = [slowest]

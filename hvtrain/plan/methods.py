@@ -192,7 +192,7 @@ def method_cost(
         # Two ranks swap their bytes in pieces; see ByteFormat.
         swaps = num_ranks == 2 and kind == "gather"
         machine = machine.exchanges.get("bytes" if swaps else kind, machine)
-        compressed = _compressed(work, compression, every, swaps)
+        compressed = _compressed_work(work, compression, every, swaps)
 
     # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
     # pass, so little of its messages is hidden.
@@ -225,8 +225,8 @@ def method_cost(
     )
 
 
-def _compressed(work: Work, compression: CompressionCost, every: int, swaps: bool) -> Work:
-    """Returns a rank's step with compression in every `every`-th one, as the mean over these steps.
+def _compressed_work(work: Work, compression: CompressionCost, every: int, swaps: bool) -> Work:
+    """Returns a rank's mean step if one step in `every` compresses its messages.
 
     Args:
         work: The step without compression.

@@ -155,8 +155,8 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         # Computation is slowed down only while data moves, not during the latency.
         latency_seconds, _ = allreduce_seconds(0, num_ranks, machine, (algorithm,))
         transfer_seconds = max(0.0, seconds - latency_seconds)
-        ready = [_delayed(moment, begin, transfer_seconds, rules.interference) for moment in ready]
-        computed_at = _delayed(computed_at, begin, transfer_seconds, rules.interference)
+        ready = [_delay(moment, begin, transfer_seconds, rules.interference) for moment in ready]
+        computed_at = _delay(computed_at, begin, transfer_seconds, rules.interference)
         buffers.append((num_bytes, algorithm))
         communication_seconds += seconds
         reduced_at = begin + seconds
@@ -191,10 +191,10 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
     ]
 
 
-def _delayed(moment: float, begin: float, seconds: float, interference: float) -> float:
+def _delay(moment: float, begin: float, seconds: float, interference: float) -> float:
     """Returns when work due at `moment` ends if computation is slower for `seconds` from `begin`.
 
-    >>> _delayed(1.0, 2.0, 1.0, 0.2), _delayed(10.0, 2.0, 1.0, 0.2), round(_delayed(2.4, 2.0, 1.0, 0.2), 6)
+    >>> _delay(1.0, 2.0, 1.0, 0.2), _delay(10.0, 2.0, 1.0, 0.2), round(_delay(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
     """
     if moment <= begin:
@@ -207,19 +207,19 @@ def _delayed(moment: float, begin: float, seconds: float, interference: float) -
 
 
 @cache
-def expected_maximum(number: int) -> float:
-    """Returns the expected maximum of `number` independent standard normal numbers.
+def expected_maximum(count: int) -> float:
+    """Returns the expected maximum of `count` independent standard normal numbers.
 
     Integrates the maximum's distribution function by the midpoint rule. The result grows like
     sqrt(2 ln n) (David and Nagaraja 2003, "Order Statistics", chapter 3).
 
-    >>> [round(expected_maximum(number), 4) for number in (1, 2, 10, 100)]  # 2: 1 / sqrt(pi)
+    >>> [round(expected_maximum(count), 4) for count in (1, 2, 10, 100)]  # 2: 1 / sqrt(pi)
     [0.0, 0.5642, 1.5388, 2.5076]
     """
     end = 8.0  # Values beyond 8 standard deviations are negligible.
     steps = 800
     width = 2 * end / steps
-    below = [NormalDist().cdf(-end + width * (index + 0.5)) ** number for index in range(steps)]
+    below = [NormalDist().cdf(-end + width * (index + 0.5)) ** count for index in range(steps)]
     return end - width * sum(below)
 
 

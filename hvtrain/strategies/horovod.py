@@ -16,7 +16,7 @@ from hvtrain.config.validate import check_choice, check_least, check_whole
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.elastic import Resets
+from hvtrain.keras.elastic import RestartingState
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses
 from hvtrain.keras.process import CYCLE_TIME, is_lost_rank_error, keep_mpi_initialized
@@ -233,13 +233,13 @@ class HorovodStrategy(Strategy):
         return text
 
 
-class ElasticMembership(Resets, Membership):
+class ElasticMembership(RestartingState, Membership):
     """Restarts attempts through Horovod's elastic interface when ranks leave or join.
 
     A restart may hang, so the old watchdog keeps running until start_watchdog replaces it.
     """
 
-    check = Resets.check_host_updates
+    check = RestartingState.check_host_updates
 
 
 class ElasticStrategy(HorovodStrategy):

@@ -167,7 +167,7 @@ def make_steps(
         marks: counts and times the steps.
         train_step: used instead of the model's own train_step.
     """
-    train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
+    train_step = train_step or (_xla_train_step(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
@@ -190,10 +190,10 @@ def make_steps(
 
     # AutoGraph would only cost time: the loop, the only control flow on tensors, is tf.while_loop.
     @tf.function(autograph=False)
-    def loop_of_steps(iterator, number):
+    def loop_of_steps(iterator, num_steps):
         # One iteration at a time, since a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
-            lambda done, _: done < number,
+            lambda done, _: done < num_steps,
             lambda done, previous: (done + 1, step(iterator, previous)),
             (tf.constant(0), blank),
             (tf.TensorShape([]), spec),
@@ -205,7 +205,7 @@ def make_steps(
     # Concrete functions, because a tf.function spends 0.3 ms per call on finding its trace.
     if marks.host_only:
         traced_loop = loop_of_steps.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
-        return lambda number: traced_loop(batches, tf.constant(number))
+        return lambda num_steps: traced_loop(batches, tf.constant(num_steps))
 
     # With GPUs each step is a call of its own. A loop in the graph starts an iteration only
     # after everything in the previous one is done, and so waits for the GPU; a call returns while
@@ -213,9 +213,9 @@ def make_steps(
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
-    def separate_steps(number):
+    def separate_steps(num_steps):
         result = blank
-        for _ in range(number):
+        for _ in range(num_steps):
             result = call(batches, result)
         ended(result)
         return result
@@ -223,7 +223,7 @@ def make_steps(
     return separate_steps
 
 
-def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
+def _xla_train_step(model: keras.Model) -> Callable[[Any], Any]:
     """Returns a train step whose forward and backward pass XLA compiles together.
 
     The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590). While the

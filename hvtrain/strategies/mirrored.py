@@ -34,7 +34,7 @@ from hvtrain.strategies.replica_step import (
 from hvtrain.system import host_facts
 from hvtrain.system.resources import physical_gpus
 from hvtrain.system.text import counted
-from hvtrain.watchdog.starting import LOOPBACK, agree
+from hvtrain.watchdog.starting import LOOPBACK, agree_on_address
 
 
 class MirroredStrategy(ReplicaStrategy):
@@ -270,7 +270,7 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     Raises:
         RankError: the ranks do not reach rank 0.
     """
-    chief_address, listener = agree(rank, exchange)
+    chief_address, listener = agree_on_address(rank, exchange)
     if listener:
         listener.close()  # Only the address was needed, not the port.
     if chief_address is None:

@@ -71,7 +71,7 @@ class ParameterServerStrategy(Strategy):
         self.marks.host_only = True
         return self.topology
 
-    def check_workers(self, number: int) -> None:
+    def check_workers(self, num_workers: int) -> None:
         """Raises ConfigError if the settings do not fit this number of workers (every process)."""
 
     def hosts(self) -> list[str]:
@@ -130,8 +130,8 @@ class ParameterServerStrategy(Strategy):
         self._latest: Any = [0.0] * len(self._names)
         return self.do_steps
 
-    def do_steps(self, number: int) -> dict[str, Any]:
-        """Takes a number of steps, and returns the last one's logs.
+    def do_steps(self, num_steps: int) -> dict[str, Any]:
+        """Takes this many steps, and returns the last one's logs.
 
         If callbacks may look at the model after the last step, it is first brought up to date with
         the servers, and no worker changes it while they run. Otherwise the workers continue
@@ -141,7 +141,7 @@ class ParameterServerStrategy(Strategy):
             # Callbacks may have changed the model, such as its learning rate.
             self.state.push()
             self._is_settled = False
-        for _ in range(number):
+        for _ in range(num_steps):
             self.do_step(self._read())
             self.step += 1
         if self._is_due(self.step):
@@ -271,17 +271,17 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             differences.append(f"dropped {self.num_dropped:,} stale gradients")
         return differences
 
-    def check_workers(self, number: int) -> None:
+    def check_workers(self, num_workers: int) -> None:
         needed = self._replicas_to_aggregate
-        if needed is not None and (type(needed) is not int or not 1 <= needed <= number):
+        if needed is not None and (type(needed) is not int or not 1 <= needed <= num_workers):
             raise ConfigError(
-                f"strategy.replicas_to_aggregate={needed} is not a whole number from 1 to the "
-                f"{counted(number, 'worker')} of this run, nor null"
+                f"strategy.replicas_to_aggregate={needed} does not fit the {counted(num_workers, 'worker')} of this "
+                f"run; choose a whole number from 1 to {num_workers}, or null for all"
             )
-        self.num_replicas = number
+        self.num_replicas = num_workers
         # Number of gradients that a step waits for.
-        self.num_needed = needed or number
-        self.mode = f"synchronous ({self.num_needed} of {number} gradients a step)"
+        self.num_needed = needed or num_workers
+        self.mode = f"synchronous ({self.num_needed} of {num_workers} gradients a step)"
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0
@@ -374,13 +374,13 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         refuse_joint_batch(loss, self.name)
         return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
-    def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
+    def _refuse_denominator(self, denominator: tf.Tensor) -> tf.Tensor:
         """Stands in for the mean of the workers' denominators.
 
         Workers have no collective, so it raises ConfigError if there are several.
         """
         if self.num_replicas == 1:
-            return number
+            return denominator
         raise ConfigError(
             f"strategy={self.name} averages the workers' gradients, and this loss divides by what "
             "a batch holds (a mask, ignored labels, or weights), which would make the mean wrong; "

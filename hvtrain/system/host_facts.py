@@ -137,7 +137,7 @@ def code_files(package: str) -> dict[str, str]:
 
 
 def code_facts() -> dict[str, Any]:
-    """Returns hvtrain's folder, its commit_of, and a checksum of each Python file and config."""
+    """Returns hvtrain's folder, its commit (see commit_of), and a checksum of each Python file and config."""
     origin = origin_of("hvtrain")
     if origin is None:
         return {"folder": None, "commit": "", "files": {}}

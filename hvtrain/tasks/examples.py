@@ -70,16 +70,16 @@ def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
     return row, problem(row)
 
 
-def out_of_range(targets: np.ndarray, number: int, ignored: int | None = None) -> Fault:
-    """Finds the first example with a target outside 0 ... number - 1, other than `ignored`.
+def out_of_range(targets: np.ndarray, limit: int, ignored: int | None = None) -> Fault:
+    """Finds the first example with a target outside 0 ... limit - 1, other than `ignored`.
 
     >>> out_of_range(np.array([[0, 2], [255, 3]]), 3, ignored=255)
     (1, 'has the target 3, outside 0 ... 2')
     """
-    is_wrong = ((targets < 0) | (targets >= number)) & (targets != ignored)
+    is_wrong = ((targets < 0) | (targets >= limit)) & (targets != ignored)
 
     def problem(row):
-        return f"has the target {targets[row][is_wrong[row]][0]}, outside 0 ... {number - 1}"
+        return f"has the target {targets[row][is_wrong[row]][0]}, outside 0 ... {limit - 1}"
 
     return first_fault(is_wrong, problem)
 
@@ -180,7 +180,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
     try:
-        checked = fresh(metric, name="checked")
+        checked = copy_metric(metric, name="checked")
         # Some metrics, such as F1Score, create their variables here.
         # Keras passes sample_weight to all.
         checked.update_state(targets, outputs, sample_weight=None)
@@ -220,7 +220,7 @@ def _check_k(metric: Metric, name: str, num_outputs: int) -> None:
         )
 
 
-def of_logits(metric: Metric, setting: str) -> Metric:
+def logits_metric(metric: Metric, setting: str) -> Metric:
     """Returns a Keras metric that takes logits, if this one would take them for probabilities.
 
     Thresholds of one half become 0, the logit for that probability. Metrics that are not Keras's own
@@ -239,7 +239,7 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     if "from_logits" in config:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
-        return fresh(metric, from_logits=True)
+        return copy_metric(metric, from_logits=True)
     # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1, and
     # those of the modules with the targets.
     kind = type(metric)
@@ -263,20 +263,20 @@ def of_logits(metric: Metric, setting: str) -> Metric:
             )
         # F1Score and FBetaScore refuse a threshold of 0.
         changes[name] = 1e-30 if isinstance(metric, FBetaScore) else 0.0
-    return fresh(metric, **changes) if changes else metric
+    return copy_metric(metric, **changes) if changes else metric
 
 
-def fresh(metric: Metric, **changes: Any) -> Metric:
+def copy_metric(metric: Metric, **changes: Any) -> Metric:
     """Copies a metric with changes of its arguments, such as another name, and without its state."""
     return type(metric).from_config({**metric.get_config(), **changes})
 
 
-def fresh_all(metrics: Mapping[str, Any]) -> Any:
+def copy_metrics(metrics: Mapping[str, Any]) -> Any:
     """Copies all metrics without their state, in the structure that model.compile takes."""
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
         # Keras takes a list of metrics for each output.
-        return {output: fresh_all(inner) for output, inner in metrics.items()}
-    return [fresh(metric, name=name) for name, metric in metrics.items()]
+        return {output: copy_metrics(inner) for output, inner in metrics.items()}
+    return [copy_metric(metric, name=name) for name, metric in metrics.items()]
 
 
 def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
@@ -291,14 +291,14 @@ class ReviewedExamples(NamedTuple):
     """Some examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
-    examples. `number` is how many these are, and `total` how many the whole split has, of which every
-    `step`-th one is taken.
+    examples. `num_examples` is how many these are, and `total` how many the whole split has, of which
+    every `step`-th one is taken.
     """
 
     inputs: Any
     targets: Any
     outputs: Any
-    number: int
+    num_examples: int
     split: str
     total: int
     step: int = 1
@@ -312,10 +312,10 @@ class ReviewedExamples(NamedTuple):
         >>> ReviewedExamples(None, None, None, 2000, "test", 10_000, step=5).description
         '2,000 of 10,000 test examples'
         """
-        if self.number == self.total:
+        if self.num_examples == self.total:
             return f"all {self.total:,} {self.split} examples"
         first = "the first " if self.step == 1 else ""
-        return f"{first}{self.number:,} of {self.total:,} {self.split} examples"
+        return f"{first}{self.num_examples:,} of {self.total:,} {self.split} examples"
 
     @property
     def has_images(self) -> bool:

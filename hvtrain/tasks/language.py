@@ -42,7 +42,7 @@ class Language(ClassTask):
 
     name = "language"
     target = "a row of tokens as whole numbers"
-    output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
+    output = "logits of the token at each position; keras.ops.softmax makes them probabilities"
     best = "perplexity"
     target_rank = 1
     num_classes_fact = "vocabulary_size"
@@ -150,7 +150,7 @@ def _is_causal(inputs: np.ndarray, targets: np.ndarray) -> bool:
 def continuation(
     model: Model,
     prompt: Sequence[int],
-    number: int,
+    max_tokens: int,
     length: int,
     temperature: float = 0.7,
     seed: int = 0,
@@ -162,7 +162,7 @@ def continuation(
         model: Maps tokens [batch, length] to logits [batch, length, vocabulary], where the logits at a
             position do not depend on later tokens.
         prompt: Tokens to continue, at least one.
-        number: The maximum number of tokens to generate.
+        max_tokens: The maximum number of tokens to generate.
         length: The model's context: how many of the latest tokens it sees.
         temperature: 0 always takes the likeliest token; 1 samples from the model's distribution.
         seed: The seed for sampling.
@@ -170,7 +170,7 @@ def continuation(
     """
     rng = np.random.default_rng(seed)
     tokens = list(prompt)
-    for _ in range(number):
+    for _ in range(max_tokens):
         context = tokens[-length:]
         # The row always has the full length, so that a graph is traced only once. Padding comes
         # after the context, where it cannot change the logits at the context's last position.

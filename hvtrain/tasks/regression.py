@@ -64,7 +64,7 @@ class Regression(Task):
         residuals = predictions - targets
 
         # A scatter plot can show one number per example.
-        has_more_targets = reviewed.targets.size > reviewed.number
+        has_more_targets = reviewed.targets.size > reviewed.num_examples
         suffix = " Only the first target is shown." if has_more_targets else ""
 
         # Half of the residuals lie between these quartiles.

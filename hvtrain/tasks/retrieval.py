@@ -124,7 +124,8 @@ class Retrieval(Task):
         self._catalogue = np.asarray(source.fact("catalogue", f"task={self.name}"))
         if len(self._catalogue) > MAX_ITEMS:
             raise ConfigError(
-                f"task=retrieval takes up to {MAX_ITEMS:,} items, and {source.name} has {len(self._catalogue):,}"
+                f"task=retrieval takes up to {MAX_ITEMS:,} items, and {source.name} has {len(self._catalogue):,}; "
+                "give a smaller catalogue"
             )
         super().prepare(source)
 

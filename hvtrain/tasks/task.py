@@ -27,11 +27,11 @@ from hvtrain.tasks.examples import (
     check_adds_up,
     check_logits,
     check_loss,
+    copy_metrics,
     draw,
     draw_classes,
     first_fault,
-    fresh_all,
-    of_logits,
+    logits_metric,
     out_of_range,
 )
 
@@ -256,7 +256,7 @@ class Task(ABC):
                 facts = declared(metric.func, metric.keywords, source.facts(), setting, source.name)
                 metric = metric(**facts)
                 _check_type(setting, metric, Metric)
-            return of_logits(metric, setting) if self.gives_logits else metric
+            return logits_metric(metric, setting) if self.gives_logits else metric
 
         self.metrics = completed(self.metrics, "task.metrics")
 
@@ -290,7 +290,7 @@ class Task(ABC):
             loss = keras.tree.map_structure(distribute_loss, loss)
 
         # Copies, because metrics have state and a task may compile several models.
-        metrics = fresh_all(self.metrics)
+        metrics = copy_metrics(self.metrics)
         losses = keras.tree.flatten(loss)
         self.bind(model, losses + keras.tree.flatten(metrics))
         # Keras passes sample weights only to weighted_metrics.

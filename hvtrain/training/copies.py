@@ -32,8 +32,8 @@ from hvtrain.system.files import (
 from hvtrain.system.run_files import CONFIG_FILE
 from hvtrain.training.find_checkpoint import RECORDS
 from hvtrain.training.run import Run
-from hvtrain.watchdog.connections import encode, notice_cuts
-from hvtrain.watchdog.starting import agree
+from hvtrain.watchdog.connections import enable_keepalive, encode
+from hvtrain.watchdog.starting import agree_on_address
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Copies(AbstractContextManager["Copies"]):
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
         if connection:
-            notice_cuts(connection)
+            enable_keepalive(connection)
             connection.settimeout(None)
 
     def send(self) -> None:
@@ -88,7 +88,7 @@ def begin_copies(run: Run) -> Copies:
             log.warning("checkpoint.copies=1 has no effect: %s", reason)
         return Copies()
 
-    address, listener = agree(rank, comm.gather)
+    address, listener = agree_on_address(rank, comm.gather)
     token = comm.broadcast(secrets.token_bytes(32))
     try:
         if listener:

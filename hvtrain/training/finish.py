@@ -111,7 +111,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     folder = run.folder
     # A start that trained nothing has no speed, so older results stay if they are of the same step.
     steps_before = comm.on_chief(lambda: steps_of_result(folder))
-    log.info("test: %s", in_words(record.metrics))
+    log.info("test: %s", metrics_in_words(record.metrics))
     if record.first_step == record.num_steps == steps_before:
         log.info(
             f"this run had already finished and has been tested again; its results in {folder} stay as they are"
@@ -152,7 +152,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
     if best and best["step"] != record.num_steps:
         log.info(
             f"best: step {best['step']:,} ({best['metric']} {best['value']:.4f}), in {BEST_FILE}; "
-            f"{in_words(best['metrics'])}"
+            f"{metrics_in_words(best['metrics'])}"
         )
     log.info("proof: %s", proof_in_words(record.proof))
     if record.sample:
@@ -267,7 +267,7 @@ def restore_best(
             model.set_weights(values["best_weights"])
 
 
-def in_words(metrics: dict[str, float]) -> str:
+def metrics_in_words(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "no test data"
 
 

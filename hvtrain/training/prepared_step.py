@@ -115,7 +115,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
     setting = f"train.class_weights={chosen}"
     if not task.has_classes:
         raise ConfigError(
-            f"{setting} needs a task whose targets are classes; {type(task).__name__} has none"
+            f"{setting} needs a task whose targets are classes, and {type(task).__name__} has none; leave it out"
         )
 
     if chosen == BALANCED:
@@ -166,7 +166,7 @@ def _weights_by_class(setting: str, chosen: Mapping[Any, Any], source: Source) -
             if names:
                 known += f" or {', '.join(names)}"
             raise ConfigError(
-                f"{setting} names the class {key}, and {source.name} has the classes {known}"
+                f"{setting} names the class {key}, and {source.name} has the classes {known}; choose from these"
             )
         if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise ConfigError(

@@ -211,7 +211,7 @@ def training_batches(
         )
         batches = source.training(request)
         if augmented and source.augmentation:
-            batches = source.augmentation.of_stream(batches, request)
+            batches = source.augmentation.augment_stream(batches, request)
         return batches
 
     if plan.is_resized:

@@ -87,7 +87,7 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
         # save.
         task.compile(part, keras.optimizers.SGD())
 
-    users_names = sorted(set(own_names(whole.get_compile_config())))
+    users_names = sorted(set(custom_names(whole.get_compile_config())))
     if users_names:
         log.info(
             "the saved model is not compiled: a program that loads it may not have your %s",
@@ -100,7 +100,7 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     return whole
 
 
-def own_names(config: Any) -> Iterator[str]:
+def custom_names(config: Any) -> Iterator[str]:
     """Yields the names of classes and functions in a Keras config that are not Keras's own."""
     if isinstance(config, dict):
         if config.get("registered_name"):
@@ -110,7 +110,7 @@ def own_names(config: Any) -> Iterator[str]:
         config = list(config.values())
     if isinstance(config, list | tuple):
         for value in config:
-            yield from own_names(value)
+            yield from custom_names(value)
 
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def check_preprocessing(
             expected = streamed_part[number]
             if actual.shape != expected.shape:
                 return (
-                    f"preprocessing() of {source.name} gives {actual.shape}, "
-                    f"the model was trained on {expected.shape}"
+                    f"preprocessing() of {source.name} gives examples of shape {actual.shape}, and the model was "
+                    f"trained on {expected.shape}; make preprocessing() do the same as the stream"
                 )
             gap = float(np.max(np.abs(actual - expected), initial=0.0))
             scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
@@ -185,14 +185,14 @@ def checked_split(source: Source) -> str:
     return "test" if source.num_examples("test") else "train"
 
 
-def raw_batches(source: Source, topology: Topology, number: int) -> list[Any]:
-    """Returns `number` batches of one raw example each, as the saved model takes them.
+def raw_batches(source: Source, topology: Topology, num_batches: int) -> list[Any]:
+    """Returns `num_batches` batches of one raw example each, as the saved model takes them.
 
     There are fewer if the split is smaller, and none if the source has no raw examples.
     """
     # Raw images are integers, and the model takes float32; columns and tokens keep their types.
     dtype = tf.float32 if isinstance(source.preprocessing().shape, tuple) else None
-    examples = source.raw_examples(checked_split(source), topology, number)
+    examples = source.raw_examples(checked_split(source), topology, num_batches)
     return tf.nest.map_structure(
         lambda value: tf.constant(np.asarray(value)[np.newaxis], dtype), list(examples)
     )

@@ -125,7 +125,7 @@ def plan_run(
         The plan, and this rank's topology with its share of the data.
 
     Raises:
-        CheckpointError: The strategy cannot continue a run that began with steps of so many parts.
+        CheckpointError: The strategy cannot continue a run whose steps had another number of parts.
         ConfigError: The strategy cannot take the batches, or they do not fit the data.
     """
     comm = strategy.comm

@@ -41,7 +41,7 @@ class Kind(str, Enum):
     # From a rank to the hub.
     BEAT = "beat"  # status
     SIGNAL = "signal"  # number: the signal to send to rank 0
-    ASK = "ask"  # this rank's main thread has got an error, and asks for the cause
+    ASK = "ask"  # this rank's main thread has raised an error, and asks for the cause
 
     # From the hub to ranks.
     HEARD = "heard"  # the answer to each message
@@ -125,7 +125,7 @@ def receive(connection: socket.socket, decoder: MessageDecoder) -> list[Message]
         return [gone_message(error)]
 
 
-def notice_cuts(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Makes the kernel close the connection if the other host or the network is lost silently."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -244,7 +244,7 @@ class Connections:
         if len(self._selector.get_map()) > MAX_STRANGERS + self.size:
             self.drop(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
-        notice_cuts(accepted)
+        enable_keepalive(accepted)
         connection = Connection(accepted, secrets.token_hex(16), time.monotonic())
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 # How long cause() waits for the reason.
 SECONDS_FOR_A_CAUSE = 3.0
-# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks
-# stay until then, because once a rank has exited, mpirun waits for the host that it cannot reach.
+# Open MPI notices a cut network later than the watchdog (MPI_KEEPALIVE_OPTIONS in launch/job.py).
+# Ranks stay until then, because once a rank has exited, mpirun waits for the host that it cannot
+# reach.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
@@ -139,7 +140,7 @@ class Member(Watchdog):
     def join(self, address: tuple[str, int], token: str) -> None:
         """Connects to the hub. Raises OSError or WireError if that fails."""
         self._connection = socket.create_connection(address, timeout=SECONDS_TO_JOIN)
-        connections.notice_cuts(self._connection)
+        connections.enable_keepalive(self._connection)
         challenge = self._next(Kind.CHALLENGE)["challenge"]
         joining = {
             "rank": self._rank,

@@ -63,11 +63,13 @@ def start(
     if not limit or size == 1:
         return Watchdog()
 
-    address, listener = agree(rank, gather)
+    address, listener = agree_on_address(rank, gather)
     # Each watchdog has a new token, so that ranks of an earlier one cannot join it.
     token = gather(secrets.token_hex(32))[0]
     if address is None:
-        log.warning("no watchdog: no address of rank 0 can be reached from all ranks")
+        log.warning(
+            "no watchdog: no address of rank 0 can be reached from all ranks; check the firewall of its host"
+        )
         return Watchdog()
 
     rules = Rules(limit, beat_seconds(size, limit), survives_loss)
@@ -91,7 +93,7 @@ def beat_seconds(size: int, limit: float) -> float:
     return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))
 
 
-def agree(rank: int, gather: Gather) -> tuple[Address | None, socket.socket | None]:
+def agree_on_address(rank: int, gather: Gather) -> tuple[Address | None, socket.socket | None]:
     """Finds an address of rank 0 that all ranks can reach (call on every rank).
 
     Returns:

@@ -321,12 +321,12 @@ def test_a_run_keeps_what_its_data_were(digits_run):
         (
             predict,
             ["input=dark.npy"],
-            "dark.npy is of another kind than the run was trained on: values are ",
+            "dark.npy differs in kind from the run's training data: values are ",
         ),
         (
             evaluate,
             ["dataset=shapes"],
-            "shapes is of another kind than the run was trained on: images have 3 channels",
+            "shapes differs in kind from the run's training data: images have 3 channels",
         ),
         (
             evaluate,
@@ -355,7 +355,7 @@ def test_a_resumed_run_reads_inputs_of_the_same_kind(digits_run, tmp_path):
     words = [*SHORT_RUN, "train.steps=4", "run.report=false", f"run.dir={folder}"]
     with pytest.raises(
         DataError,
-        match=r"digits is of another kind .*: values are 0 to 1, were 0 to 255; convert it",
+        match=r"digits differs in kind .*: values are 0 to 1, were 0 to 255; convert it",
     ):
         hvtrain.train(hvtrain.compose(words))
     assert hvtrain.train(hvtrain.compose([*words, "guard.data=false"])).num_steps == 4

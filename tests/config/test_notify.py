@@ -80,7 +80,7 @@ def test_the_variable_reaches_ranks_and_is_not_open():
         assert not environment.is_sendable("HVTRAIN_NOTIFY", values), (
             "hvtrain.checks.info would show it"
         )
-        assert "HVTRAIN_NOTIFY" not in environment.requested(values, []), (
+        assert "HVTRAIN_NOTIFY" not in environment.parse_env_options(values, []), (
             "a cluster's files would hold it"
         )
 

@@ -12,7 +12,7 @@ from hvtrain.data import StreamRequest, manifest
 from hvtrain.data.formats.documents import (
     cut,
     deal,
-    embedded,
+    python_documentation,
     read_documents,
     read_labelled,
     train_tokenizer,
@@ -193,7 +193,7 @@ def test_texts_from_files_folders_and_tables(tmp_path):
 
 
 def test_python_brings_a_text():
-    documents = embedded()
+    documents = python_documentation()
     assert sum(map(len, documents)) > 300_000
     paragraphs = [paragraph for document in documents for paragraph in document.split("\n\n")]
     assert len(set(paragraphs)) == len(paragraphs), (

@@ -16,7 +16,7 @@ from page_table import NIGHTLY, TABLE, Row
 
 from hvtrain import compose
 from hvtrain.core.commands import first_word
-from hvtrain.data.formats.documents import embedded, train_tokenizer
+from hvtrain.data.formats.documents import python_documentation, train_tokenizer
 from kernel import execute, notebook, text_of
 from launching import ROOT, run, train, without_hvtrain
 from pages import PAGES, blocks, commands, files, languages
@@ -129,7 +129,7 @@ def write_files(name: str, folder: Path) -> None:
 
 def write_tales(folder: Path) -> None:
     """A folder of texts, and a tokenizer."""
-    documents = embedded()[:30]
+    documents = python_documentation()[:30]
     (folder / "tales").mkdir()
     for number, text in enumerate(documents):
         (folder / f"tales/{number}.txt").write_text(text)

@@ -10,7 +10,7 @@ import pytest
 
 import hvtrain
 from hvtrain.checks.replay import replay
-from hvtrain.data.formats.documents import embedded
+from hvtrain.data.formats.documents import python_documentation
 from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.finished import commands
 from hvtrain.finished.arguments import foreign_code
@@ -31,7 +31,7 @@ def tales(tmp_path_factory):
     """A run, its record and its settings."""
     folder = tmp_path_factory.mktemp("tales")
     (folder / "tales").mkdir()
-    for number, text in enumerate(embedded()[:12]):
+    for number, text in enumerate(python_documentation()[:12]):
         (folder / f"tales/{number}.txt").write_text(text)
     arguments = [
         *TEXT,
@@ -111,7 +111,7 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
         (["prompt=The", "--tokens", "0"], "0 is not a whole number of at least 1"),
         (
             ["prompt=The", "dataset=digits", "model.width=8"],
-            "digits is of another kind than the run was trained on: ",
+            "digits differs in kind from the run's training data: ",
         ),
         (
             ["prompt=The", "dataset=digits", "+dataset.flip=true"],

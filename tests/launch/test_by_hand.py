@@ -157,7 +157,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         ("localhost:USED", 0, 1, ConfigError, r"cannot listen on port \d+ of .*: Address already in use; give all"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to \S+ in time \(0.2 s\); start"),
         ("localhost:FREE", 1, 0.2, LostRankError, "cannot reach worker 0: nothing answered at .* for 0.2 s"),
-        ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
+        ("localhost:USED", 1, 1, ConfigError, r"the server at 127.0.0.1:\d+ is not this run's worker 0; give the"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, message):

@@ -140,8 +140,8 @@ def test_which_variables_travel():
     with pytest.raises(
         ConfigError, match=r"^--env: 'A B' is not a variable's name; write .*=VALUE$"
     ):
-        environment.requested(variables, ["A B=hunter2"])
-    assert environment.requested(variables, ["MINE"]) == {"MINE": "yes"}, "and none besides"
+        environment.parse_env_options(variables, ["A B=hunter2"])
+    assert environment.parse_env_options(variables, ["MINE"]) == {"MINE": "yes"}, "and none besides"
 
 
 def test_settings_keep_their_type_and_texts_stay_texts():
@@ -297,7 +297,8 @@ def test_pieces_of_lines_that_mpirun_marks_are_put_together(tmp_path, capsys):
 def test_logs_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match=r"the ranks' logs cannot be written to .*: Not a directory; give another"
+        ConfigError,
+        match=r"the ranks' logs cannot be written to .*: Not a directory; choose another",
     ):
         RankOutput(tmp_path / "file" / "logs", ["s1"])
 

@@ -192,7 +192,7 @@ LEFT = {
     HVD + "hvd.callbacks.LearningRateWarmupCallback(args.warmup)":
         (2, "before Horovod 0.20, args.warmup was warmup_epochs; write initial_lr=args.warmup, or"),
     "from keras import backend as K\nK.set_value(model.optimizer.lr, 0.1)": (2, "use variable.assign(value)"),
-    HVD + "model.save_weights('w.weights.h5')": (2, "put it under if hvd.rank() == 0"),
+    HVD + "model.save_weights('w.weights.h5')": (2, "put this call under if hvd.rank() == 0"),
     "model.save_weights(f'')": (1, "make sure that it ends in .weights.h5"),
     "model.save_weights(name)": (1, "make sure that it ends in .weights.h5"),
     HVD + "import keras\nkeras.optimizers.SGD(decay=1e-3)\nhvd.callbacks.LearningRateWarmupCallback(0.1)":

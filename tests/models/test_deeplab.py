@@ -6,7 +6,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import deeplabv3plus
-from hvtrain.models.deeplab import FEATURE_LAYERS, dilated
+from hvtrain.models.deeplab import FEATURE_LAYERS, dilation_changes
 from hvtrain.models.memory import recompute
 from hvtrain.models.networks import body, clone
 from launching import without_hvtrain
@@ -97,7 +97,7 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
         return np.asarray(keras.Model(image, network.get_layer(inner).output)(images))
 
     for output_stride in (8, 16, 32):
-        changes, step = dilated(plain, output_stride), 32 // output_stride
+        changes, step = dilation_changes(plain, output_stride), 32 // output_stride
         dilated_features = features(changes)
         assert dilated_features.shape[1:3] == (64 // output_stride + 1, 96 // output_stride + 1)
         np.testing.assert_allclose(

@@ -32,7 +32,7 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 SPLIT_SEED = 0
 
 
-def embedded() -> list[str]:
+def python_documentation() -> list[str]:
     """Returns Python's reference by topic, as help() shows it; about 400,000 characters.
 
     Documents are sorted by topic. Each paragraph is kept only where it first occurs.

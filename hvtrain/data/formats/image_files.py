@@ -50,13 +50,13 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
-    """Returns at most `number` evenly spaced items, starting with the first.
+def sample(items: Sequence[Item], max_items: int = MAX_SAMPLE) -> list[Item]:
+    """Returns at most `max_items` evenly spaced items, starting with the first.
 
     >>> sample(range(10), 4)
     [0, 3, 6, 9]
     """
-    stride = -(-len(items) // number)  # Rounded up.
+    stride = -(-len(items) // max_items)  # Rounded up.
     return list(items[:: stride or 1])
 
 
@@ -121,7 +121,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     return phrases
 
 
-def upright(image: Image.Image) -> Image.Image:
+def turn_upright(image: Image.Image) -> Image.Image:
     """Turns an image upright, as its EXIF orientation says."""
     # If info held the EXIF data, Pillow would rewrite all entries, and would fail on an odd one, such as the
     # exposure bias of -2/0 that some phones write (python-pillow/Pillow#8965).
@@ -151,10 +151,11 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as image:
             # In the modes I, I;16 and F, pixels have more than 8 bits, which convert() would clip.
-            # Of 16 bits in colour, Pillow drops the lower 8; the mode of a tile is RGB;16L.
+            # Pillow opens 16-bit color as 8-bit RGB and drops the lower bits; only the tile's mode,
+            # such as RGB;16L, shows it.
             is_deep = image.format == "TIFF" and ";16" in str(image.tile)
             if not is_deep and image.mode[0] not in "IF":
-                picture = upright(image) if exif else image
+                picture = turn_upright(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))
                 return pixels.reshape(*pixels.shape[:2], channels)
             problem = (

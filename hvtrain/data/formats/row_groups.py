@@ -53,7 +53,7 @@ def files_of(path: Path) -> list[Path]:
 def opened(path: str | Path) -> pq.ParquetFile:
     """Opens a Parquet file on this host or in object storage."""
     remote = remote_file(path)
-    return pq.ParquetFile(remote.opened() if remote else path)
+    return pq.ParquetFile(remote.open_unbuffered() if remote else path)
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:

@@ -340,7 +340,7 @@ class Augmentation:
             augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
         return augmented, self._targets.decode(batch[self._targets.part], targets)
 
-    def of_stream(self, batches: Dataset, request: StreamRequest) -> Dataset:
+    def augment_stream(self, batches: Dataset, request: StreamRequest) -> Dataset:
         """Augments a source's training stream or, with in_step, adds the seeds with which the step augments.
 
         Returns:

@@ -106,7 +106,7 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     return replace(column, fill=fill, names=ordered)
 
 
-def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) -> Any:
+def fill_gaps(column: Column, cells: Cells, where: str, rows: Any = slice(None)) -> Any:
     """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
@@ -122,11 +122,11 @@ def filled(column: Column, cells: Cells, where: str, rows: Any = slice(None)) ->
     if not cells.is_gap[rows].any():
         return cells.values
     if not column.fill:
-        raise refused_gaps(column, cells, where)
+        raise gap_error(column, cells, where)
     return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
 
 
-def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:
+def gap_error(column: Column, cells: Cells, where: str) -> DataError:
     """Makes the error about gaps that nothing fills."""
     is_gap = cells.is_gap
     odd = f", among them {odd_texts(cells)}" if cells.odd else ""
@@ -146,7 +146,8 @@ class TableFeatures:
     """
 
     def __init__(self, schema: Schema) -> None:
-        # Sorted, as in FeatureSpace. The schema that is kept tells the order of the shared input.
+        # Sorted by name, as in FeatureSpace. self.schema keeps this order, which the shared input
+        # follows.
         self.columns = sorted(schema.columns, key=lambda column: column.name)
         self.schema = replace(schema, columns=self.columns)
         self._numbers = [column for column in self.columns if not column.is_looked_up]
@@ -188,13 +189,13 @@ class TableFeatures:
 
         # Categories that did not occur in training share the first index.
         num_categories = len(column.names) + 1
-        kind = keras.layers.StringLookup
+        layer_class = keras.layers.StringLookup
         unknown: Any = UNKNOWN
         if column.kind == "integer":
-            kind = keras.layers.IntegerLookup
+            layer_class = keras.layers.IntegerLookup
             # Keras's default for unknown integers, -1, may be a category.
             unknown = min(column.names, default=0) - 1
-        return kind(vocabulary=column.names, oov_token=unknown), num_categories
+        return layer_class(vocabulary=column.names, oov_token=unknown), num_categories
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
         """Yields the names of the model's inputs, each with its columns. Keras allows no / in names."""

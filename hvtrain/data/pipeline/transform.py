@@ -28,9 +28,9 @@ FIT_ROWS = 4096
 _EPSILON = 1e-6
 
 
-def fold_in(seed: Tensor, number: Any) -> Tensor:
-    """Derives another seed int64 [2] from a seed and a whole number."""
-    return tf.random.experimental.stateless_fold_in(seed, tf.cast(number, tf.int64))
+def fold_in(seed: Tensor, data: Any) -> Tensor:
+    """Derives another seed int64 [2] from a seed and an integer."""
+    return tf.random.experimental.stateless_fold_in(seed, tf.cast(data, tf.int64))
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,6 @@ def check_image_shape(image_shape: object) -> ImageShape:
         if height > 0 and width > 0 and channels in CHANNELS:
             return height, width, channels
     raise ConfigError(
-        f"dataset.image_shape={image_shape} is not [height, width, channels]; sides of at least 1 and 1, 3 or 4 "
-        "channels are needed"
+        f"dataset.image_shape={image_shape} is not [height, width, channels]; give a height and a width above 0, and "
+        "1, 3 or 4 channels"
     )

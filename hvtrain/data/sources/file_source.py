@@ -36,7 +36,7 @@ from hvtrain.system import resources
 # A batch of a DealtSource ends with the codes of its examples, which are
 # (number of the piece << ROW_BITS) + row.
 ROW_BITS = 40
-# Errors of a stream that are kept until its error is explained.
+# Number of the latest errors that StreamErrors keeps.
 MAX_FAILURES = 10
 
 Piece = TypeVar("Piece")
@@ -244,7 +244,8 @@ class BatchRepair:
         good = [pair for pair in attempts if pair]
         if self._is_training:
             if not good:
-                raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
+                item = next(reversed(self._skipped.values()))
+                raise self._nothing_left_error(item, "of its batch")
             good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
         return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
@@ -278,9 +279,9 @@ class BatchRepair:
         # Counted in a copy, since other threads repair batches at the same time.
         num_skipped = sum(item.num_examples or 0 for item in list(self._skipped.values()))
         if not self._is_training and num_skipped == self._num_local:
-            raise self._nothing_left(item, f"of the rank's part of {self._split}")
+            raise self._nothing_left_error(item, f"of the rank's part of {self._split}")
 
-    def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
+    def _nothing_left_error(self, item: Unreadable, scope: str) -> UserError:
         return self._source.fail(
             f"{item.location}: {item.problem}; no other example {scope} can be read either, so "
             "data.on_error=skip leaves nothing; check the files and the settings of dataset"

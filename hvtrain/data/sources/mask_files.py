@@ -13,7 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor
 
 from hvtrain.data.formats.folders import visible
-from hvtrain.data.formats.image_files import is_image, upright
+from hvtrain.data.formats.image_files import is_image, turn_upright
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
@@ -179,7 +179,7 @@ class MaskReader:
     def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
         """Returns the values of a mask, or the classes of its colors, upright and, with is_sized, resized."""
         if self.sizing.exif:
-            labels = upright(labels)
+            labels = turn_upright(labels)
         # Pillow would clip the values of a single band, such as -9999 in a GeoTIFF, to 0 ... 255.
         if self.colors or len(labels.getbands()) > 1:
             labels = labels.convert("RGB")

@@ -27,7 +27,7 @@ IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 # Before training, the pixels of at most this many masks of a split are counted.
 MAX_COUNTED = 64
-# The file by which a run keeps that 255 is class 1, not ignored.
+# The file in which a run records whether 255 is class 1 or ignored.
 WHITE_FILE = "white_is_class_1"
 
 
@@ -98,8 +98,8 @@ class SegmentationFolder(ListedImages):
         return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # Other data may have masks without 255, so the run decides. If it did not read 255 as class 1, these
-        # masks still may: otherwise, only the background would be evaluated.
+        # The run decides, since other data may have masks without 255. If it did not read 255 as class 1, the values of
+        # these masks decide: with 255 ignored, only the background would be evaluated.
         if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 

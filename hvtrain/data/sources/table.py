@@ -26,7 +26,7 @@ from hvtrain.data.formats.schema import (
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
 from hvtrain.data.formats.tables import partitions_in, read_table
-from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
+from hvtrain.data.pipeline.features import TableFeatures, fill_gaps, fit, gap_error
 from hvtrain.data.source import Parts, Phrases, Preprocessing
 from hvtrain.data.sources.memory import (
     Elements,
@@ -185,7 +185,7 @@ class Table(MemorySource):
             schema = replace(schema, columns=fitted)
             self._set_schema(schema)
         values = {
-            column.name: filled(column, cells[column.name], where, rows)
+            column.name: fill_gaps(column, cells[column.name], where, rows)
             for column in schema.columns
         }
         warnings = _column_warnings(columns, cells, unknown_shares(schema.columns, values))
@@ -223,7 +223,7 @@ class Table(MemorySource):
         column = schema.target
         has_target = ~cells.is_gap
         if column.missing == "refuse" and not has_target.all():
-            raise refused_gaps(column, cells, where)
+            raise gap_error(column, cells, where)
         if not schema.classes:
             return cells.values[:, 0].astype(np.float32), has_target
 
@@ -350,7 +350,7 @@ class Table(MemorySource):
         where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
         values = {
-            column.name: filled(column, cells[column.name], where) for column in schema.columns
+            column.name: fill_gaps(column, cells[column.name], where) for column in schema.columns
         }
         unknown = unknown_shares(schema.columns, values)
         for text in _column_warnings(schema.columns, cells, unknown):

@@ -20,8 +20,8 @@ from hvtrain.data.formats.documents import (
     Tokenizer,
     cut,
     deal,
-    embedded,
     load_tokenizer,
+    python_documentation,
     read_documents,
     read_labelled,
     text_files,
@@ -113,7 +113,9 @@ class Text(MemorySource):
         check_least("dataset.length", length, 2)
         # Without masked tokens, there would be nothing to learn.
         if not 0 < masked_share < 1:
-            raise ConfigError(f"dataset.masked_share={masked_share} is not between 0 and 1")
+            raise ConfigError(
+                f"dataset.masked_share={masked_share} is not between 0 and 1; give 0.15, for instance"
+            )
         check_shares(validation_share=validation_share, test_share=test_share)
         if file is None:
             name = "python_documentation"
@@ -193,7 +195,7 @@ class Text(MemorySource):
                 choose_boundaries(self.bucket_by_length, self._length), tf.int32
             )
 
-        def read_filled(indices, length=None):
+        def read_trimmed(indices, length=None):
             if length is None:
                 longest = tf.reduce_max(tf.gather(lengths, indices))
                 length = tf.gather(boundaries, tf.searchsorted(boundaries, longest[None]))[0]
@@ -201,7 +203,7 @@ class Text(MemorySource):
                 part[:, :length] if part.shape.rank > 1 else part for part in read(indices)
             )
 
-        return read_filled
+        return read_trimmed
 
     def description(self) -> Phrases:
         description = super().description()
@@ -279,7 +281,11 @@ class Text(MemorySource):
             )
             self.num_classes = len(self.class_names)
             return documents, classes
-        documents = embedded() if self._file is None else read_documents(self._file, self._column)
+        documents = (
+            python_documentation()
+            if self._file is None
+            else read_documents(self._file, self._column)
+        )
         if self._examples == "paragraphs":
             texts = chain.from_iterable(re.split(EMPTY_LINE, text) for text in documents)
             documents = [text for text in texts if text.strip()]
@@ -288,7 +294,7 @@ class Text(MemorySource):
     def _divide(
         self, documents: Sequence[str], classes: Sequence[int]
     ) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
-        """Divides documents among the splits; returns their texts and, if there are classes, these, by split."""
+        """Divides documents among the splits; returns each split's texts, and its classes if there are any."""
         targets: dict[str, np.ndarray] = {}
         if self._is_packed and len(documents) < WHOLE_DOCUMENTS:
             texts = cut(documents, **self._shares)
@@ -319,7 +325,7 @@ class Text(MemorySource):
         self._lengths[split] = np.minimum(ends, self._length)
         if self._is_causal:
             return tokens[:, :-1], tokens[:, 1:], weights[:, 1:]
-        return self._masked_for(split, tokens[:, :-1], weights[:, :-1])
+        return self._masked_rows(split, tokens[:, :-1], weights[:, :-1])
 
     def _windows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
         """Returns the windows of a split: inputs, targets and, if tokens are masked, weights.
@@ -340,9 +346,9 @@ class Text(MemorySource):
         rows = tokens[: count * length].reshape(count, length)
         if self._is_causal:
             return rows, tokens[1 : count * length + 1].reshape(count, length)
-        return self._masked_for(split, rows, np.ones(rows.shape, np.float32))
+        return self._masked_rows(split, rows, np.ones(rows.shape, np.float32))
 
-    def _masked_for(
+    def _masked_rows(
         self, split: str, rows: np.ndarray, weights: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Returns the inputs, targets and weights of a split; masks evaluation rows. `weights` are 0 for padding."""

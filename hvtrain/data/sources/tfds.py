@@ -123,9 +123,9 @@ class PreparedDataset(FunctionSource):
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
         # Examples are skipped before they are decoded.
-        return examples.skip(start).map(self._decoded, num_parallel_calls=tf.data.AUTOTUNE)
+        return examples.skip(start).map(self._decode_images, num_parallel_calls=tf.data.AUTOTUNE)
 
-    def _decoded(self, *values: Any) -> Parts:
+    def _decode_images(self, *values: Any) -> Parts:
         """Returns an example with its images decoded and scaled to 0 ... 1."""
         return tuple(
             tf.cast(decode(value, self.sizing), tf.float32) / 255.0
@@ -146,7 +146,7 @@ class PreparedDataset(FunctionSource):
         return decoded_preprocessing(Transform(scale=255.0), self.sizing)
 
     def value_range(self) -> tuple[float, float] | None:
-        # preprocessing() takes pixels of 0 ... 255; layers of augmentation get what _decoded() returns.
+        # preprocessing() takes pixels of 0 ... 255; augmentation layers get what _decode_images() returns.
         return (0.0, 1.0) if self._keys[0] in self._images else super().value_range()
 
 

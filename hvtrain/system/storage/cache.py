@@ -109,7 +109,7 @@ def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
         kept = path if keeps_parts else None
         sums = folder.with_name(SUMS)
         _remote_files[str(path)] = RemoteFile(remote.child(item.name), item, kept, sums, first_sum)
-        # A part's checksum stands at the part's offset, so all of them take the object's size.
+        # A part's checksum is at the part's own offset, so an object's checksums span as many bytes as the object.
         first_sum += item.num_bytes + -item.num_bytes % SUM_BYTES
     return Path(folder, *pattern)
 
@@ -192,7 +192,7 @@ def limit_bytes() -> float:
 def _entry(
     remote: Remote,
     objects: Sequence[Object],
-    kind: str,
+    variant: str,
     num_bytes: int,
     fill: Callable[[Path], None],
 ) -> Path:
@@ -201,7 +201,7 @@ def _entry(
     If the entry does not exist, this process fills it, or waits until another one has done so.
 
     Args:
-        kind: Distinguishes entries of the same objects.
+        variant: Distinguishes entries of the same objects.
         num_bytes: The space that the entry needs.
         fill: Writes the objects to a path.
 
@@ -210,7 +210,7 @@ def _entry(
         DataError: There is no room, or `fill` fails.
     """
     facts = [
-        kind,
+        variant,
         remote.address,
         *(f"{item.name} {item.num_bytes} {item.changed_ns}" for item in objects),
     ]

@@ -57,8 +57,8 @@ class RemoteFile:
         # A part's checksum tells it from a hole, since the CRC-32 of zeros is not 0, and shows if
         # only one of the two files was saved before a power cut.
         with suppress(OSError):
-            data = os.pread(_opened(self.kept).fileno(), num_bytes, offset)
-            stored = os.pread(_opened(self.sums).fileno(), SUM_BYTES, self._sum_offset(offset))
+            data = os.pread(_open_file(self.kept).fileno(), num_bytes, offset)
+            stored = os.pread(_open_file(self.sums).fileno(), SUM_BYTES, self._sum_offset(offset))
             if stored == _checksum(data):
                 return data
         data = self.pread(num_bytes, offset)
@@ -70,11 +70,11 @@ class RemoteFile:
         if self.kept is None:
             return
         with suppress(OSError):
-            os.pwrite(_opened(self.kept).fileno(), data, offset)
-            os.pwrite(_opened(self.sums).fileno(), _checksum(data), self._sum_offset(offset))
+            os.pwrite(_open_file(self.kept).fileno(), data, offset)
+            os.pwrite(_open_file(self.sums).fileno(), _checksum(data), self._sum_offset(offset))
 
     def _sum_offset(self, offset: int) -> int:
-        """Returns where the checksum of the part at an offset stands in `sums`."""
+        """Returns the position in `sums` of the checksum of the part at this offset."""
         return self.first_sum + offset - offset % SUM_BYTES
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
@@ -120,7 +120,7 @@ class RemoteFile:
         self._handle = None
         return data
 
-    def opened(self) -> io.RawIOBase:
+    def open_unbuffered(self) -> io.RawIOBase:
         """Opens the object as an unbuffered file, each read of which is a part."""
         return _Positioned(self.part, self.state.num_bytes)
 
@@ -131,7 +131,7 @@ class RemoteFile:
 
 # Few, since a process may often open only 1,024 files.
 @lru_cache(maxsize=32)
-def _opened(path: Path) -> IO[bytes]:
+def _open_file(path: Path) -> IO[bytes]:
     """Opens a file for reading and writing in parts.
 
     It is closed once it has left this function's cache and no thread uses it.

@@ -105,7 +105,7 @@ class Remote:
         """Lists the objects at and below this address, sorted by name; empty if there are none. Raises DataError."""
         from pyarrow import fs
 
-        def listed():
+        def list_infos():
             info = self.filesystem.get_file_info(self.path)
             if info.type is fs.FileType.File:
                 return [info]
@@ -116,7 +116,7 @@ class Remote:
 
         objects = [
             Object(info.path[len(self.path) + 1 :], info.size, info.mtime_ns or 0)
-            for info in self.attempt(listed)
+            for info in self.attempt(list_infos)
             if info.type is fs.FileType.File
         ]
         for name, _, _ in objects:
@@ -168,11 +168,11 @@ class Remote:
 
         self.attempt(delete, StorageError)
 
-    def attempt(self, action: Callable[[], T], kind: type[UserError] = DataError) -> T:
+    def attempt(self, action: Callable[[], T], error_type: type[UserError] = DataError) -> T:
         """Returns the action's result, retrying after transient failures.
 
         Raises:
-            kind: The last attempt failed, or no retry can help.
+            error_type: The last attempt failed, or no retry can help.
             OSError: This host's disk is full or read-only.
         """
         pauses = iter(SECONDS_BEFORE_RETRIES)
@@ -184,10 +184,10 @@ class Remote:
                     raise
                 problem = _final_problem(error)
                 if problem:
-                    raise kind(f"{self.address} {problem}") from None
+                    raise error_type(f"{self.address} {problem}") from None
                 pause = next(pauses, None)
                 if pause is None:
-                    raise kind(
+                    raise error_type(
                         f"{self.address} failed in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
                         f"({_reason(error)}); check the network and the store"
                     ) from None

@@ -101,7 +101,7 @@ class Balance(RunCallback):
 
 
 def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Returns the batch sizes, with the same sum, with which the last rank to finish is earliest.
+    """Returns batch sizes with the same sum that let the slowest rank finish a step as early as possible.
 
     A rank's work is assumed to be proportional to its batch. Each batch has at least one example and
     at most MAX_BATCH_RATIO times the mean.

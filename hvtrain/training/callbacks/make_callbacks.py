@@ -273,9 +273,9 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     """
     config = run.config
     for name, settings in config.callbacks.items():
-        package, _, kind = settings["_target_"].rpartition(".")
-        if package.startswith("keras.") and kind in _REFUSED:
-            raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
+        package, _, class_name = settings["_target_"].rpartition(".")
+        if package.startswith("keras.") and class_name in _REFUSED:
+            raise ConfigError(f"callbacks.{name}: {class_name} {_REFUSED[class_name]}")
 
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 

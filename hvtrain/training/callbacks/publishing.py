@@ -226,7 +226,7 @@ class Tracking(RunCallback):
             continues = tracked_id == previous["id"] and self.position.start_step > 0
             self._tracked[name] = {"id": tracked_id, "step": previous["step"] if continues else 0}
 
-        self._each(start)
+        self._call_trackers(start)
         self._send()
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
@@ -253,7 +253,7 @@ class Tracking(RunCallback):
                 tracker.scalars(self.step, {plain_name(key): values[key] for key in values})
             tracker.finish(state, files or [])
 
-        self._each(end)
+        self._call_trackers(end)
         self._is_open = False
 
     def __enter__(self) -> "Tracking":
@@ -276,7 +276,7 @@ class Tracking(RunCallback):
                     tracker.scalars(record.step, scalars(record, rank_seconds))
                     tracked["step"] = record.step
 
-        self._each(send)
+        self._call_trackers(send)
         if not self._trackers:
             return
         try:
@@ -285,7 +285,7 @@ class Tracking(RunCallback):
             self._trackers.clear()
             log.warning("%s; the run continues without its trackers", error)
 
-    def _each(self, action: Callable[[str, Tracker], None]) -> None:
+    def _call_trackers(self, action: Callable[[str, Tracker], None]) -> None:
         """Calls action(name, tracker) for each tracker, and drops those that fail."""
         for name, tracker in list(self._trackers.items()):
             try:

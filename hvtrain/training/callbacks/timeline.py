@@ -67,7 +67,8 @@ class TimelineTrace(RunCallback):
     def on_train_end(self, logs: Any) -> None:
         if self._begin_step is None:
             log.warning(
-                f"profile.timeline traced nothing: the run ended before step {self.first_step + 1:,}"
+                f"profile.timeline traced nothing: the run ended before step {self.first_step + 1:,}; "
+                "lower profile.first_step"
             )
         self._end()
 
@@ -108,7 +109,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
     reduction_seconds = reductions(folder / REDUCTIONS)
     operation_seconds = sorted(operations(folder).items(), key=lambda item: -item[1])
     return [
-        f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
+        f"{steps} steps are traced in {folder}; time per step on rank 0 (times overlap):",
         *(
             f"  {1000 * seconds / steps:9.3f} ms  {name}"
             for name, seconds in (*reduction_seconds.items(), *operation_seconds[:NUM_OPERATIONS])
@@ -140,7 +141,7 @@ def reductions(path: Path) -> dict[str, float]:
 
     # Time stamps are in microseconds.
     return {
-        name: covered(spans[name]) / 1e6
+        name: union_length(spans[name]) / 1e6
         for name in (*_ACTIVITIES.values(), _TRANSFER)
         if spans[name]
     }
@@ -155,10 +156,10 @@ def _activity(name: str) -> str | None:
     return _TRANSFER if "_ALL" in name else None
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of spans (begin, end).
 
-    >>> covered([(0, 2), (1, 3), (5, 6)])
+    >>> union_length([(0, 2), (1, 3), (5, 6)])
     4.0
     """
     total = 0.0

@@ -28,7 +28,7 @@ import hvtrain.keras as hvd
 from hvtrain import runner
 from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.choices import CONFIGS
-from hvtrain.config.compose import resolved, schema
+from hvtrain.config.compose import resolve, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import from_dict
@@ -72,7 +72,7 @@ def composed(name, settings):
         settings.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *settings])
-    return from_dict(resolved(tree))
+    return from_dict(resolve(tree))
 
 
 def one_run(config):
