@@ -279,7 +279,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             end_training(context, start, tracking)
             return
         if config.checkpoint.copies and run.topology.is_chief:
-            writer.copy()
+            writer.send_missing()
         if config.guard.batches:
             check_first_batches(run, start.step)
         if context.position.in_epoch:

@@ -305,7 +305,7 @@ def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
             ["evalute", "run=a"],
             "evalute is not a command (did you mean evaluate?); settings have the form SETTING=VALUE",
         ),
-        (["model"], "model is not a command, which are runs, report, inspect, "),
+        (["model"], "model is not a command (the commands are runs, report, inspect, "),
         (
             ["evaluate", "--nonsense"],
             "unknown option --nonsense; see python -m hvtrain evaluate --help",

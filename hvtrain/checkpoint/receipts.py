@@ -75,7 +75,9 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
     """
     path = folder / RECEIPTS_FILE
     if not is_own_file(path):
-        raise StorageError(f"{path} is missing; a run has it from its first checkpoint on")
+        raise StorageError(
+            f"{path} is missing; choose a run that has written a checkpoint, and with it this file"
+        )
     receipts: dict[int, Receipt] = {}
     facts: dict[str, Facts] = {}
     try:
@@ -136,7 +138,7 @@ class ReceiptWriter(Writer):
             receipt["repeated"] = "same bits" if self._lost[step] == digests else "different bits"
         append_text(path, _text([receipt]))
         if path.stat().st_size > MAX_BYTES:
-            write_atomic(path, _text(thinned(_lines(path))))
+            write_atomic(path, _text(thin_receipts(_lines(path))))
 
     def _begin_file(self, path: Path) -> None:
         """Adds the line of this start, drops an incomplete last line, and remembers the receipts of lost steps."""
@@ -156,10 +158,10 @@ class ReceiptWriter(Writer):
         self._start = start
 
 
-def thinned(lines: Lines) -> Lines:
+def thin_receipts(lines: Lines) -> Lines:
     """Drops every second receipt of the older half; lines of starts are kept.
 
-    >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
+    >>> [line.get("step") for line in thin_receipts([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
     [None, 2, 4, 5, 6, 7, 8]
     """
     receipts = [index for index, line in enumerate(lines) if "step" in line]

@@ -301,7 +301,7 @@ class Writer:
         self.outcome()
         self._begin(step, arrays, meta)
 
-    def copy(self) -> None:
+    def send_missing(self) -> None:
         """Starts sending another host the checkpoints that it lacks; call before any submit."""
         self._begin()
 

@@ -17,7 +17,7 @@ from hvtrain.launch.remote_hosts import (
     SSH_FAILED,
     Ssh,
     answer,
-    captured,
+    capture,
     is_local,
     request,
 )
@@ -96,7 +96,7 @@ def _ask(host: str, function: str, host_request: Facts, ssh: Ssh, seconds: float
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
-    run = captured if is_local(host) else partial(ssh.run, host)
+    run = capture if is_local(host) else partial(ssh.run, host)
     try:
         result = run(command, text, timeout)
     except subprocess.TimeoutExpired:

@@ -52,8 +52,8 @@ checks:
   clock, shared memory, open files, run folder, gpus       enough of each
   names, interface, ports                                  hosts find and reach each other
   allreduce    64 MiB over all hosts: bytes / seconds, and that times 2 (n - 1) / n, which compares with a link's speed
-  links        8 MiB between each two hosts (with more than 16 hosts between neighbours); slow is under a third of the
-               usual
+  links        8 MiB between each two hosts (with more than 16 hosts, only between neighbours); a link is slow below a
+               third of the usual speed
 """
 
 
@@ -121,7 +121,7 @@ def examine(
         first = next(iter(cluster))
         table.add(judge_clocks(facts["ports"].get(first, {}).get("clocks", {}), first))
     else:
-        reason = "one host" if len(names) < 2 else "no two hosts answer in a common network"
+        reason = "one host" if len(names) < 2 else "no two hosts answer on a common network"
         table.add([skip("ports", reason), skip("clock", reason)])
 
     reason = _reason_to_skip_links(options, names, table)
@@ -189,7 +189,7 @@ def _local_data(dataset: Mapping[str, Any]) -> str | None:
         # In a user's own data set, `path` may not be a string, and `file`
         # may name a table in a library.
         if isinstance(value, str) and not is_remote(value):
-            # Unlike Path's, this leaves ~ for a user without a home, as in a container.
+            # Path.expanduser would raise for a user without a home, as in a container; this keeps ~.
             path = Path(os.path.expanduser(value))  # noqa: PTH111
             is_pattern = any(sign in value for sign in "*?[")
             if name != "file" or path.exists() or (path.suffix and not is_pattern):

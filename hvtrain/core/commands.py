@@ -76,7 +76,7 @@ def run_command(name: str) -> int:
     command = COMMANDS.get(name)
     if command is None:
         matches = difflib.get_close_matches(name, COMMANDS, n=1)
-        advice = f", which are {', '.join(COMMANDS)}"
+        advice = f" (the commands are {', '.join(COMMANDS)})"
         if matches:
             advice = f" (did you mean {matches[0]}?)"
         raise ConfigError(f"{name} is not a command{advice}; settings have the form SETTING=VALUE")

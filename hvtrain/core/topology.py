@@ -169,7 +169,7 @@ class Roles:
             role = COORDINATOR
         if role not in self.counts:
             raise ConfigError(
-                f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}"
+                f"--job-name {role} is not a job of this run; choose from {', '.join(self.counts)}"
             )
 
         count = self.counts[role]

@@ -226,13 +226,13 @@ def generate() -> int:
             "type": not_negative,
             "default": 0.7,
             "metavar": "T",
-            "help": "of the sampling, 0: greedy; default: 0.7",
+            "help": "sampling temperature, 0: greedy; default: 0.7",
         },
         seed={
             "type": at_least(0),
             "default": 0,
             "metavar": "N",
-            "help": "of the sampling; default: 0",
+            "help": "seed for sampling; default: 0",
         },
     )
     # An empty prompt has no token to begin with.

@@ -169,5 +169,6 @@ def upload(api: Any, folder: Path, repo: str) -> None:
         )
     except Exception as error:  # Network and login errors are of many types.
         raise ConfigError(
-            f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}"
+            f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}; to try again: "
+            f"hf upload {name} {folder}"
         ) from error

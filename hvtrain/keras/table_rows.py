@@ -224,8 +224,8 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
         constant = float(initializer((1,))[0])
         return lambda uniform: np.full_like(uniform, constant)
     raise ValueError(
-        f"a sharded table cannot begin with {type(initializer).__name__}; choose uniform, normal, truncated_normal, "
-        "zeros or ones"
+        f"a sharded table cannot be initialized with {type(initializer).__name__}; choose uniform, normal, "
+        "truncated_normal, zeros or ones"
     )
 
 

@@ -48,7 +48,7 @@ _EXCEPTION = r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)\b.*"
 _UNREACHABLE = (
     r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
 )
-PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
+OPEN_PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
 # Exit codes of ranks that were killed by a signal. SIGINT is left out: a rank that handles Ctrl-C
 # exits with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}
@@ -177,7 +177,9 @@ class Listener:
         if text.startswith("Traceback (most recent call last)"):
             self._in_traceback.add(rank)
         elif unreachable:
-            cause = f"no connection to another rank or to the launcher ({unreachable[1]}); {PORTS}"
+            cause = (
+                f"no connection to another rank or to the launcher ({unreachable[1]}); {OPEN_PORTS}"
+            )
             self.verdicts[rank] = Verdict(rank, cause, ConfigError.exit_code)
         elif rank in self._in_traceback and re.fullmatch(_EXCEPTION, text):
             self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
@@ -264,7 +266,7 @@ def judge(
     code = RESTART_HELPS
     signal_name = _SIGNALS.get(end.code)
     if end.code == LOST and (host in lost or not end.rank):
-        cause = f"the connection to host {host} was lost; is it up? then {advice}"
+        cause = f"the connection to host {host} was lost; check that it is up, then {advice}"
     elif signal_name == "SIGKILL" and host in out_of_memory:
         cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
         code = 1

@@ -100,7 +100,7 @@ class Ssh:
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host. Raises subprocess.TimeoutExpired, and RankError if there is no ssh here."""
         try:
-            return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
+            return capture(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
         except FileNotFoundError:
             raise RankError("ssh is not installed here; install openssh-client") from None
 
@@ -137,7 +137,7 @@ def unknown_host(host: str) -> str:
     )
 
 
-def captured(command: list[str], stdin: str, timeout: float) -> subprocess.CompletedProcess[str]:
+def capture(command: list[str], stdin: str, timeout: float) -> subprocess.CompletedProcess[str]:
     """Runs a command and captures its output. Raises subprocess.TimeoutExpired."""
     return subprocess.run(
         command,

@@ -72,7 +72,7 @@ def run(
                 continue
             current = remaining
             if had_no_checkpoint and run_dir and notes.newest_step(run_dir) is not None:
-                current = replace(current, command=_resuming(job.command))
+                current = replace(current, command=_resume_command(job.command))
 
         run_attempt = _run_again if attempt else _run_once
         attempt_logs = _attempt_folder(logs) if max_restarts else logs
@@ -93,8 +93,8 @@ def _attempt_folder(logs: Path) -> Path:
     return logs / f"attempt-{number:04d}"
 
 
-def _resuming(command: Sequence[str]) -> tuple[str, ...]:
-    """Returns the command with resume=auto for resume=never, which refuses this launch's checkpoints."""
+def _resume_command(command: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command with resume=auto in place of resume=never, which refuses this launch's checkpoints."""
     return tuple("resume=auto" if part == "resume=never" else part for part in command)
 
 
@@ -126,7 +126,7 @@ def _plan_restart(
         # Other hosts may have a newer one. The run looks there itself,
         # and reports which one it uses.
         checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
-        note = notes.to_ranks(step, socket.gethostname())
+        note = notes.to_environment(step, socket.gethostname())
     remaining = replace(
         job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note}
     )

@@ -147,8 +147,8 @@ class Launch:
     def _handle_signal(self, number: int) -> None:
         """Asks the ranks to stop, or passes the signal on.
 
-        The second signal other than SIGUSR1 kills everything. What calls ssh runs in
-        threads, since a signal handler must not wait for it.
+        The second signal other than SIGUSR1 kills everything. Calls over ssh run in threads, since
+        a signal handler must not wait for them.
         """
         # A request to save and stop, as schedulers send before a time
         # limit; repeating it does no harm.

@@ -106,7 +106,7 @@ def _read(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is not Python in UTF-8 that can be read: {error}; name a Python file"
+            f"{file} cannot be read as UTF-8 text: {error}; name a Python file in UTF-8"
         ) from error
 
 

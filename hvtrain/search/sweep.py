@@ -171,7 +171,7 @@ The same command continues a sweep that was interrupted; see docs/sweep.md.
     option(
         "--direction",
         choices=(MAX, MIN),
-        help="whether its highest or lowest value is best; default: judged by its name",
+        help="whether the metric's highest or lowest value is best; default: judged by its name",
     )
     help_text = "finished trials before others are pruned, from epoch 2 on"
     add_number(parser, "--prune-after", at_least(1), help_text, 5)
@@ -250,7 +250,7 @@ class Trials:
             outcome = f"{self.goal.metric} {trial['value']:.5g}"
         print(
             f"{len(trials)} of {self.num_trials}: trial {trial['number']} {trial['state']}, {outcome}; "
-            f"{self._so_far()}",
+            f"{self._status()}",
             flush=True,
         )
 
@@ -261,11 +261,11 @@ class Trials:
         values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
         position = len(self.results["trials"]) + 1
         title = f"{position} of {self.num_trials}: trial {number} ({values})"
-        progress(f"{title}; {self._so_far()} ...")
+        progress(f"{title}; {self._status()} ...")
 
         def judge(epoch: int, value: float) -> bool:
             progress(
-                f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ..."
+                f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._status()} ..."
             )
             return should_prune(epoch, value)
 
@@ -290,7 +290,7 @@ class Trials:
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"
 
-    def _so_far(self) -> str:
+    def _status(self) -> str:
         """Describes the best value so far, and the estimated time left."""
         best = self.results["best"]
         trials = self.results["trials"]

@@ -103,7 +103,7 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
     return type(base.__name__, (*mixins, base), attributes)
 
 
-def overridden_steps(kind: type) -> list[str]:
+def overridden_steps(cls: type) -> list[str]:
     """Returns the names of Keras's step methods that an optimizer or model class overrides.
 
     >>> overridden_steps(keras.optimizers.Adam)
@@ -111,10 +111,10 @@ def overridden_steps(kind: type) -> list[str]:
     """
     base = keras.optimizers.Optimizer
     steps = ["apply", "apply_gradients", "_backend_apply_gradients"]
-    if issubclass(kind, keras.Model):
+    if issubclass(cls, keras.Model):
         base = keras.Model
         steps = ["train_step", "compute_loss"]
-    return [name for name in steps if getattr(kind, name) is not getattr(base, name)]
+    return [name for name in steps if getattr(cls, name) is not getattr(base, name)]
 
 
 def _denominator(
@@ -134,7 +134,7 @@ def _denominator(
     return kept_fraction * tf.cast(tf.size(elements), tf.float32)
 
 
-def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
+def scale_gradient(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
     """Returns the same value as the loss, with a gradient multiplied by the batch's weight."""
     scaled = loss * tf.cast(batch_weight, loss.dtype)
     return scaled + tf.stop_gradient(loss - scaled)

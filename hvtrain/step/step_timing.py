@@ -33,7 +33,7 @@ class StepTimes(NamedTuple):
     def __sub__(self, other: "StepTimes") -> "StepTimes":
         return StepTimes(*(later - earlier for later, earlier in zip(self, other)))
 
-    def each(self) -> "StepTimes":
+    def mean(self) -> "StepTimes":
         """Returns the mean times of one step."""
         return StepTimes(*(total / max(self.steps, 1.0) for total in self))
 
@@ -271,7 +271,7 @@ def seconds_per_step(times: Sequence[StepTimes]) -> float:
     return max(rank.whole for rank in times)
 
 
-def slower_in_words(
+def slowdown_cause(
     before: Sequence[StepTimes], now: Sequence[StepTimes], devices: Sequence[str]
 ) -> str:
     """Says what has made steps slower; empty unless they take LEAST_SLOWDOWN times as long.
@@ -283,10 +283,10 @@ def slower_in_words(
 
     >>> before = [StepTimes(1, 0.001, 0.010, 0.002), StepTimes(1, 0.001, 0.009, 0.003)]
     >>> now = [StepTimes(1, 0.001, 0.010, 0.023), StepTimes(1, 0.001, 0.031, 0.002)]
-    >>> slower_in_words(before, now, ["s1 CPU", "s2 CPU"])
+    >>> slowdown_cause(before, now, ["s1 CPU", "s2 CPU"])
     'a step takes 34.0 ms instead of 13.0; rank 1 (s2 CPU) computes for 31.0 ms instead of 9.0'
     >>> now = [StepTimes(1, 0.001, 0.010, 0.030), StepTimes(1, 0.001, 0.009, 0.031)]
-    >>> slower_in_words(before, now, ["s1 CPU", "s2 CPU"])
+    >>> slowdown_cause(before, now, ["s1 CPU", "s2 CPU"])
     'a step takes 41.0 ms instead of 13.0; the network takes 30.0 ms instead of 2.0'
     """
     steps = [seconds_per_step(times) for times in (before, now)]

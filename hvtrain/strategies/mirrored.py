@@ -60,7 +60,7 @@ class MirroredStrategy(ReplicaStrategy):
     def start(self) -> Topology:
         # Each of several processes would train a separate model, on all GPUs of its host.
         refuse_several_processes(self.name, "multi_worker_mirrored")
-        self.replicas = mirrored_over(self._requested_replicas)
+        self.replicas = make_mirrored_strategy(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
         host = self.topology.host
         if tf.config.list_logical_devices("GPU"):
@@ -137,7 +137,7 @@ class MirroredStrategy(ReplicaStrategy):
 
 
 @functools.cache
-def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
+def make_mirrored_strategy(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     """Returns TensorFlow's strategy with this many replicas, on GPUs or, without any, on the CPU.
 
     Cached, since a process may train several times but can configure its devices only once.

@@ -87,10 +87,10 @@ def forget(folder: Path, run_id: str | None) -> None:
             (folder / NOTE_FILE).unlink()
 
 
-def from_launcher(environ: Mapping[str, str]) -> Note | None:
-    """Returns the note that the launcher passed with to_ranks(); None without a valid one.
+def from_environment(environ: Mapping[str, str]) -> Note | None:
+    """Returns the note that the launcher passed with to_environment(); None without a valid one.
 
-    >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
+    >>> from_environment({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
     """
     # The variable is checked like a file, since anything may have set it.
@@ -99,7 +99,7 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
     return Note(int(step), host) if is_valid else None
 
 
-def to_ranks(step: int, host: str) -> dict[str, str]:
+def to_environment(step: int, host: str) -> dict[str, str]:
     """Returns the environment variable, {name: value}, that passes the launcher's note to the ranks."""
     return {VARIABLE: f"{step}@{host}"}
 

@@ -226,22 +226,22 @@ class Binary(Multilabel):
 
 
 def output_names(
-    source: Source, number: int, fact: str = "class_names", prefix: str = ""
+    source: Source, num_outputs: int, fact: str = "class_names", prefix: str = ""
 ) -> list[str]:
     """Returns a name for each of the model's outputs: that of its class or label.
 
     Args:
         source: The data set.
-        number: The number of outputs.
+        num_outputs: The number of outputs.
         fact: The key of the names in the data set's facts.
-        prefix: What precedes each output's index in its name, if the fact does not hold `number`
+        prefix: What precedes each output's index in its name, if the fact does not hold `num_outputs`
             distinct names.
     """
     names = source.facts().get(fact) or ()
     # A model may have a different number of outputs, and columns with the same name would overwrite
     # each other.
-    if not len(names) == len(set(names)) == number:
-        names = [f"{prefix}{index}" for index in range(number)]
+    if not len(names) == len(set(names)) == num_outputs:
+        names = [f"{prefix}{index}" for index in range(num_outputs)]
     return list(map(str, names))
 
 

@@ -344,7 +344,7 @@ class Task(ABC):
                     isinstance(part, Mapping) and name in part for part in (targets, outputs)
                 ):
                     raise ConfigError(
-                        f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
+                        f"task.metrics.{name} needs targets and an output of this name; rename it or leave it out"
                     )
                 for inner, item in metric.items():
                     check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name])

@@ -109,7 +109,7 @@ def find_checkpoint(
             # With copies, the launcher's note may name a checkpoint that was never copied
             # completely; a copy of an older one will do.
             if not copies or not search.candidates:
-                own_notes.append(notes.from_launcher(os.environ))
+                own_notes.append(notes.from_environment(os.environ))
             all_notes = [
                 note for rank_notes in comm.gather(own_notes) for note in rank_notes if note
             ]

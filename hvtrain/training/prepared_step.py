@@ -13,7 +13,7 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.data.description import count_classes
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.step.joint_loss import weighted
+from hvtrain.step.joint_loss import scale_gradient
 from hvtrain.tasks import Task
 
 BALANCED = "balanced"
@@ -52,7 +52,7 @@ def prepare_step(
     @wraps(compute_loss)
     def weighted_loss(*args, **kwargs):
         loss = compute_loss(*args, **kwargs)
-        return weighted(loss, batch_weight.pop()) if batch_weight else loss
+        return scale_gradient(loss, batch_weight.pop()) if batch_weight else loss
 
     @wraps(compute_metrics)
     def hard_metrics(x, y, y_pred, sample_weight=None):

@@ -17,7 +17,7 @@ from hvtrain.core import VERSION
 from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import header, percent
-from hvtrain.data.pipeline.streams import regrouped
+from hvtrain.data.pipeline.streams import regroup
 from hvtrain.data.source import Phrases, Source, StreamRequest
 from hvtrain.models.parts import describe_tables, describe_trainable, num_parameters
 from hvtrain.strategies.base import Strategy
@@ -217,7 +217,7 @@ def training_batches(
     if plan.is_resized:
         # The data keep the order that they have for the ranks with which the run began; each
         # current rank takes a part of those ranks' joint batches.
-        return regrouped(share_stream, plan, topology, first_step)
+        return regroup(share_stream, plan, topology, first_step)
     return share_stream(topology.rank)
 
 

@@ -289,7 +289,7 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(results):
 
 def test_damaged_receipts_are_refused_and_an_unfinished_line_is_none(folder, tmp_path):
     with pytest.raises(
-        StorageError, match=r"receipts.jsonl is missing; a run has it from its first checkpoint on"
+        StorageError, match=r"receipts.jsonl is missing; choose a run that has written a checkpoint"
     ):
         read_receipts(tmp_path)
     text = (folder / "run" / RECEIPTS_FILE).read_text()

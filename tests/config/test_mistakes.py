@@ -119,7 +119,7 @@ FORM = {
     "train.epochs: 3": "'train.epochs:' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
     "train.epochs = 3": "'train.epochs' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
     "=3": "'=3' is not a setting; write SETTING=VALUE in one word, such as train.epochs=3",
-    "trian model=cnn": "trian is not a command, which are ...",
+    "trian model=cnn": "trian is not a command (the commands are ...",
     "hydra.run.dir=x": "hydra.run.dir=x is a setting of Hydra, which a run does not use; set the run folder with ...",
     "+hydra.foo=1": "+hydra.foo=1 is a setting of Hydra, ...",
     "seed=1,2": "seed=1,2 has several values; give one, a list (seed=[1,2]), or quote it: \"seed='1,2'\"",

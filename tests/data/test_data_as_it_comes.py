@@ -496,7 +496,7 @@ RECORD_LABELS = [
     (
         {"bytes_list": tf.train.BytesList(value=[b"cow"])},
         TEXT_LABELS,
-        "label 'cow' is none of dataset.class_names",
+        "label 'cow' is not one of dataset.class_names",
     ),
     ({"float_list": tf.train.FloatList(value=[0.5])}, {}, "label 0.5 is outside 0 ... 1"),
     (
@@ -727,7 +727,7 @@ REFUSED_ARRAYS = [
         np.array(["2024-01-01"] * 6, "M8[D]"),
         Y,
         {},
-        r"x_train holds datetime64\[D\]; numbers or text are needed \(of dates, such as days: ",
+        r"x_train holds datetime64\[D\]; numbers or text are needed \(for dates, give numbers ",
     ),
     (
         MIXED,

@@ -179,7 +179,7 @@ def test_what_is_no_pipeline_of_examples_is_refused(then, message):
 def test_functions_with_wrong_arguments_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"takes no shard and no num_shards; it must take both and return that shard",
+        match=r"takes no shard and no num_shards; declare shard and num_shards, and return that",
     ):
         from_dataset(lambda: None)
     with pytest.raises(

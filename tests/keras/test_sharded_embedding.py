@@ -181,7 +181,7 @@ def test_an_error_about_ids_becomes_one_line():
         ("floats", "got ids of type float64; it needs int32 or int64"),
         ("regularizer", "table t has embeddings_regularizer, which needs the whole table"),
         ("tied", "no other layer can use its weights"),
-        ("initializer", "a sharded table cannot begin with Orthogonal; choose uniform,"),
+        ("initializer", "a sharded table cannot be initialized with Orthogonal; choose uniform,"),
         ("too large", "GiB are free here; use more hosts, or fewer rows"),
         ("tape", "table t is sharded over the ranks, which a plain optimizer cannot handle; wrap"),
         ("lamb", "Lamb needs whole weights; choose SGD, Adam"),

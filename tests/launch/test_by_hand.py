@@ -209,7 +209,7 @@ def another_service(reply):
         ("--job-name worker --task-index 0", "start one process together; give --coordinator too, or none"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts cannot be combined"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi cannot be combined with --job-name"),
-        ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; it has worker"),
+        ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; choose from w"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(monkeypatch, options, message):

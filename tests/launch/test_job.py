@@ -33,7 +33,7 @@ from hvtrain.launch.remote_hosts import (
     HostNetwork,
     Ssh,
     answer,
-    captured,
+    capture,
     is_local,
     request,
 )
@@ -323,7 +323,7 @@ def test_a_call_on_a_host_is_one_line():
     """A login shell such as csh ends a quoted word at a line break, with "Unmatched '"."""
     command = [sys.executable, "-c", LOADER]
     assert "\n" not in shlex.join(command)
-    done = captured(command, request((host_facts,), "processor"), 60)
+    done = capture(command, request((host_facts,), "processor"), 60)
     assert answer(done.stdout) == host_facts.processor()
 
 

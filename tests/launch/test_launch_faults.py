@@ -140,7 +140,8 @@ def test_a_host_that_is_lost(tmp_path, how, trouble):
         output = finish(launched)
         assert launched.returncode == 75, output
         assert last_line(output) == (
-            f"hvtrain: FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; is it up? then {AGAIN}"
+            "hvtrain: FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; "
+            f"check that it is up, then {AGAIN}"
         )
         assert not left(lab, ("s1",))
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.job import Host
 from hvtrain.launch.output import PlainOutput
-from hvtrain.launch.remote_hosts import Ssh, captured
+from hvtrain.launch.remote_hosts import Ssh, capture
 from hvtrain.launch.restart import choose_hosts
 from hvtrain.launch.supervisor import Launch
 from lab import Lab, needs_lab
@@ -80,7 +80,7 @@ def test_a_login_that_may_open_too_few_files_is_refused(files, monkeypatch):
     def login(self, host, command, stdin):
         """A shell on this host stands for one that ssh opens on another."""
         limited = f'ulimit -n {files}; exec "$@"'
-        return captured(["bash", "-c", limited, "bash", *command], stdin, 60)
+        return capture(["bash", "-c", limited, "bash", *command], stdin, 60)
 
     monkeypatch.setattr(Ssh, "run", login)
     monkeypatch.setattr(remote_hosts, "is_local", lambda host: False)
@@ -188,7 +188,7 @@ def test_a_lost_host_is_left_out(tmp_path, hosts, options, then):
         lab("stop", "s2")
         output = finish(launched)
         assert launched.returncode == 0, output
-        lost = "hvtrain: FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; is it up? then run the same "
+        lost = "FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; check that it is up, then run the s"
         assert lost in output
         assert f"hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint, on {then}\n" in output
         assert "rank 0 first" in output and "rank 0 again" in output

@@ -206,11 +206,11 @@ def test_ranks_by_job_and_index():
     with pytest.raises(ConfigError, match="--task-index 1 is out of range: coordinator has 0;"):
         roles.rank_of("chief", 1)
     with pytest.raises(
-        ConfigError, match="--job-name evaluator is not a job of this run; it has coordinator, ps, "
+        ConfigError, match="evaluator is not a job of this run; choose from coordinator, ps, "
     ):
         roles.rank_of("evaluator", 0)
     with pytest.raises(
-        ConfigError, match=r"--job-name ps is not a job of this run; it has worker$"
+        ConfigError, match=r"--job-name ps is not a job of this run; choose from worker$"
     ):
         roles_of({}, 2).rank_of("ps", 0)
 

@@ -28,7 +28,7 @@ from transcripts import FATES, FOLDER, record, said
 SPEAKER = ROOT / "tests" / "support" / "launched" / "speaker.py"
 KILLED = f"killed by SIGKILL; {AGAIN}"
 RAISED = "ValueError: a bad thing; see its traceback above"
-LOST = f"FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; is it up? then {AGAIN}"
+LOST = f"FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; check that it is up, then {AGAIN}"
 ENDS = {
     "sigkill-of-rank-0": (75, f"FIRST FAILURE rank 0 host s1: {KILLED}"),
     "sigkill-of-rank-1": (75, f"FIRST FAILURE rank 1 host s2: {KILLED}"),

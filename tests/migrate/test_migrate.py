@@ -182,7 +182,7 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
             ["a"],
             "a is not Python: SyntaxError: '(' was never closed (a, line 1); fix it first",
         ),
-        (b"\xff\xfe", ["a"], "a is not Python in UTF-8"),
+        (b"\xff\xfe", ["a"], "a cannot be read as UTF-8 text"),
         (
             b"",
             [],

@@ -226,7 +226,7 @@ def test_marks_tell_data_from_compute():
     strategy = single()
     data = batches(0).map(slow).with_options(options)
     strategy.fit(made(), lambda _: data, PLAN, 16, [], loop.CallSteps(4, [], lambda value: value))
-    times = strategy.marks.times().each()
+    times = strategy.marks.times().mean()
     assert strategy.marks.times().steps == 20
     assert times.data >= 0.02 > times.compute > 0 and times.communication == 0
 

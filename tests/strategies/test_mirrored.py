@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.mirrored import MirroredStrategy, mirrored_over
+from hvtrain.strategies.mirrored import MirroredStrategy, make_mirrored_strategy
 from hvtrain.strategies.replica_step import ReplicaReducer
 
 
@@ -25,13 +25,13 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
         RankError,
         match=r"strategy=mirrored must start before TensorFlow has initialized its devices",
     ):
-        mirrored_over.__wrapped__(2)
+        make_mirrored_strategy.__wrapped__(2)
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [gpu])
     with pytest.raises(
         ConfigError, match=r"strategy.num_replicas=3 exceeds the 1 visible GPU\(s\); lower it"
     ):
-        mirrored_over.__wrapped__(3)
+        make_mirrored_strategy.__wrapped__(3)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(
         ConfigError, match=r"strategy=mirrored is one process, but the launcher started 2; start it"

@@ -109,7 +109,7 @@ def test_losses_over_the_joint_batch_are_refused():
     for loss in (divides, {"size": SimpleNamespace(denominator=None), "kind": divides}):
         callback.set_model(SimpleNamespace(loss=loss))
         with pytest.raises(
-            ConfigError, match=r"does not go with a loss that divides by what counts"
+            ConfigError, match=r"does not go with a loss whose divisor depends on the batches"
         ):
             callback.on_train_batch_begin(0, None)
 

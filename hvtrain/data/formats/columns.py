@@ -141,13 +141,13 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
 
-    kind = array.type
-    if types.is_null(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    dtype = array.type
+    if types.is_null(dtype) or types.is_large_string(dtype) or types.is_string_view(dtype):
         array = array.cast(pa.string())
-    elif types.is_decimal(kind) or types.is_float16(kind):
+    elif types.is_decimal(dtype) or types.is_float16(dtype):
         array = array.cast(pa.float64())
-    elif types.is_time(kind) or types.is_duration(kind):
-        microseconds = pa.time64("us") if types.is_time(kind) else pa.duration("us")
+    elif types.is_time(dtype) or types.is_duration(dtype):
+        microseconds = pa.time64("us") if types.is_time(dtype) else pa.duration("us")
         array = pc.divide(array.cast(microseconds, safe=False).cast(pa.int64()), 1e6)
     if not types.is_string(array.type):
         return array
@@ -168,36 +168,36 @@ def infer(
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
-    kind = values.type
+    dtype = values.type
     if values.null_count == len(values):
         return "empty"
-    if types.is_string(kind):
+    if types.is_string(dtype):
         if is_typed and pc.count_distinct(values).as_py() <= max(FEW_TEXTS, len(values) // 10):
             return column
         return _infer_text(column, values.drop_null(), number_formats)
-    if types.is_boolean(kind):
+    if types.is_boolean(dtype):
         return column
-    if types.is_integer(kind):
+    if types.is_integer(dtype):
         largest = max(map(abs, pc.min_max(values).as_py().values()))
         return replace(column, kind="number") if largest <= MAX_EXACT else column
-    if types.is_floating(kind):
+    if types.is_floating(dtype):
         if pc.all(pc.is_nan(values)).as_py():
             return "empty"
         return replace(column, kind="number")
-    if types.is_temporal(kind):
+    if types.is_temporal(dtype):
         return replace(column, kind="date")
-    if not _is_vector(kind):
-        return f"of the type {kind}"
+    if not _is_vector(dtype):
+        return f"of the type {dtype}"
     lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
     if len(lengths) != 1 or not lengths[0]:
         return f"lists of {min(lengths)} to {max(lengths)} numbers"
     return replace(column, kind="vector", length=lengths[0])
 
 
-def _is_vector(kind: pa.DataType) -> bool:
+def _is_vector(dtype: pa.DataType) -> bool:
     """True for lists of numbers."""
-    return isinstance(kind, LISTS) and (
-        types.is_integer(kind.value_type) or types.is_floating(kind.value_type)
+    return isinstance(dtype, LISTS) and (
+        types.is_integer(dtype.value_type) or types.is_floating(dtype.value_type)
     )
 
 
@@ -246,10 +246,10 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
 
 
 def _share_read(text: pa.Array, column: Column) -> float:
-    return share(_parsed(text, column).is_valid())
+    return share(_parse(text, column).is_valid())
 
 
-def _parsed(text: pa.Array, column: Column) -> pa.Array:
+def _parse(text: pa.Array, column: Column) -> pa.Array:
     """Parses text as numbers or times in the column's format; null where it does not match."""
     if column.kind == "date":
         return times_in(text, column.date_format)
@@ -278,7 +278,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     parsed = values
     odd = []
     if types.is_string(values.type):
-        parsed = _parsed(values, column)
+        parsed = _parse(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
     is_time = types.is_temporal(parsed.type)
     # A column of nothing but gaps fits any kind; one in which no cell
@@ -373,7 +373,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
 
 
 def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
-    """Returns integers, null in gaps. Raises DataError for fractions (1.5 would become 1) and beyond MAX_EXACT."""
+    """Returns integers, null in gaps. Raises DataError for fractions, and for numbers beyond MAX_EXACT."""
     is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))

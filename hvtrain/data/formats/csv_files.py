@@ -18,9 +18,9 @@ SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells; a few may be malformed.
 MOSTLY = 0.9
-# The longest average run of letters that are not ASCII in Windows-1252. In Western languages, such
-# letters mostly stand alone; in other alphabets, they follow each other.
-LONGEST_RUNS = 2
+# The largest mean length of a run of letters that are not ASCII, in Windows-1252. In Western languages,
+# such letters mostly stand alone; in other alphabets, they follow each other.
+MAX_MEAN_RUN = 2
 # Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 # A quote within a cell as Spark writes it, with a backslash. In CSV, such a quote ends the cell.
@@ -190,14 +190,15 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 def _from_windows(text: bytes) -> str:
     """Decodes text that is not UTF-8, as Windows-1252.
 
-    Raises ValueError if all but a few bytes are UTF-8, or if they look like words in no Latin letters.
+    Raises ValueError if more characters beyond ASCII are UTF-8 than are not, or if the bytes look like words of a
+    language without Latin letters.
     """
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
         raise ValueError(f"{num_wrong} bytes are not UTF-8, and {num_right} other characters are")
     runs = re.findall(rb"[\x80-\xff]+", text)
-    if sum(map(len, runs)) > LONGEST_RUNS * len(runs):
+    if sum(map(len, runs)) > MAX_MEAN_RUN * len(runs):
         raise ValueError(
             "it is neither UTF-8 nor, by its letters, Windows-1252; write it in UTF-8 or, for dataset=table, "
             "set dataset.encoding"

@@ -26,7 +26,7 @@ from hvtrain.data.pipeline.streams import (
     FOREVER,
     ORDER,
     derive_seed,
-    end_with_python,
+    end_streams_at_exit,
     step_sizes,
     unconverted,
 )
@@ -48,7 +48,7 @@ def call_python(
         arguments: Tensors to call it with.
         specs: Types and shapes of its results.
     """
-    end_with_python()
+    end_streams_at_exit()
     # In eager mode, numpy_function returns a single tensor without a list around it.
     tensors = nest.flatten(tf.numpy_function(function, arguments, [spec.dtype for spec in specs]))
     # The graph cannot know the shapes of a Python function's results.
@@ -63,7 +63,7 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
             have the same element_spec.
         first: The first epoch's number.
     """
-    end_with_python()
+    end_streams_at_exit()
     # The first epoch is opened here, so that its errors are raised unchanged, not wrapped by
     # TensorFlow.
     ready = [open_epoch(first)]
@@ -127,7 +127,7 @@ def cut_epoch(
         ends: True if the examples must end with the share; the stream then also fails if there are
             more.
     """
-    end_with_python()
+    end_streams_at_exit()
 
     def fail(num_read):
         raise count_error(int(num_read))

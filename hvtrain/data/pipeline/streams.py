@@ -76,7 +76,7 @@ def finish(batches: Dataset, topology: Topology) -> Dataset:
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-def end_with_python() -> None:
+def end_streams_at_exit() -> None:
     """Makes the interpreter end open streams when it exits. Call it before giving a stream a Python function."""
     # Exit functions run in reverse order. Registered anew, this one runs before
     # all that were registered earlier.
@@ -94,7 +94,7 @@ def _end_streams() -> None:
             candidate._iterator_resource = None
 
 
-def regrouped(
+def regroup(
     stream_of: Callable[[int], Dataset], plan: StepPlan, topology: Topology, start_step: int
 ) -> Dataset:
     """Returns this rank's parts of the global batches of a plan made for another number of ranks.

@@ -87,7 +87,7 @@ class MemorySource(IndexedSource):
         # Number of values in a training example, by the names that check() uses.
         self._sizes: dict[str, int] = {}
         # Shards are kept by topology: a run resumed on another number of ranks reads the shards of
-        # several of the plan's ranks; see regrouped() in streams.py.
+        # several of the plan's ranks; see regroup() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
 
     def num_examples(self, split: str) -> int:

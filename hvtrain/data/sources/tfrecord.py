@@ -357,7 +357,7 @@ class TFRecords(DealtSource):
     def _label_problem(self, record: bytes) -> str:
         label = tf.io.parse_single_example(record, self._features)[self._label_key].numpy()
         if isinstance(label, bytes):
-            return f"label {label.decode(errors='replace')!r} is none of dataset.class_names"
+            return f"label {label.decode(errors='replace')!r} is not one of dataset.class_names"
         end = self._first_label + self.num_classes
         problem = f"label {label} is outside {self._first_label} ... {end - 1}"
         if label == end:

@@ -160,24 +160,24 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
-                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part, model)
+                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part, train)
             )
-            for letter, part, model in zip("xyw", (x, y, w), splits["train"])
+            for letter, part, train in zip("xyw", (x, y, w), splits["train"])
             if part is not None
         )
 
     return arrays
 
 
-def _whole_list(part: Any, model: Any) -> Any:
-    """Turns a list of rows, as train's part `model` shows them, into an array; tf.nest would see a structure."""
+def _whole_list(part: Any, train: Any) -> Any:
+    """Turns a list of rows into an array; `train`, the training split's list, tells rows from a structure."""
     if isinstance(part, dict):
         return {name: _whole_list(item, item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
     # A list of arrays that are longer than the list is a structure. It becomes a tuple, since
     # tf.data would stack the arrays of a list.
-    rows = model if isinstance(model, list) else part
+    rows = train if isinstance(train, list) else part
     lengths = [len(item) for item in rows if len(getattr(item, "shape", ()))]
     if len(rows) <= max(lengths, default=0):
         return tuple(part)
@@ -209,7 +209,7 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
                 f"{where} ({type(values).__name__}) has no rows; each example needs one"
             )
         if array.dtype.kind == "O":
-            array = _typed(array, where)
+            array = _convert_objects(array, where)
     except DataError:
         raise
     except ValueError as error:
@@ -218,13 +218,13 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     # Neither booleans, numbers nor text.
     if array.dtype.kind not in "biufUS":
         raise DataError(
-            f"{where} holds {array.dtype}; numbers or text are needed (of dates, such as days: "
-            "(x - x.min()) / numpy.timedelta64(1, 'D'))"
+            f"{where} holds {array.dtype}; numbers or text are needed (for dates, give numbers such "
+            "as days: (x - x.min()) / numpy.timedelta64(1, 'D'))"
         )
     return array.astype(np.float64) if array.dtype == np.longdouble else array
 
 
-def _typed(array: np.ndarray, where: str) -> np.ndarray:
+def _convert_objects(array: np.ndarray, where: str) -> np.ndarray:
     """Converts an array of objects to the type that its values share.
 
     Raises:
@@ -259,7 +259,7 @@ def _class_targets(
     if not isinstance(targets, np.ndarray):
         return targets
     if targets.dtype.kind in "US":
-        return _numbered(targets, class_names, where) if class_names else targets
+        return _name_indices(targets, class_names, where) if class_names else targets
 
     if targets.ndim == 2 and targets.shape[1] == num_classes > 1:
         is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(axis=1) == 1).all()
@@ -302,7 +302,7 @@ def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
     return num_classes or high + 1
 
 
-def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
+def _name_indices(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
     """Converts text targets to indices of class names.
 
     Raises:

@@ -114,7 +114,7 @@ class FunctionSource(Source):
             self._counts.update(rank_counts)
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        # Given numbers of examples are divided among ranks; otherwise, each shard is counted.
+        # Numbers that the user gave are divided among the ranks; otherwise, each shard is counted.
         whole = self.num_examples(split)
         if split in self._num_examples or not whole:
             return super().shard_sizes(split, num_shards, weights)
@@ -261,7 +261,7 @@ class FunctionSource(Source):
         # A function that declares start has left out the examples before it.
         num_left_out = start if "start" in function.declared else 0
         if "seed" in values:
-            function.log_limits(shard)
+            function.warn_about_order(shard)
         # tf.data returns negative numbers for endless examples, and for those that it has to read to count them.
         number = int(shard.cardinality())
         known_number = number + num_left_out if number >= 0 else None

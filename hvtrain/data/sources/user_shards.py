@@ -74,7 +74,7 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
             ".map(lambda *parts: parts)"
         )
     if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
-        dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
+        dataset = dataset.map(lambda *parts: nest.map_structure(_narrow, parts))
     return dataset
 
 
@@ -117,7 +117,7 @@ class PyDatasetExamples:
         last = num_batches - 1
         _, last_size = self._batch(last)
         if not 0 < last_size <= size:
-            raise self._wrong_size(last_size, last)
+            raise self._size_error(last_size, last)
         self._sizes[last] = last_size
 
     def cardinality(self) -> int:
@@ -152,8 +152,8 @@ class PyDatasetExamples:
             TensorSpec([None, *spec.shape], spec.dtype) for spec in nest.flatten(self.element_spec)
         ]
 
-        def read(number):
-            parts = call_python(self._read, [number], specs)
+        def read(index):
+            parts = call_python(self._read, [index], specs)
             return nest.pack_sequence_as(self.element_spec, parts)
 
         batches = Dataset.from_tensor_slices(numbers[num_skipped:]).map(
@@ -161,39 +161,39 @@ class PyDatasetExamples:
         )
         return batches.unbatch().skip(within)
 
-    def _read(self, number: np.int64) -> list[np.ndarray]:
+    def _read(self, index: np.int64) -> list[np.ndarray]:
         """Reads a batch, checks that it resembles the first, and returns its arrays."""
-        batch, size = self._batch(int(number))
+        batch, size = self._batch(int(index))
         if spec_of(batch) != self.element_spec:
             raise self._fail(
-                f"batch {number} holds {describe_spec(spec_of(batch))}, but batch 0 "
+                f"batch {index} holds {describe_spec(spec_of(batch))}, but batch 0 "
                 f"{describe_spec(self.element_spec)}; give all batches the same parts, types and shapes"
             )
-        if size != self._sizes[number]:
-            raise self._wrong_size(size, int(number))
+        if size != self._sizes[index]:
+            raise self._size_error(size, int(index))
         return nest.flatten(batch)
 
-    def _batch(self, number: int) -> tuple[Parts, int]:
+    def _batch(self, index: int) -> tuple[Parts, int]:
         """Reads a batch in the types that models take; returns it with its number of rows.
 
         Raises DataError unless it has two or three parts, all with the same number of rows.
         """
-        batch = self._dataset[number]
+        batch = self._dataset[index]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            raise self._fail(f"batch {number} is {_describe_parts(batch)}; {PARTS_NEEDED}")
+            raise self._fail(f"batch {index} is {_describe_parts(batch)}; {PARTS_NEEDED}")
         parts = nest.map_structure(lambda part: narrow_dtype(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
         sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
             raise self._fail(
-                f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
+                f"the arrays of batch {index} have {' and '.join(map(str, sorted(sizes)))} "
                 "rows; each example needs one in each"
             )
         return parts, sizes.pop()
 
-    def _wrong_size(self, size: int, number: int) -> UserError:
+    def _size_error(self, size: int, index: int) -> UserError:
         return self._fail(
-            f"batch {number} of {len(self._sizes)} holds {size} examples, but batch 0 "
+            f"batch {index} of {len(self._sizes)} holds {size} examples, but batch 0 "
             f"{self._sizes[0]}; give all batches one size; only the last may be smaller"
         )
 
@@ -232,7 +232,7 @@ class UserFunction(StreamErrors):
             if argument.kind is argument.VAR_KEYWORD:
                 self.declared.update(REQUIRED)
                 log.warning(
-                    "%s: **%s gets only shard and num_shards; name other arguments that it uses",
+                    "%s: **%s gets only shard and num_shards; declare other arguments by name",
                     self.name,
                     argument.name,
                 )
@@ -249,7 +249,8 @@ class UserFunction(StreamErrors):
         missing = [name for name in REQUIRED if name not in self.declared]
         if missing:
             raise ConfigError(
-                f"{self.name} takes no {' and no '.join(missing)}; it must take both and return that shard"
+                f"{self.name} takes no {' and no '.join(missing)}; declare shard and num_shards, and return that part "
+                "of the data"
             )
 
     def describe_call(self, key: ShardKey) -> str:
@@ -294,7 +295,7 @@ class UserFunction(StreamErrors):
             )
         return None
 
-    def log_limits(self, pipeline: Dataset) -> None:
+    def warn_about_order(self, pipeline: Dataset) -> None:
         """Warns once if a training pipeline never shuffles, or is not deterministic."""
         if self._has_logged:
             return
@@ -308,7 +309,8 @@ class UserFunction(StreamErrors):
         shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
         if "epoch" not in self.declared and not shuffles:
             log.warning(
-                "%s neither shuffles nor declares epoch, so all epochs may have the same order",
+                "%s neither shuffles nor declares epoch, so all epochs may have the same order; add .shuffle() to its "
+                "pipeline",
                 self.name,
             )
         if any(getattr(operation, "_deterministic", None) == "false" for operation in operations):
@@ -332,7 +334,7 @@ def describe_spec(spec: Any) -> str:
     )
 
 
-def _narrowed(tensor: Any) -> tf.Tensor:
+def _narrow(tensor: Any) -> tf.Tensor:
     """Converts a tensor to the type that models take; an integer beyond 32 bits ends the stream."""
     narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
     if narrow.dtype != tf.int32:

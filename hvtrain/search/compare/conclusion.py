@@ -173,8 +173,8 @@ def examples_warning(examples: Mapping[str, int]) -> list[str]:
 def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
-    They include the time of a rank's own work in a step, from the first horovod whose rounds were
-    measured; None if there is none.
+    They include the time of a rank's own work in a step, from the first entry of strategy=horovod whose
+    rounds were measured; None if there is no such entry.
     """
     for entry in comparison["strategies"]:
         splits = [run["split"] for run in entry["rounds"] if run["split"]]

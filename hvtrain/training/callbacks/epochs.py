@@ -9,7 +9,7 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
-from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slower_in_words
+from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slowdown_cause
 from hvtrain.system.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
 from hvtrain.training.run import Run, Start
@@ -223,7 +223,7 @@ class Throughput(RunCallback):
         after_warmup = times - (self._times_after_warmup or times)
         # The span with fewer steps began later.
         newest = min(after_warmup, in_epoch, key=lambda span: span.steps)
-        own = (after_warmup.each(), topology.host), in_epoch.each().own_work, newest.each()
+        own = (after_warmup.mean(), topology.host), in_epoch.mean().own_work, newest.mean()
         times_and_hosts, own_work, newest_times = zip(*self.comm.gather(own))
         self.rank_seconds = list(own_work)
         if after_warmup.steps > 0:
@@ -241,10 +241,10 @@ class Throughput(RunCallback):
         if len(times) < 2 or has_few_steps:
             return
         self._fastest = min(self._fastest or times, times, key=seconds_per_step)
-        text = slower_in_words(self._fastest, times, self.strategy.devices)
+        text = slowdown_cause(self._fastest, times, self.strategy.devices)
         if not text:
             self._reported_slow = []
-        elif slower_in_words(self._reported_slow or self._fastest, times, self.strategy.devices):
+        elif slowdown_cause(self._reported_slow or self._fastest, times, self.strategy.devices):
             self._reported_slow = times
             if self.is_chief:
                 log.info("slower         epoch %d: %s", epoch + 1, text)

@@ -91,12 +91,13 @@ class Recompute(RunCallback):
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # Set once the step is traced. If all ranks take one batch, its mean over them differs.
+        # A denominator is set once the step is traced. Its mean over the ranks is another one if all
+        # ranks compute on the same batch.
         losses = keras.tree.flatten(self.model.loss)
         if any(getattr(loss, "denominator", None) is not None for loss in losses):
             raise ConfigError(
-                "guard.recompute_every does not go with a loss that divides by what counts in the batches of all ranks "
-                "(a mask, an ignored label, weights); leave it out"
+                "guard.recompute_every does not go with a loss whose divisor depends on the batches of all ranks "
+                "(through a mask, an ignored label or weights); leave guard.recompute_every out"
             )
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
@@ -214,7 +215,7 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
             continue
         dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         values = tf.cast(tf.reshape(dense, [-1]), tf.float32)
-        # All that overflow are alike: a loss scale skips their steps, and the values are left to chance.
+        # All gradients that overflow count as equal: a loss scale skips the step, and their values are arbitrary.
         values = tf.where(tf.reduce_all(tf.math.is_finite(values)), values, float("nan"))
         numbers = tf.range(tf.size(values))
         wave = tf.cos(tf.cast(numbers, tf.float32))
