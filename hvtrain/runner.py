@@ -86,7 +86,7 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
         # Horovod can start a timeline later only if this is set before hvd.init().
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
-        with report_failures(strategy, state.notice.failed):
+        with report_failures(strategy, state.notice.send_failure):
             return run_to_end(config, strategy, attempt, state)
     finally:
         state.notice.wait()
@@ -334,7 +334,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
             f"run the same command with run.dir={run.state.store.address or run.folder} to continue"
         )
         log.info(message)
-        run.state.notice.stopped(message)
+        run.state.notice.send_stop(message)
     else:
         record = write_results(run, model, record)
         comm = run.strategy.comm
@@ -349,7 +349,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
             write_report(run.folder, with_diff=not run.config.tracker)
         tracking.finish("finished", record.metrics, result_files(run.folder))
         seconds = duration(record.seconds)
-        run.state.notice.finished(
+        run.state.notice.send_success(
             f"{metrics_in_words(record.metrics)}; {seconds} on {plan.size} rank(s)"
         )
     if run.topology.is_chief:

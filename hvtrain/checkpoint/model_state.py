@@ -22,7 +22,7 @@ SAME = f"{MEMORY}same/"
 
 
 def snapshot(
-    model: "keras.Model", rank_states: list[Arrays], callback_arrays: Arrays, parts: Arrays
+    model: "keras.Model", rank_states: list[Arrays], callback_arrays: Arrays, whole_values: Arrays
 ) -> Arrays:
     """Copies the arrays of a checkpoint, so that further training does not change them.
 
@@ -30,12 +30,12 @@ def snapshot(
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
-        parts: the whole values of the sharded_variables, by key; empty if there are none.
+        whole_values: the whole values of the sharded_variables, by key; empty if there are none.
     """
     variables = _variables(model)
     # Whole tables take the places of their parts, so the order does not depend on sharding.
     arrays = {
-        key: parts[key] if hasattr(variable, "rank_part") else variable.numpy()
+        key: whole_values[key] if hasattr(variable, "rank_part") else variable.numpy()
         for key, variable in variables.items()
     }
     arrays |= {key: np.array(array) for key, array in callback_arrays.items()}

@@ -31,7 +31,7 @@ PIECE_BYTES = 64 << 20
 
 
 def whole_shape(value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; of some rows of a sharded table, the shape of the whole table."""
+    """Returns the shape of an array or variable; for one rank's rows of a sharded table, that of the whole table."""
     num_rows = getattr(getattr(value, "rank_part", None), "num_rows", None)
     return (num_rows, *value.shape[1:]) if num_rows else tuple(value.shape)
 
@@ -132,7 +132,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the saved values are not numbers.
         """
-        with _needing_numbers("callback state"):
+        with _require_numbers("callback state"):
             # Known names only, so that a checkpoint cannot set any other attribute of a callback.
             saved: dict[str, dict[str, Any]] = {
                 name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
@@ -154,12 +154,12 @@ class Checkpoint:
         Raises:
             CheckpointError: the results are not numbers.
         """
-        with _needing_numbers("record of a validation"):
+        with _require_numbers("record of a validation"):
             return {name: float(value) for name, value in self.meta.get("unlogged", {}).items()}
 
 
 @contextmanager
-def _needing_numbers(content: str) -> Iterator[None]:
+def _require_numbers(content: str) -> Iterator[None]:
     """Turns errors of the block, which converts content of a checkpoint to numbers, into CheckpointError."""
     try:
         yield

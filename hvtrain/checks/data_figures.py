@@ -61,7 +61,7 @@ def tables_of(findings: Findings) -> list[Table]:
             total = max(split_counts.sum(), 1)
             for row, count in zip(rows, split_counts):
                 row.append(f"{count:,} ({percent(count / total)})")
-        note = f"Examples of each class (of masks, pixels). {scope(findings)}"
+        note = f"Examples of each class (for masks: pixels). {scope(findings)}"
         if len(findings.class_names) > MAX_ROWS:
             note += f" The first {MAX_ROWS} of {len(findings.class_names):,} classes."
         tables.append(Table("Classes", note, ["class", *counts], rows))
@@ -117,7 +117,7 @@ def _views(findings: Findings) -> Figure:
     if len(model_inputs) > 1:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
     if np.ndim(target) > 1:
-        note += " Masks are painted over it, but for class 0; ignored pixels are white."
+        note += " Masks are painted over the images, except for class 0; ignored pixels are white."
         names = findings.class_names[: MAX_ROWS + 1]
         legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
     return Pictures("As the model sees them", note, pictures, legend, len(panels))

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# What schedules use of keras.ops, for Python numbers.
+# The functions of keras.ops that schedules use, for Python numbers.
 SCALARS = SimpleNamespace(
     minimum=min,
     maximum=max,

@@ -162,7 +162,7 @@ def _image_examples(
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing or Sizing(run.source.image_shape)
     # A source of arrays has no sizing: all its images, and so the model's inputs, are of one size.
-    read = sizing.whole if run.source.sizing else partial(decode, sizing=sizing)
+    read = sizing.decode_for_model if run.source.sizing else partial(decode, sizing=sizing)
     if run.task.targets_are_masks:
         # The masks have the size of the resized images, not of those in the files.
         note += f"; masks of images {sizing.phrase()}"

@@ -36,7 +36,8 @@ class CompressedReduction:
 
         Names are `sum/error/0000`, `same/projection/0000` and so on, numbered by the variables'
         positions, and `same/steps`. The first part of a name says how the ranks' values are
-        combined if a run resumes on another number of ranks: see memories_on in training/resume.py.
+        combined if a run resumes on another number of ranks: see redistribute_memories in
+        training/resume.py.
 
         Raises:
             ValueError: if the format keeps errors and a variable is None.

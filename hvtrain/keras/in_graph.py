@@ -54,10 +54,11 @@ def counter(operation: str) -> tf.Variable:
 def in_every_step(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the same tensor [n, ...], to be exchanged in each step even if it is constant.
 
-    TensorFlow runs operations on constants once, while it optimizes a graph. A rank whose batches all
-    have one size would then send nothing in later steps, and a rank that traces a step again would send
-    once more, so ranks would wait for each other. The slice begins at a variable, which is always 0, so
-    its result is no constant. It copies nothing but int32, which a GPU keeps in main memory.
+    This prevents constant folding: TensorFlow runs operations on constants once, while it optimizes a
+    graph. A rank whose batches all have one size would then send nothing in later steps, and a rank that
+    traces a step again would send once more, so ranks would wait for each other. The result is a slice
+    that begins at a variable, which is always 0, so it is not a constant. Only int32 is copied, which on
+    a GPU is in main memory.
     """
     return tf.convert_to_tensor(tensor)[counter("constants") :]
 

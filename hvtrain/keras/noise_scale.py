@@ -47,7 +47,7 @@ class NoiseScale:
         hook = hook_of(optimizer)
         if (
             not hook
-            # Those of virtual ranks and of tf.distribute measure nothing.
+            # Subclasses, for virtual ranks and for tf.distribute, measure nothing.
             or type(hook.reducer) is not Reducer
             or hook.averages_weights
             or hook.reducer.op == hvd.Adasum

@@ -86,7 +86,8 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # With shard=True, the shape of a scalar's slot would not say that it is on one rank only.
+        # Scalars and vectors are given as references of their slots: with shard=True, the shape of a
+        # scalar's slot does not tell that it is on one rank only.
         self._sums = [
             self.add_variable_from_reference(variable, "sum")
             if len(variable.shape) < 2

@@ -49,7 +49,7 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
             f"Compression.{compression.name} keeps errors from step to step, which a tape cannot store; use a "
             "DistributedOptimizer, or Compression.bf16"
         )
-    gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
+    gradtape.__class__ = type("DistributedGradientTape", (_ReductionMixin, type(gradtape)), {})
     gradtape._hvtrain_local = set()
     gradtape._hvtrain_options = {
         "op": op,
@@ -84,7 +84,7 @@ def num_tape_reductions() -> int:
     return int(counter("tape").numpy())
 
 
-class _ReducesGradients:
+class _ReductionMixin:
     """Mixin before tf.GradientTape that reduces the gradients it computes."""
 
     _hvtrain_options: dict[str, Any]
@@ -119,7 +119,7 @@ class _ReducesGradients:
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:
-                # By this mark a DistributedOptimizer that does not average refuses to reduce it
+                # A DistributedOptimizer that does not average refuses to reduce a marked gradient
                 # again.
                 gradient._hvtrain_reduced = True
         return tf.nest.pack_sequence_as(sources, reduced)

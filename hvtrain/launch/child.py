@@ -1,8 +1,8 @@
 """Runs a training as a child process, and measures it.
 
-A child is started so that it ends with its parent; it is stopped here too, and its failure explained.
-A shared machine can be slower for minutes at a time. So contenders that are measured take turns, and
-only runs of the same round are compared.
+A child ends with its parent. This module also stops a child early, and explains its failure. A shared
+machine can be slower for minutes at a time. So contenders that are measured take turns, and only runs
+of the same round are compared.
 """
 
 import ctypes

@@ -138,7 +138,8 @@ def _yaml(text: str, source: str):
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source} is not YAML: {reason}; fix it") from error
 
 
 def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:

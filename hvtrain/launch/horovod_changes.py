@@ -45,7 +45,7 @@ _EXPORTS = "HVTRAIN_EXPORTS"  # Set in the launcher only, for ranks on other hos
 # 24,000 to 27,000 measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15  # Half of Horovod's limit of 30 s.
-SECONDS_WORTH_A_LINE = 60
+MIN_ANNOUNCED_SECONDS = 60
 
 _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
 _ignored_hosts: set[str] = set()
@@ -100,7 +100,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
     )
     if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
-    if seconds > SECONDS_WORTH_A_LINE:
+    if seconds > MIN_ANNOUNCED_SECONDS:
         sys.stderr.write(
             f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
             "and seconds over MPI (--mpi)\n"

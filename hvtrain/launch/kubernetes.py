@@ -37,7 +37,7 @@ class JobSet(ClusterKind):
     files = ("jobset.yaml",)
     # Not `kubectl apply`, which starts nothing if an old job has the same name.
     submit = "kubectl create -f {}/jobset.yaml"
-    no_elastic = "a JobSet keeps its size: leave it out or use cluster=mpijob"
+    no_elastic = "a JobSet keeps its size: leave --min-np out, or use cluster=mpijob"
     no_hosts = "Kubernetes chooses the hosts: give -np alone"
     starts_servers = True
 
@@ -139,4 +139,4 @@ class TrainJob(MpiJob):
     about = "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1"
     files = ("trainjob.yaml",)
     submit = "kubectl create -f {}/trainjob.yaml"
-    no_elastic = "a TrainJob keeps its size: leave it out or use cluster=mpijob"
+    no_elastic = "a TrainJob keeps its size: leave --min-np out, or use cluster=mpijob"

@@ -39,7 +39,7 @@ _PINNING_TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class MigratedScript:
     """A migrated script.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rewritten:
         return lines
 
 
-def migrate(text: str, name: str = "script") -> Rewritten:
+def migrate(text: str, name: str = "script") -> MigratedScript:
     """Rewrites a script for Keras 3.
 
     Args:
@@ -104,7 +104,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     paths = FilePaths()
     tree.visit(paths)
     new = tree.visit(FileNames(paths)).code
-    return Rewritten(text, new, find_undecided(new, uses_horovod, is_graph))
+    return MigratedScript(text, new, find_undecided(new, uses_horovod, is_graph))
 
 
 class Pinning(Pass):

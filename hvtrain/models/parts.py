@@ -265,7 +265,7 @@ def _synchronize(model: Model, size: int) -> None:
             continue
         if type(layer) is not layers.BatchNormalization or layer.synchronized:
             raise ConfigError(
-                f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} "
-                "that may normalize in its own way; make it a plain keras.layers.BatchNormalization"
+                f"train.sync_batch_norm=true, but the layer {layer.name}, of type {type(layer).__name__}, "
+                "may normalize in its own way; make it a plain keras.layers.BatchNormalization"
             )
         synchronize(layer)

@@ -27,7 +27,7 @@ from hvtrain.search.batch_sizes import (
 )
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
-from hvtrain.system.resources import forget_peak, free_bytes, peak_bytes, resident_bytes
+from hvtrain.system.resources import free_bytes, peak_bytes, reset_peak, resident_bytes
 from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.repeated_step import step_without_update
@@ -188,7 +188,7 @@ class BatchSearch:
     def _measure(self, run: Run, size: int) -> str:
         """Trains by the run's plan and adds a trial. Returns "", or which ranks lack memory."""
         # From here on, the peaks are those of this size.
-        forget_peak()
+        reset_peak()
         if self._has_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
 

@@ -248,7 +248,7 @@ def results_table(results: Results) -> list[list[str]]:
         value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
-        settings = [in_short(trial["settings"][name]) for name in names]
+        settings = [short_value(trial["settings"][name]) for name in names]
         numbers = (trial["number"], value, _epochs(trial), f"{trial['seconds']:.0f}")
         rows.append([*map(str, numbers), *settings])
 
@@ -259,7 +259,7 @@ def _epochs(trial: Trial) -> int:
     return max(trial["epochs"], default=0)
 
 
-def in_short(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Formats a setting's value for a table, floats with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else override_value(value)
 
@@ -354,7 +354,7 @@ def _draw_setting(axes, results: Results, name: str) -> None:
 
     # Choices need not be numbers, so each gets a position of its own.
     _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
-    labels = [in_short(choice) for choice in choices]
+    labels = [short_value(choice) for choice in choices]
     has_long_label = max(map(len, labels)) > 6
     # Long labels would overlap.
     axes.set_xticks(range(len(labels)), labels, rotation=30 if has_long_label else 0)

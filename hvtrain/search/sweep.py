@@ -30,9 +30,9 @@ from hvtrain.search.study import (
     ShouldPrune,
     Study,
     as_overrides,
-    in_short,
     ranked,
     result_lines,
+    short_value,
     trial_record,
     write_picture,
     write_results,
@@ -258,7 +258,7 @@ class Trials:
         self, number: int, settings: dict[str, Any], should_prune: ShouldPrune
     ) -> float | None:
         """Runs a trial and shows its progress; returns its value, or None if it was pruned."""
-        values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
+        values = ", ".join(f"{name} {short_value(value)}" for name, value in settings.items())
         position = len(self.results["trials"]) + 1
         title = f"{position} of {self.num_trials}: trial {number} ({values})"
         progress(f"{title}; {self._status()} ...")

@@ -218,12 +218,12 @@ class Strategy:
             callback_list.on_epoch_begin(epoch)
 
             while step < end and not model.stop_training:
-                number = call_steps.next(step, end)
+                num_steps = call_steps.next(step, end)
                 callback_list.on_train_batch_begin(step - begin)
                 started = time.perf_counter()
-                logs = steps(number)
+                logs = steps(num_steps)
                 call_steps.record(time.perf_counter() - started)
-                step += number
+                step += num_steps
                 callback_list.on_train_batch_end(step - begin - 1, logs)
 
             # Also if a callback has cut the epoch short.
@@ -371,13 +371,13 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     return error
 
 
-def refuse_several_processes(strategy: str, instead: str) -> None:
+def refuse_several_processes(strategy: str, alternative: str) -> None:
     """Raises ConfigError if a launcher started several processes, since each would train alone."""
     size = console.launched_size() or 1
     if size > 1:
         raise ConfigError(
             f"strategy={strategy} is one process, but the launcher started {size}; start it with "
-            f"python -m hvtrain, or choose strategy={instead}"
+            f"python -m hvtrain, or choose strategy={alternative}"
         )
 
 

@@ -133,7 +133,7 @@ def add_ssh_options(options: Any) -> None:
 def add_number(
     options: Any,
     name: str,
-    kind: Callable[[str], float],
+    parse: Callable[[str], float],
     help_text: str,
     default: float | None = None,
     metavar: str = "N",
@@ -143,14 +143,14 @@ def add_number(
     Args:
         options: a parser, or an argument group of one.
         name: the option, with its dashes.
-        kind: parses the number: at_least(low), not_negative or positive.
+        parse: parses the number: at_least(low), not_negative or positive.
         help_text: what the number is.
         default: the number if the option is not given.
         metavar: the placeholder for the number in the help.
     """
     if default is not None:
         help_text = f"{help_text}; default: {default:g}"
-    options.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
+    options.add_argument(name, type=parse, default=default, metavar=metavar, help=help_text)
 
 
 def at_least(low: int) -> Callable[[str], int]:

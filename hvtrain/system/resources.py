@@ -75,12 +75,12 @@ def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set
 def sorted_by_core(cpus: Iterable[int]) -> list[int]:
     """Sorts logical CPUs by socket and core, since those of one core often have numbers far apart."""
 
-    def number(cpu, name):
+    def id_of(cpu, name):
         path = _CPUS / f"cpu{cpu}" / "topology" / name
         return int(path.read_text()) if path.exists() else 0
 
     return sorted(
-        cpus, key=lambda cpu: (number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu)
+        cpus, key=lambda cpu: (id_of(cpu, "physical_package_id"), id_of(cpu, "core_id"), cpu)
     )
 
 
@@ -89,14 +89,14 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Resets peak_bytes. If the kernel does not allow that, the earlier peak stays."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """Returns the most bytes of memory that this process has occupied since it started, or since forget_peak()."""
+    """Returns the most bytes of memory that this process has occupied since it started, or since reset_peak()."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

@@ -139,7 +139,7 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
 def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Masks:
     """Returns how layers treat targets: masks move with their images, labels can only be mixed.
 
-    Raises ConfigError if a layer moves pixels, and other targets or weights have values for each.
+    Raises ConfigError if a layer moves pixels, and other targets or weights have a value for each pixel.
     """
     image, targets, *weights = source.element_spec
     others = weights if task.targets_are_masks else (targets, weights)

@@ -110,18 +110,18 @@ class Notice:
                 f"notify: {self._name(unknown[0])} is not an address that apprise takes; see docs/notices.md"
             )
 
-    def finished(self, text: str) -> None:
+    def send_success(self, text: str) -> None:
         """Sends the results of a finished run."""
         self._submit("finished", text)
 
-    def stopped(self, text: str) -> None:
+    def send_stop(self, text: str) -> None:
         """Sends the notice that the run was asked to stop; the text says how to continue it."""
         self._submit("stopped", text)
 
-    def failed(self, error: BaseException) -> None:
+    def send_failure(self, error: BaseException) -> None:
         """Sends the cause of a failure, unless a final notice has been sent already."""
         if isinstance(error, KeyboardInterrupt):
-            self.stopped("interrupted; nothing new was saved")
+            self.send_stop("interrupted; nothing new was saved")
         else:
             self._submit("failed", cause_in_words(error))
 

@@ -72,10 +72,12 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             unlogged=checkpoint.unlogged(),
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
-        memories[:] = memories_on(size, [_part(state, of_memory=True) for state in states])
+        memories[:] = redistribute_memories(
+            size, [_part(state, of_memory=True) for state in states]
+        )
         return (
             start,
-            states_on(size, [_part(state, of_memory=False) for state in states]),
+            redistribute_states(size, [_part(state, of_memory=False) for state in states]),
             any(memories),
         )
 
@@ -92,8 +94,8 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         model_state.restore_memory(received[own_rank], model)
     elif has_memory:
         log.warning(
-            "what the checkpoint's ranks kept for their next exchange, such as compression errors, is left out, since "
-            "this run keeps nothing of the kind; a single rank compresses nothing"
+            "optimizer state that each rank of the checkpoint kept for itself, such as compression errors, is left "
+            "out, since this run's optimizer keeps none; a single rank compresses nothing"
         )
     return start
 
@@ -178,11 +180,11 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
     if different:
         raise CheckpointError(
             f"checkpoint {store.folder_name(saved.step)} was made with {'; '.join(different)}; "
-            "start with the same numbers, or choose another run.dir"
+            "start with the same settings, or choose another run.dir"
         )
 
 
-def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
+def redistribute_states(size: int, states: list[Arrays]) -> list[Arrays]:
     """Redistributes the ranks' states over `size` ranks: each rank that stays keeps its own.
 
     The metrics of an unfinished epoch are sums, so the chief adds those of ranks that left. A new
@@ -202,7 +204,7 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     return remaining + [new] * (size - len(remaining))
 
 
-def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
+def redistribute_memories(size: int, memories: list[Arrays]) -> list[Arrays]:
     """Redistributes the optimizer's rank memories over `size` ranks, by the rule that begins each array's name.
 
     - same: equal on all ranks, and saved by the chief only.
@@ -311,7 +313,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(
                 f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
-                "start with the same, or choose another run.dir"
+                "start with the same value, or choose another run.dir"
             )
     return changed
 

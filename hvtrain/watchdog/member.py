@@ -184,15 +184,15 @@ class Member(Watchdog):
         self._send(Kind.ASK)
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
-        return self._settled()
+        return self._final_reason()
 
     def wait(self) -> StopReason | None:
         # Short intervals, since Python handles signals between them.
         while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
             pass
-        return self._settled()
+        return self._final_reason()
 
-    def _settled(self) -> StopReason | None:
+    def _final_reason(self) -> StopReason | None:
         """Returns the reason, unless the watchdog's thread is about to say why and to end this process."""
         while self._is_ending and self._thread.is_alive():
             time.sleep(0.2)

@@ -213,7 +213,7 @@ CASES = {
         SCENES,
         0,
         r"train +targets +whole numbers, 8 x 8 +0 +2",
-        "Masks are painted over it",
+        "Masks are painted over the images",
     ),
     "records": (
         write_records,

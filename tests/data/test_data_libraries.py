@@ -252,7 +252,7 @@ def test_splits_and_columns_that_would_be_misread_are_refused(tmp_path):
         str(tmp_path / "splits")
     )
     with pytest.raises(
-        DataError, match=r"label has other classes in test than in train; give both train's"
+        DataError, match=r"label has other classes in test than in train; cast test to train's"
     ):
         HuggingFace(str(tmp_path / "splits"), "x", "label")
     split(["ash", "elm"]).save_to_disk(str(tmp_path / "dicts"))

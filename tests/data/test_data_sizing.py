@@ -104,7 +104,7 @@ def test_the_saved_model_gives_the_bits_of_validation(resize, fit, crop_fraction
         assert np.array_equal(validated, decoded(encoded(whole)).numpy()), (
             "the same pixels as a PNG"
         )
-        raw = tf.cast(sizing.whole(jpeg), tf.float32)[tf.newaxis]
+        raw = tf.cast(sizing.decode_for_model(jpeg), tf.float32)[tf.newaxis]
         for layer in sizing.layers():
             raw = layer(raw)
         assert np.array_equal(raw[0], validated)

@@ -202,7 +202,7 @@ def test_batch_normalization_that_is_not_there_or_not_kerass_own_is_refused():
         change_parts(plain, config(sync=True), 1)
     other = keras.Sequential([keras.Input((4,)), Own(name="odd"), layers.Dense(2)])
     with pytest.raises(
-        ConfigError, match=r"^train.sync_batch_norm=true and the layer odd, a Own that may normal"
+        ConfigError, match=r"^train.sync_batch_norm=true, but the layer odd, of type Own, may norm"
     ):
         change_parts(other, config(sync=True), 2)
     ours = keras.Sequential([keras.Input((4,)), hvd.SyncBatchNormalization(), layers.Dense(2)])

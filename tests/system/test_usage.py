@@ -21,7 +21,7 @@ def test_a_peak_can_begin_anew():
     assert resources.peak_bytes() >= held.nbytes
     del held
     before = resources.peak_bytes()
-    resources.forget_peak()
+    resources.reset_peak()
     assert resources.resident_bytes() * 0.9 < resources.peak_bytes() <= before
 
 

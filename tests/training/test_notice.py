@@ -131,8 +131,8 @@ def test_a_child_that_lives_on_does_not_hold_it_up(tmp_path):
 def test_to_mail_and_a_webhook(received, tmp_path, caplog):
     notice = Notice()
     notice.begin([received.mail, received.webhook], tmp_path / "both")
-    notice.finished("test_loss 0.1; 3.0 s on 2 rank(s)")
-    notice.failed(ValueError("it has ended before"))
+    notice.send_success("test_loss 0.1; 3.0 s on 2 rank(s)")
+    notice.send_failure(ValueError("it has ended before"))
     notice.wait()
     notice.wait()
     kind, body = received.only_post("both has finished")
@@ -149,7 +149,7 @@ def test_an_address_that_fails_is_a_warning_without_its_secret(received, tmp_pat
     dead = f"json://me:{SECRET}@127.0.0.1:{free_port()}/"
     notice = Notice()
     notice.begin([received.webhook, dead], tmp_path / "half")
-    notice.stopped("stopped by SIGTERM")
+    notice.send_stop("stopped by SIGTERM")
     notice.wait()
     assert [record.getMessage() for record in caplog.records] == [
         "the notice could not be sent to address 2 of 2 (json://***); test it with the command apprise"
@@ -168,7 +168,7 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path, caplog):
             tmp_path / "silent",
         )
         began = time.monotonic()
-        notice.finished("")
+        notice.send_success("")
         notice.wait()
         assert time.monotonic() - began < 60, "far more than its limit"
     assert len(caplog.records) == 1 and SECRET not in caplog.text

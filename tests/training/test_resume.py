@@ -6,7 +6,7 @@ import numpy as np
 from hvtrain.checkpoint.model_state import snapshot
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.strategies.comm import Comm
-from hvtrain.training.resume import resume, states_on
+from hvtrain.training.resume import redistribute_states, resume
 from hvtrain.training.run import ResumePoint
 
 
@@ -21,7 +21,7 @@ def rank_state(rank):
 
 def test_each_rank_keeps_its_own_state_and_the_chief_takes_the_sums_of_those_that_are_gone():
     states = [rank_state(rank) for rank in range(4)]
-    chief, other = states_on(2, states)
+    chief, other = redistribute_states(2, states)
     assert other is states[1]
     assert chief["metric/0000"] == 1 + 3 + 4
     assert chief["metric/0001"].tolist() == [1 + 100 + 1000] * 3
@@ -31,7 +31,7 @@ def test_each_rank_keeps_its_own_state_and_the_chief_takes_the_sums_of_those_tha
 
 def test_a_new_rank_has_counted_nothing_and_has_the_learning_rate_of_the_others():
     before = [rank_state(0), rank_state(1)]
-    *kept, new = states_on(3, before)
+    *kept, new = redistribute_states(3, before)
     assert [ours is expected for ours, expected in zip(kept, before, strict=True)] == [True, True]
     assert new == {"rate/factor": np.float32(0.1)}
 

@@ -179,7 +179,7 @@ print((logits.argmax(axis=1) == data["y"]).sum())
 
 def test_the_trained_model_loads_in_plain_keras(default_run):
     images, labels = built_in.read_digits()
-    is_test = built_in.stratified(labels, 360)
+    is_test = built_in.stratified_mask(labels, 360)
     np.savez(default_run[0] / "digits.npz", x=images[is_test], y=labels[is_test])
     correct = int(without_hvtrain(COUNT_CORRECT, cwd=default_run[0]))
     result = json.loads((default_run[0] / "result.json").read_text())

@@ -30,7 +30,7 @@ _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 def visible(folder: Path) -> list[Path]:
     """Lists the entries of a folder, sorted, without hidden ones and JUNK; empty if there is no such folder.
 
-    Raises DataError for a name that is not UTF-8, as archives from Windows may unpack.
+    Raises DataError for a name that is not UTF-8, as an archive made on Windows may contain.
     """
     if not folder.is_dir():
         return []
@@ -154,7 +154,7 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     ]
 
 
-def with_labels(
+def look_up_labels(
     paths: Sequence[Path], labels: Mapping[str, int], class_file: str, number_file: str | None
 ) -> list[tuple[str, int]]:
     """Looks up the labels of files in a folder without class folders, such as ImageNet's validation images.
@@ -223,7 +223,7 @@ def read_text(path: Path) -> str:
 
 def _number_key(path: Path) -> str:
     """Returns a key that sorts 2.jpg before 10.jpg."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
+    return re.sub(r"\d+", lambda match: match[0].zfill(20), path.name)
 
 
 def _rows(path: str) -> list[list[str]]:

@@ -41,7 +41,7 @@ def files_of(path: Path) -> list[Path]:
     return [file for file in paths if file.is_file() and _NAME.search(file.name)]
 
 
-def packing(path: str | Path) -> str:
+def compression_type(path: str | Path) -> str:
     """Returns tf.data's name for the compression of a whole file: GZIP, or empty for none."""
     with Path(path).open("rb") as file:
         header = file.read(HEADER_BYTES)
@@ -69,7 +69,7 @@ def scan_records(
     offsets = array("Q")
     offset = 0
     try:
-        is_packed = bool(packing(path))
+        is_packed = bool(compression_type(path))
         file_bytes = path.stat().st_size
         # Unbuffered, so that only the header of a large record is read.
         with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
@@ -123,15 +123,15 @@ def masked_crc(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def first_records(path: str, number: int) -> list[bytes]:
-    """Reads the data of a file's first `number` records, up to the first that is damaged."""
+def first_records(path: str, count: int) -> list[bytes]:
+    """Reads the data of a file's first `count` records, up to the first that is damaged."""
     records = []
     # Only records with intact lengths are read, since TensorFlow crashes at a length of 2^60.
-    number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
+    count = len(scan_records(Path(path), check_lengths=True, limit=count)[0])
     with suppress(tf.errors.OpError):
         # extend() keeps the records that were read before an error.
         records.extend(
-            tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator()
+            tf.data.TFRecordDataset(path, compression_type(path)).take(count).as_numpy_iterator()
         )
     return records
 
@@ -179,7 +179,7 @@ def stream_records(
     can be located and reported before any error ends the stream.
 
     Args:
-        compression: See packing().
+        compression: See compression_type().
         num_records: The number of records that scan_records() found.
         first_code: The code of the file's first record; the others count up from it.
     """

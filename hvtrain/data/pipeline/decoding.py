@@ -92,14 +92,14 @@ class RandomResizedCrop:
                     "both above 0 and, for area, at most 1"
                 )
 
-    def draw(self, number: Any, seed: Tensor) -> Tensor:
-        """Draws random crops for `number` images whose sizes are not yet known. Pure function of seed int64 [2].
+    def draw(self, num_images: Any, seed: Tensor) -> Tensor:
+        """Draws random crops for images whose sizes are not yet known. Pure function of seed int64 [2].
 
         Returns:
-            float32 [number, ATTEMPTS, 4]: height and width, divided by the square root of the image's
+            float32 [num_images, ATTEMPTS, 4]: height and width, divided by the square root of the image's
             area, and the position from the top and from the left, as a fraction of the free space.
         """
-        draws = tf.random.stateless_uniform([number, ATTEMPTS, 4], seed)
+        draws = tf.random.stateless_uniform([num_images, ATTEMPTS, 4], seed)
         smallest, largest = self.area
         areas = smallest + (largest - smallest) * draws[..., 0]
         narrowest, widest = np.log(self.aspect).tolist()
@@ -114,19 +114,19 @@ class RandomResizedCrop:
         If none fits, as in an image more than ten times as wide as high, the first is clipped to the image.
 
         Args:
-            sizes: int32 [number, 2], height and width.
+            sizes: int32 [num_images, 2], height and width.
             draws: see draw().
 
         Returns:
-            int32 [number, 4]: top, left, height, width.
+            int32 [num_images, 4]: top, left, height, width.
         """
         area = tf.cast(tf.reduce_prod(sizes, axis=1), tf.float32)
         sides = tf.sqrt(area)[:, None, None] * draws[..., :2]
         drawn = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
         first = tf.argmax(tf.reduce_all(drawn <= sizes[:, None], axis=2), axis=1)
         parts = tf.minimum(tf.gather(drawn, first, batch_dims=1), sizes)
-        places = tf.gather(draws, first, batch_dims=1)[:, 2:]
-        corners = tf.cast(places * tf.cast(sizes - parts + 1, tf.float32), tf.int32)
+        positions = tf.gather(draws, first, batch_dims=1)[:, 2:]
+        corners = tf.cast(positions * tf.cast(sizes - parts + 1, tf.float32), tf.int32)
         return tf.concat([corners, parts], axis=1)
 
 
@@ -206,7 +206,7 @@ class Sizing:
             sides -= 2 * corner
         return [*tf.unstack(corner), *tf.unstack(sides)]
 
-    def follow(self, labels: Image.Image, padding: Any) -> Image.Image:
+    def resize_mask(self, labels: Image.Image, padding: Any) -> Image.Image:
         """Resizes a mask like its image, but by nearest neighbor: labels cannot blend. `padding` fills the rest."""
         width, height = labels.size
         top, left, rows, columns = map(int, self.window(height, width))
@@ -216,7 +216,7 @@ class Sizing:
         )
         return ImageOps.crop(resized, 2 * self.border[::-1])
 
-    def whole(self, encoded: Any) -> Tensor:
+    def decode_for_model(self, encoded: Any) -> Tensor:
         """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
         if self.is_fixed:
             return decode(encoded, self)
@@ -267,8 +267,8 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + ((_TURNED,) if sizing.exif else ()))
-    # A single expression takes 0.02 to 0.05 of the 0.7 ms that decoding a JPEG of 224x224 takes. A
-    # switch of three cases, with TensorFlow's operations for the orientation, takes up to 0.1 ms.
+    # A single expression takes 0.02 to 0.05 ms; decoding a JPEG of 224x224 takes 0.7 ms. A switch of
+    # three cases, with TensorFlow's operations for the orientation, would take up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 1:
         is_cmyk = tf.strings.regex_full_match(encoded, _CMYK)
@@ -327,9 +327,9 @@ def _decode_random(
     def of_jpeg():
         window = window_in(tf.io.extract_jpeg_shape(encoded)[:2])
 
-        def decode_at(fraction):
-            part = window // fraction
-            return tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
+        def decode_at(divisor):
+            part = window // divisor
+            return tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=divisor)
 
         if sizing.resize == "bilinear":
             return decode_at(1)
@@ -338,7 +338,7 @@ def _decode_random(
         # decodes at full size like validation.
         reduction = tf.minimum(window[2] // height, window[3] // width)
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_DIVISORS[1:], tf.int32))
-        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_DIVISORS])
+        return tf.switch_case(index, [partial(decode_at, divisor) for divisor in JPEG_DIVISORS])
 
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)

@@ -18,7 +18,7 @@ from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import DataError
 
 # A split with pixels above this does not have the range 0 ... 1.
-MAX_FRACTION = 30
+UNIT_RANGE_LIMIT = 30
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -145,7 +145,7 @@ class ArraySource(MemorySource):
                 largest.append(images.max())
         shown = ", ".join(ranges)
         description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
-        if 0 < min(largest) <= 1 and max(largest) > MAX_FRACTION:
+        if 0 < min(largest) <= 1 and max(largest) > UNIT_RANGE_LIMIT:
             description["warnings"] = [f"the splits hold values in different ranges: {shown}"]
         return description
 
@@ -173,7 +173,8 @@ class ArraySource(MemorySource):
             images = images[..., None]
         if images.shape[1:] != self.image_shape:
             raise DataError(
-                f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape"
+                f"{where}: images have shape {images.shape[1:]}, and image_shape is {self.image_shape}; change one of "
+                "the two"
             )
 
         if self._has_labels:

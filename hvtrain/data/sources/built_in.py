@@ -62,7 +62,7 @@ def _digits(
             columns = [np.isin(labels, members) for members in TRAITS.values()]
             targets = np.stack(columns, axis=1).astype(np.float32)
         # Stratified by class for both sources, so that their test parts are the same.
-        is_test = stratified(labels, num_test)
+        is_test = stratified_mask(labels, num_test)
         return {
             "train": (images[~is_test], targets[~is_test]),
             "test": (images[is_test], targets[is_test]),
@@ -95,14 +95,14 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
-def stratified(labels: np.ndarray, number: int) -> np.ndarray:
-    """Returns a mask that selects `number` examples at random, from each class in proportion."""
+def stratified_mask(labels: np.ndarray, num_selected: int) -> np.ndarray:
+    """Returns a mask that selects `num_selected` examples at random, from each class in proportion."""
     # Rows are shuffled, then sorted by class, so evenly spaced ones come
     # from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)
-    chosen[order[(2 * np.arange(number) + 1) * len(labels) // (2 * number)]] = True
+    chosen[order[(2 * np.arange(num_selected) + 1) * len(labels) // (2 * num_selected)]] = True
     return chosen
 
 

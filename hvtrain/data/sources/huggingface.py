@@ -105,8 +105,8 @@ class HuggingFace(StreamErrors, IndexedSource):
                 names = getattr(rows.features.get(target), "names", self.class_names)
                 if names != self.class_names:
                     raise DataError(
-                        f"{self.folder}: {target} has other classes in {split} than in train; give both train's "
-                        "features (Dataset.cast)"
+                        f"{self.folder}: {target} has other classes in {split} than in train; "
+                        f"cast {split} to train's features (Dataset.cast)"
                     )
 
         # The first row determines types and lengths; _array() checks those of all other rows.
@@ -118,7 +118,7 @@ class HuggingFace(StreamErrors, IndexedSource):
         specs = dict(self._specs)
         for name in self._images:  # Pixels are scaled to float32.
             specs[name] = TensorSpec(specs[name].shape, tf.float32)
-        return self._arranged(specs)
+        return self._arrange(specs)
 
     def num_examples(self, split: str) -> int:
         return len(self._splits.get(split, ()))
@@ -182,7 +182,7 @@ class HuggingFace(StreamErrors, IndexedSource):
                 else:
                     images = decode_batch(values[name], self.sizing)
                     values[name] = tf.cast(images, tf.float32) / 255.0
-            return self._arranged(values)
+            return self._arrange(values)
 
         return read
 
@@ -198,7 +198,7 @@ class HuggingFace(StreamErrors, IndexedSource):
         numbers = self.shard_rows(split, topology)[:number]
         table = self._splits[split][numbers.tolist()]
         encoded = self._array(table, str(self._input), split, numbers)
-        return [self.sizing.whole(image).numpy() for image in encoded]
+        return [self.sizing.decode_for_model(image).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
         explained = super().explain(error)
@@ -216,15 +216,15 @@ class HuggingFace(StreamErrors, IndexedSource):
             f"{reason(error).splitlines()[0]}; fix or remove it"
         )
 
-    def _arranged(self, values: dict[str, Any]) -> Parts:
+    def _arrange(self, values: dict[str, Any]) -> Parts:
         """Arranges the columns' values as (inputs, targets), each a value or a dict by name."""
 
-        def arrange(columns):
+        def select(columns):
             if isinstance(columns, str):
                 return values[columns]
             return {name: values[name] for name in columns}
 
-        return arrange(self._input), arrange(self._target)
+        return select(self._input), select(self._target)
 
     def _column_spec(self, name: str, column: pa.ChunkedArray) -> TensorSpec:
         """Returns the shape and type of a column's values, from its first row."""
@@ -334,7 +334,9 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     names = split_entries(parts)
     if not len(parts.get(names.get("train"), ())):
-        raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
+        raise DataError(
+            f"{folder} has {', '.join(parts)}; a split named train is needed, with at least one row"
+        )
     unused = left_out(map(Path, parts), map(Path, names.values()))
     # Arrow tables keep images encoded, for TensorFlow to decode.
     return {split: parts[name].with_format("arrow") for split, name in names.items()}, unused

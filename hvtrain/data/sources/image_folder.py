@@ -16,7 +16,7 @@ from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted, listed
-from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
+from hvtrain.data.formats.folders import left_out, look_up_labels, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
 from hvtrain.data.pipeline.decoding import decode_batch
@@ -103,7 +103,7 @@ class ListedImages(FileSource, IndexedSource):
         # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
         encoded = (self.read_files(path[None])[0] for path in paths[:number])
-        return [self.sizing.whole(image).numpy() for image in encoded]
+        return [self.sizing.decode_for_model(image).numpy() for image in encoded]
 
 
 class LabelledImages(ListedImages):
@@ -145,7 +145,7 @@ class ImageFolder(LabelledImages):
             instead of reading its files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
         labels, class_numbers: Files with the classes of validation and test, if those folders hold
-            images instead of class folders; see with_labels.
+            images instead of class folders; see look_up_labels.
 
     Raises:
         ConfigError: If the fractions leave nothing to train on, or take nothing.
@@ -225,7 +225,7 @@ class ImageFolder(LabelledImages):
         labels = {normalize("NFC", name): label for label, name in enumerate(self.class_names)}
         if self._labels and split != "train" and not any(path.is_dir() for path in entries):
             images = list(filter(is_image, entries))
-            return with_labels(images, labels, self._labels, self._class_numbers)
+            return look_up_labels(images, labels, self._labels, self._class_numbers)
 
         names = class_folders(folder)
         unknown = sorted(set(names) - set(labels))

@@ -45,17 +45,17 @@ def clicks(
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng(seed)
-    number = num_train + num_test
+    num_examples = num_train + num_test
     effects = random.normal(0, 0.6, sum(category_sizes))
     hidden = random.normal(0, 0.8, (sum(category_sizes), 4))
 
-    numbers = random.normal(size=(number, 4))
-    ids = random.zipf(ZIPF, (number, len(category_sizes))) % category_sizes
+    numbers = random.normal(size=(num_examples, 4))
+    ids = random.zipf(ZIPF, (num_examples, len(category_sizes))) % category_sizes
     categories = ids + np.cumsum([0, *category_sizes])[:-1]
     first, second = categories[:, :2].T
     logits = 0.4 * numbers.sum(axis=1) + effects[categories].sum(axis=1)
     logits += (hidden[first] * hidden[second]).sum(axis=1) - 1
-    is_click = (random.logistic(size=number) < logits).astype(np.int32)
+    is_click = (random.logistic(size=num_examples) < logits).astype(np.int32)
 
     return _source(
         "clicks",
@@ -104,10 +104,10 @@ def purchases(
             f"dataset.num_items={num_items} is not a multiple of num_clusters={num_clusters}; change one of them"
         )
     random = np.random.default_rng(seed)
-    number = num_train + num_test
-    users = random.integers(num_users, size=number)
-    items = random.integers(num_items, size=number)
-    is_loyal = random.random(number) < LOYALTY
+    num_examples = num_train + num_test
+    users = random.integers(num_users, size=num_examples)
+    items = random.integers(num_items, size=num_examples)
+    is_loyal = random.random(num_examples) < LOYALTY
     own = items - items % num_clusters + users % num_clusters
     items = np.where(is_loyal, own, items)
 

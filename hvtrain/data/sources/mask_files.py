@@ -143,7 +143,8 @@ class MaskReader:
                     )
                 values = self._values(mask, mask_picture, is_sized=True)
                 # An image of ones, resized in the same way and padded with zeros, shows where padding is.
-                is_inside = np.asarray(self.sizing.follow(Image.new("L", mask_size, 1), padding=0))
+                ones = Image.new("L", mask_size, 1)
+                is_inside = np.asarray(self.sizing.resize_mask(ones, padding=0))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
                 f"{mask} or its image cannot be read: {error}; fix both, cut them into tiles, or remove them"
@@ -185,7 +186,7 @@ class MaskReader:
             labels = labels.convert("RGB")
         if is_sized:
             # Padding needs a valid value until read() sets it to IGNORED.
-            labels = self.sizing.follow(labels, padding=labels.getpixel((0, 0)))
+            labels = self.sizing.resize_mask(labels, padding=labels.getpixel((0, 0)))
 
         values = np.asarray(labels)
         if values.ndim == 2:

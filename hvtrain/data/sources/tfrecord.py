@@ -17,11 +17,11 @@ from hvtrain.data.formats.image_files import sample
 from hvtrain.data.formats.record_files import (
     CORRUPTED,
     EMPTY,
+    compression_type,
     example_problem,
     features_of,
     files_of,
     first_records,
-    packing,
     read_record,
     scan_records,
     stream_records,
@@ -175,7 +175,7 @@ class TFRecords(DealtSource):
             )
 
         feature = {self._label_key: tf.io.FixedLenFeature([], tf.string)}
-        files = Dataset.from_tensor_slices((paths, list(map(packing, paths))))
+        files = Dataset.from_tensor_slices((paths, list(map(compression_type, paths))))
         records = files.flat_map(tf.data.TFRecordDataset)
         labels = records.map(
             lambda record: tf.io.parse_single_example(record, feature)[self._label_key]
@@ -233,7 +233,7 @@ class TFRecords(DealtSource):
         first_codes = [self.first_codes[path] for path in paths]
         return (
             tf.constant(paths, tf.string),
-            tf.constant(list(map(packing, paths)), tf.string),
+            tf.constant(list(map(compression_type, paths)), tf.string),
             tf.constant(counts, tf.int64),
             tf.constant(first_codes, tf.int64),
         )
@@ -308,7 +308,7 @@ class TFRecords(DealtSource):
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.
-        if records[0] or row >= len(offsets) or packing(path):
+        if records[0] or row >= len(offsets) or compression_type(path):
             return [records]
         return [np.array([read_record(path, offsets[row])], object)]
 

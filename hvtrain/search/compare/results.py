@@ -129,7 +129,7 @@ def _entry(
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
     runs = [*rounds.values(), *filter(None, [whole])]
-    # Facts that are the same in all runs of a strategy are those of the last one.
+    # Facts that are the same in all runs of a strategy are taken from its last run.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = time or (None, None)
 

@@ -189,14 +189,14 @@ class _Saving(RunCallback):
     def checkpoint(
         self,
         rank_states: list[store.Arrays],
-        parts: store.Arrays,
+        whole_values: store.Arrays,
         **meta: Any,
     ) -> store.Checkpoint:
         """Returns a copy of the current state.
 
         Args:
             rank_states: Results of model_state.rank_state, by rank.
-            parts: The whole values of sharded variables, by key.
+            whole_values: The whole values of sharded variables, by key.
             meta: More facts for the checkpoint's meta.
         """
         epoch, step_in_epoch = self.plan.position(self.step)
@@ -213,7 +213,7 @@ class _Saving(RunCallback):
                 **meta,
             },
             arrays=model_state.snapshot(
-                self.model, rank_states, self.callback_state.arrays(), parts
+                self.model, rank_states, self.callback_state.arrays(), whole_values
             ),
         )
 
@@ -309,7 +309,7 @@ class Checkpointing(_Saving):
 
         # One exchange for the state of all ranks and for errors: weights that must not be saved,
         # and a failure of the chief's previous write.
-        outcome = self._weights_not_finite() or self.writer.outcome()
+        outcome = self._nonfinite_weights_error() or self.writer.outcome()
         own = model_state.rank_state(self.model), outcome, self.writer.whole_step
         own_states, errors, whole_steps = zip(*self.comm.gather(own))
         for error in errors:
@@ -327,19 +327,19 @@ class Checkpointing(_Saving):
             ]
         sharded = model_state.sharded_variables(self.model)
         try:
-            parts = self.comm.gather_parts(sharded, self.run.folder)
+            whole_values = self.comm.gather_parts(sharded, self.run.folder)
         except StorageError as error:
             # Raised on all ranks: the chief has no room for a whole table.
             if self.is_chief:
                 self.writer.fail(error)
         else:
             if self.is_chief:
-                self._submit(states, parts, metrics)
+                self._submit(states, whole_values, metrics)
         self._last_saved_at = time.monotonic()
         self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
 
     def _submit(
-        self, states: list[store.Arrays], parts: store.Arrays, metrics: dict[str, float]
+        self, states: list[store.Arrays], whole_values: store.Arrays, metrics: dict[str, float]
     ) -> None:
         # An interrupted or rebalanced run continues; one that a user's
         # callback has stopped is complete.
@@ -352,10 +352,10 @@ class Checkpointing(_Saving):
             for name, value in metrics.items()
             if validated or not name.startswith("val_")
         }
-        saved = self.checkpoint(states, parts, metrics=validated | others, ended=ended)
+        saved = self.checkpoint(states, whole_values, metrics=validated | others, ended=ended)
         self.writer.submit(saved.step, saved.arrays, saved.meta)
 
-    def _weights_not_finite(self) -> TrainingError | None:
+    def _nonfinite_weights_error(self) -> TrainingError | None:
         """Returns an error if a weight is not finite, since a resume would continue with it. Not collective.
 
         A check of gradients is not enough: a step on finite ones can overflow, and strategy=single does not check them.

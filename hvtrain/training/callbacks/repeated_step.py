@@ -111,7 +111,7 @@ def first_not_finite(
     Returns:
         The value's origin; None if all values are finite.
     """
-    origin = _in_batch(batch[0] if has_batch_weight else batch) or _in_weights(model)
+    origin = _origin_in_batch(batch[0] if has_batch_weight else batch) or _origin_in_weights(model)
     if origin:
         step_without_update(model, batch)  # Other ranks may wait for this rank in the loss.
         return origin
@@ -119,7 +119,7 @@ def first_not_finite(
     watch = _Watch(model)
     with ExitStack() as stack:
         for operation in watch.operations:
-            stack.enter_context(replaced(operation, "call", watch.wrapped(operation)))
+            stack.enter_context(replaced(operation, "call", watch.wrap_call(operation)))
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
@@ -153,7 +153,7 @@ def step_without_update(
         return dict(model.train_step(batch) or {}), pairs
 
 
-def _in_batch(batch: Any) -> Origin | None:
+def _origin_in_batch(batch: Any) -> Origin | None:
     for part, value in zip(("inputs", "targets", "weights"), batch):
         for array in tf.nest.flatten(value):
             if not array.dtype.is_floating:
@@ -167,7 +167,7 @@ def _in_batch(batch: Any) -> Origin | None:
     return None
 
 
-def _in_weights(model: keras.Model) -> Origin | None:
+def _origin_in_weights(model: keras.Model) -> Origin | None:
     for variable in model.weights:
         if not _is_finite(tf.convert_to_tensor(variable.value)):
             return Origin(WEIGHTS, 0, f"the weights before the step, in {variable.path}")
@@ -212,7 +212,7 @@ class _Watch:
                 origins.append(Origin(BACKWARD, -call, f"the gradient of {weight.path}"))
         return min(origins, default=None)
 
-    def wrapped(self, operation: Any) -> Callable[..., Any]:
+    def wrap_call(self, operation: Any) -> Callable[..., Any]:
         """Returns the function that replaces the operation's `call`."""
         call = operation.call
         name = f"{operation.name} ({type(operation).__name__})"
