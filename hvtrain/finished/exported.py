@@ -191,7 +191,7 @@ def _write_saved_model(model: Model, path: Path) -> None:
     names = [argument_name(tensor.name) for tensor in keras.tree.flatten(model.input)]
     if len(set(names)) < len(names):
         raise ConfigError(
-            "two columns have the same name in a SavedModel's signature, which allows only letters, "
+            "two columns get the same name in a SavedModel's signature, which allows only letters, "
             f"digits and _ ({', '.join(names)})"
         )
     signature = keras.tree.map_structure(

@@ -130,28 +130,32 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
     if history is None or history.operation is None:
         return
     operation = history.operation
-    function = getattr(operation, "activation", operation)
-    activation = getattr(function, "__name__", type(function).__name__).lower()
-    if not type(operation).__module__.startswith("keras."):
-        # In a user's own layer or model, an activation need not come last.
+    activation = ""
+    if type(operation).__module__.startswith("keras."):
+        function = getattr(operation, "activation", operation)
+        activation = getattr(function, "__name__", type(function).__name__).lower()
+    else:
+        # In a user's own layer or model, an activation need not come last, so the call is traced again.
         with suppress(Exception):  # A call that cannot be traced on its own may still train.
-            activation = _last_operation(operation._inbound_nodes[history.node_index])
+            node = operation._inbound_nodes[history.node_index]
+            activation = _last_operation(node, history.tensor_index)
     if activation in ("sigmoid", "softmax"):
         raise ConfigError(
             f"{name} ends with a {activation}, and {needed_by} needs logits; leave the {activation} out"
         )
 
 
-def _last_operation(node: Any) -> str:
-    """Traces a layer's call, and returns the name of the TensorFlow operation that computes its first output.
+def _last_operation(node: Any, index: int) -> str:
+    """Traces a layer's call, and returns the name of the TensorFlow operation that computes one of its outputs.
 
     Args:
         node: The keras.src.ops.node.Node of the call.
+        index: The index of the output.
     """
     specs = {id(tensor): tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in node.input_tensors}
     args, kwargs = node.arguments.fill_in(specs)
     traced = tf.function(node.operation, autograph=False).get_concrete_function(*args, **kwargs)
-    operation = traced.outputs[0].op
+    operation = traced.outputs[index].op
     while operation.type in ("Identity", "Cast", "Reshape"):
         operation = operation.inputs[0].op
     return operation.type.lower()

@@ -262,6 +262,7 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a gap", text(["", *NUMBERS[1:]]), {}, r"t.csv: row 0 has no x \(rows without it: 1\); fill or drop them, or train with dataset.missing=median"),
+    ("an odd list", text(['"1,2,3"', *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '1,2,3'\)"),
     ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '\?'\)"),
     ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y \(rows without it: 1\); fill or drop them, or train with dataset.missing="),
     ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=number with task=regression"),

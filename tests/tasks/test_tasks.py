@@ -295,6 +295,24 @@ def test_a_subclassed_model_that_ends_with_probabilities_is_refused():
     check_model(Subclassed(keras.layers.Dense(1)), "m", source, Binary())
 
 
+class Both(keras.layers.Layer):
+    """Gives probabilities and logits."""
+
+    activation = keras.activations.sigmoid
+
+    def call(self, inputs):
+        return keras.ops.sigmoid(inputs), 2.0 * inputs
+
+
+def test_the_output_that_a_model_uses_decides():
+    source = Given(spec("float32", 1), spec("int32"))
+    inputs = keras.Input((1,))
+    probabilities, logits = Both()(inputs)
+    check_model(keras.Model(inputs, logits), "m", source, Binary())
+    with pytest.raises(ConfigError, match="m ends with a sigmoid"):
+        check_model(keras.Model(inputs, probabilities), "m", source, Binary())
+
+
 @pytest.mark.parametrize(
     "loss", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), Own(2.0)]
 )

@@ -46,9 +46,11 @@ MAX_EXACT = 2**53
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
-# Several choices in a cell, such as 1,2,5; and the share of cells that shows a column of choices.
+# Three or more choices in a cell, such as 1,2,5; the share of them that shows a column of choices; and
+# what most of its cells are.
 CHOICES = r"^\d{1,2}(,\d{1,2}){2,}$"
 MIN_CHOICES = 0.01
+ANY_CHOICES = r"^\d{1,2}(,\d{1,2})*$"
 # Interval between lines of progress in the log.
 PROGRESS_SECONDS = 5.0
 
@@ -209,8 +211,11 @@ def _infer_text(
     if pc.any(pc.match_substring_regex(from_zero, r"^0\d+$")).as_py():
         return column
     # With a decimal comma, the two choices 1,2 would become the number 1.2.
-    if share(pc.match_substring_regex(text, CHOICES)) >= MIN_CHOICES:
-        return column
+    with_comma = text.filter(pc.match_substring(text, ","))
+    num_choices = pc.sum(pc.match_substring_regex(with_comma, CHOICES)).as_py() or 0
+    if num_choices >= max(1, MIN_CHOICES * len(text)):
+        if share(pc.match_substring_regex(text, ANY_CHOICES)) >= MOSTLY:
+            return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
     unit = unit_in(sample)

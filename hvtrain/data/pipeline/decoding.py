@@ -271,8 +271,8 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> Tensor:
     # three cases, with TensorFlow's operations for the orientation, would take up to 0.1 ms.
     are_for_pillow = tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
     if sizing.image_shape[2] == 1:
-        is_cmyk = tf.strings.regex_full_match(encoded, _CMYK)
-        are_for_pillow |= tf.io.is_jpeg(encoded) & is_cmyk
+        jpegs = tf.where(tf.io.is_jpeg(encoded), encoded, "")
+        are_for_pillow |= tf.strings.regex_full_match(jpegs, _CMYK)
     if sizing.image_shape[2] == 4:
         are_for_pillow |= ~tf.strings.regex_full_match(head, _FOUR_CHANNELS)
     return are_for_pillow
