@@ -18,7 +18,7 @@ from hvtrain.keras.reduction import Reducer
 
 # Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
 # separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
-# smoothing these comes to the same.
+# smoothing the norms is equivalent.
 DECAY = 0.95
 
 
@@ -90,7 +90,7 @@ class NoiseScale:
         self._norms.assign(tf.where(is_measured, DECAY * self._norms + totals, self._norms))
 
     def norms(self) -> list[float]:
-        """Returns the smoothed squared norms of the own and the mean gradient, up to a factor."""
+        """Returns the smoothed squared norms of this rank's gradient and of the mean gradient, up to a factor."""
         return self._norms.numpy().tolist()
 
     def estimate(self, batch_size: int) -> float | None:

@@ -86,8 +86,8 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # Scalars and vectors are given as references of their slots: with shard=True, the shape of a
-        # scalar's slot does not tell that it is on one rank only.
+        # The slots of scalars and vectors are made from the variable itself: with shard=True, the
+        # shape of a scalar's slot does not show that the slot is on one rank only.
         self._sums = [
             self.add_variable_from_reference(variable, "sum")
             if len(variable.shape) < 2

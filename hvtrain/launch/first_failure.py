@@ -48,7 +48,7 @@ _EXCEPTION = r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)\b.*"
 _UNREACHABLE = (
     r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
 )
-OPEN_PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
+OPEN_PORTS = "open all ports between the hosts, or set --network-interfaces to a network on which they are open"
 # Exit codes of ranks that were killed by a signal. SIGINT is left out: a rank that handles Ctrl-C
 # exits with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}

@@ -103,7 +103,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
     if seconds > MIN_ANNOUNCED_SECONDS:
         sys.stderr.write(
             f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
-            "and seconds over MPI (--mpi)\n"
+            "but only seconds over MPI (--mpi)\n"
         )
 
 
@@ -117,7 +117,7 @@ def _find_plain_hosts(script) -> dict[str, int]:
             if name not in _ignored_hosts:
                 _ignored_hosts.add(name)
                 sys.stderr.write(
-                    f"hvtrain: ignored {name!r} from the host discovery script, which is not a host's name\n"
+                    f"hvtrain: ignored {name!r}, printed by the host discovery script: it is not a valid host name\n"
                 )
     return slots
 
@@ -149,9 +149,10 @@ def _command_without_variables(
 
 def _command_by_ssh(local_command: str, *arguments, **options) -> str:
     """Returns the command of a rank on another host, which reads its variables from ssh's stdin."""
-    # Horovod has already quoted the command, which begins with its own cd to this folder: not
-    # quoted, and with errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh
-    # reports a rank killed by a signal as 255, like a dropped connection.
+    # Horovod has already quoted the command. It begins with Horovod's own cd to this folder, which
+    # is replaced here, since it leaves the folder's name unquoted and hides errors. Keep `exit $?`:
+    # without it many shells exec the rank, and ssh reports a rank killed by a signal as 255, like a
+    # dropped connection.
     folder = str(Path.cwd())
     command = shlex.split(local_command)[0].removeprefix(f"cd {folder} > /dev/null 2>&1 ; ")
     script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'

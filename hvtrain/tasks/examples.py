@@ -85,7 +85,7 @@ def out_of_range(targets: np.ndarray, limit: int, ignored: int | None = None) ->
 
 
 def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
-    """Checks that a loss takes a task's outputs for what they are.
+    """Checks that a loss accepts a task's outputs, and does not mistake logits for something else.
 
     Args:
         loss: The Keras loss.
@@ -94,14 +94,14 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
         are_logits: True if outputs are logits.
 
     Raises:
-        ConfigError: The loss cannot take these examples, or it takes logits for something else.
+        ConfigError: The loss cannot take these examples, or the outputs are logits and it does not take logits.
     """
     name = type(loss).__name__
     # Losses without from_logits take numbers or probabilities, except for hinges.
     takes_logits = getattr(loss, "from_logits", "Hinge" in name)
     if are_logits and type(loss).__module__.startswith("keras.") and not takes_logits:
         raise ConfigError(
-            f"task.loss is a {name} that takes no logits, which this task's outputs are; "
+            f"task.loss is a {name}, which does not take logits, but this task's outputs are logits; "
             "set task.loss.from_logits=true if it has that setting, or choose a cross-entropy"
         )
     specs = [tf.TensorSpec(array.shape, array.dtype) for array in (targets, outputs)]
@@ -116,7 +116,7 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
 
 
 def check_logits(outputs: Any, name: str, needed_by: str) -> None:
-    """Raises ConfigError for a model that ends with a sigmoid or softmax, so that its output is no logit.
+    """Raises ConfigError for a model that ends with a sigmoid or softmax, so its outputs are not logits.
 
     Args:
         outputs: A symbolic tensor that the model returned, or a nested structure of them.
@@ -124,7 +124,7 @@ def check_logits(outputs: Any, name: str, needed_by: str) -> None:
         needed_by: The setting that needs logits.
     """
     history = getattr(outputs, "_keras_history", None)
-    # A model of layers gives what one of its layers gave, which may be a model too.
+    # A functional model returns the output of one of its layers, which may be a model too.
     while history and getattr(history.operation, "outputs", None):
         history = history.operation.outputs[history.tensor_index]._keras_history
     if history is None or history.operation is None:
@@ -244,8 +244,8 @@ def logits_metric(metric: Metric, setting: str) -> Metric:
         # Thresholds stay as they are: such a metric first turns logits
         # into probabilities, as AUC does.
         return copy_metric(metric, from_logits=True)
-    # Metrics such as PrecisionAtRecall compare outputs with many thresholds between 0 and 1, and
-    # those of the modules with the targets.
+    # Metrics with num_thresholds, such as PrecisionAtRecall, compare outputs with thresholds between
+    # 0 and 1; regression and correlation metrics compare them with the targets themselves.
     kind = type(metric)
     is_of_numbers = kind.__name__ in ("Accuracy", "KLDivergence", "Poisson")
     is_of_numbers |= kind.__module__.endswith(("regression_metrics", "correlation_metrics"))

@@ -72,8 +72,8 @@ class Segmentation(ClassTask):
         if fills_masks and self.ignored_label != IGNORED:
             label = "null" if self.ignored_label is None else self.ignored_label
             raise ConfigError(
-                f"task.ignored_label={label}, and {source.name} fills the borders of masks with {IGNORED}; set "
-                f"task.ignored_label={IGNORED}, or dataset.shift_pixels=0 and another dataset.fit than pad"
+                f"task.ignored_label={label}, but {source.name} fills the borders of masks with {IGNORED}; set "
+                f"task.ignored_label={IGNORED}, or dataset.shift_pixels=0 and a dataset.fit other than pad"
             )
         image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
@@ -131,7 +131,7 @@ def _overlays(
     ignored_label: int | None,
     names: Sequence[str],
 ) -> Figure:
-    """Shows the worst examples, then the first others: image, true mask and predicted mask.
+    """Shows the worst examples, then the first of the rest: image, true mask and predicted mask.
 
     Args:
         reviewed: The examples; their inputs are images.
@@ -140,7 +140,7 @@ def _overlays(
         ignored_label: The label of pixels that do not count, if any.
         names: The names of the classes, by index.
     """
-    # The worst examples show where the model fails, and the first ones how it usually does. A
+    # The worst examples show where the model fails, and the first ones show its typical output. A
     # stable sort keeps ties in the order of the examples.
     worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
     others = [row for row in range(len(mean_iou)) if row not in worst]

@@ -288,7 +288,7 @@ def test_what_a_pipeline_cannot_do_is_logged_once(caplog):
         next(iter(source.training(StreamRequest(Topology(), 2, 1, 13, 10))))
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "numbers neither shuffles nor declares epoch, so all epochs may have the same order",
-        "numbers sets deterministic=False, so a resumed run will not end with the same bits",
+        "numbers sets deterministic=False, so a resumed run will not be bit-for-bit reproducible",
     ]
 
 
@@ -341,19 +341,19 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
         ),
         (
             [TWO, TWO, (np.zeros((3, 3)), np.zeros(3))],
-            r"batch 2 of 3 holds 3 examples, but batch 0 2; give all batches one",
+            r"batch 2 of 3 holds 3 examples, but batch 0 holds 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((1, 3)), np.zeros(1)), TWO],
-            r"batch 1 of 3 holds 1 examples, but batch 0 2; give all batches one",
+            r"batch 1 of 3 holds 1 examples, but batch 0 holds 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((2, 4)), np.zeros(2)), TWO],
-            r"batch 1 holds float32 \(4,\), float32 \(\), but batch 0 float32 \(3",
+            r"batch 1 holds float32 \(4,\), float32 \(\), but batch 0 holds float32 \(3",
         ),
         (
             [TWO, (*TWO, np.zeros(2)), TWO],
-            r"batch 1 holds float32 .*\(\), float32 \(\), but batch 0 float32",
+            r"batch 1 holds float32 .*\(\), float32 \(\), but batch 0 holds float32",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_filled_border_has_to_be_ignored(tmp_path, border):
     for label, shown in ((None, "null"), (0, "0")):
         task = Segmentation(ignored_label=label)
         task.check_targets(SegmentationFolder(folder, **OPTIONS))
-        message = f"task.ignored_label={shown}, and segmentation_folder fills the borders of masks"
+        message = f"task.ignored_label={shown}, but segmentation_folder fills the borders of masks"
         with pytest.raises(ConfigError, match=message):
             task.check_targets(filled)
 

@@ -82,9 +82,7 @@ def test_the_rendezvous_of_an_elastic_job(tmp_path):
     assert launched.returncode == 0, output
     assert not (tmp_path / "executed").exists()
     for name in ("x;touch executed", "-oProxyCommand=x"):
-        message = (
-            f"hvtrain: ignored {name!r} from the host discovery script, which is not a host's name"
-        )
+        message = f"hvtrain: ignored {name!r}, printed by the host discovery script: it is not a valid host name"
         assert output.count(message) == 1, output
 
 

@@ -229,8 +229,12 @@ def test_what_is_no_loss_or_metric_is_refused(loss, metrics, message):
 @pytest.mark.parametrize(
     ("task", "loss", "message"),
     [
-        ("binary", "Dice", "task.loss is a Dice that takes no logits, which this task's outputs"),
-        ("multilabel", "MeanSquaredError", "MeanSquaredError that takes no logits"),
+        (
+            "binary",
+            "Dice",
+            "task.loss is a Dice, which does not take logits, but this task's outputs",
+        ),
+        ("multilabel", "MeanSquaredError", "MeanSquaredError, which does not take logits"),
         (
             "classification",
             "CategoricalCrossentropy",
@@ -249,7 +253,7 @@ def test_losses_that_take_logits_are_taken_as_such():
     for loss in ("BinaryFocalCrossentropy", "Hinge"):
         settings = ["task=binary", f"task.loss._target_=keras.losses.{loss}"]
         build(compose(settings), "task", Task).prepare(FITTING["binary"][1])
-    with pytest.raises(ConfigError, match="BinaryCrossentropy that takes no logits"):
+    with pytest.raises(ConfigError, match="BinaryCrossentropy, which does not take logits"):
         Binary(keras.losses.BinaryCrossentropy()).prepare(FITTING["binary"][1])
 
 

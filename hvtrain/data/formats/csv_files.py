@@ -78,7 +78,7 @@ def read_csv(
     table = _parse(data, layout, quote)
     if table.num_rows:
         _refuse_repeated_names(table, layout.names)
-        # Arrow takes an unclosed quote in the last column for a cell with all rows after it.
+        # Arrow reads an unclosed quote in the last column as the start of a cell that holds all later rows.
         last = table[-1][-1].as_py()
         if "\n" in last and not data[-4096:].to_pybytes().rstrip().endswith(b'"'):
             raise ValueError('a cell in its last column begins with a quote (") that is not closed')
@@ -137,7 +137,8 @@ def _is_quoted(data: pa.Buffer, sample: str) -> bool:
     try:
         deque(csv.reader(lines, delimiter="\t", strict=True), maxlen=0)
     except csv.Error:
-        # In a file that quotes its cells, one of them is damaged.
+        # Strict parsing failed: if most cells are quoted, one of the quotes is damaged; otherwise,
+        # quotes are part of the text.
         num_quoted = len(re.findall(r'(?m)(?:^|\t)"', sample))
         return 2 * num_quoted > sample.count("\t") + sample.count("\n")
     return True
@@ -190,8 +191,8 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 def _from_windows(text: bytes) -> str:
     """Decodes text that is not UTF-8, as Windows-1252.
 
-    Raises ValueError if more characters beyond ASCII are UTF-8 than are not, or if the bytes look like words of a
-    language without Latin letters.
+    Raises ValueError if more non-ASCII characters are valid UTF-8 than not, or if the bytes look like words in a
+    non-Latin script.
     """
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
@@ -252,7 +253,7 @@ def _best_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     """Returns the layout of a file's first characters with a delimiter."""
-    # With a space as the delimiter, csv would not tell the two apart.
+    # If the delimiter is a space, skipping spaces would skip delimiters too.
     skips_spaces = delimiter != " "
     reader = csv.reader(
         io.StringIO(sample, newline=""), delimiter=delimiter, skipinitialspace=skips_spaces

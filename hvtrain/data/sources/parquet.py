@@ -119,7 +119,9 @@ class Parquet(DealtSource):
             )
 
         self._set_image_type(first_paths)
-        check_single_kind(f"{self._columns.label} holds text in one and whole numbers", label_paths)
+        check_single_kind(
+            f"{self._columns.label} holds text in one and whole numbers in the other", label_paths
+        )
         row_groups.check_ranges(self._ranges)
         if True in label_paths:
             if self.class_names is None:
@@ -135,7 +137,8 @@ class Parquet(DealtSource):
         # one data set cannot have both.
         image_paths = {is_encoded(pixel_type): path for pixel_type, path in first_paths.items()}
         check_single_kind(
-            f"{self._columns.image} holds encoded images in one and pixels", image_paths
+            f"{self._columns.image} holds encoded images in one and pixels in the other",
+            image_paths,
         )
         self._encoded = True in image_paths
         # Only pixels that are all uint8 keep their type; others become float32.
@@ -282,10 +285,10 @@ class Parquet(DealtSource):
 
 
 def check_single_kind(problem: str, paths: dict[bool, Path]) -> None:
-    """Raises DataError if there is a file of each of two kinds; `problem` describes them."""
+    """Raises DataError if there is a file of each of two kinds; `problem` says how the two files differ."""
     if len(paths) > 1:
         first, second = paths.values()
-        raise DataError(f"{first} and {second}: {problem} in the other; write one kind")
+        raise DataError(f"{first} and {second}: {problem}; use one kind in all files")
 
 
 def pieces_of(

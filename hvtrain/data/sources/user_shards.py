@@ -70,7 +70,7 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
         (last,) = last._inputs()
     if "BatchDataset" in type(last).__name__:
         raise DataError(
-            f"{name} ends with .batch(), and the run makes batches; remove it or, if each is one example, add "
+            f"{name} ends with .batch(), but the run makes batches; remove it or, if each batch is one example, add "
             ".map(lambda *parts: parts)"
         )
     if any(part.dtype in NARROW_TYPES for part in nest.flatten(spec)):
@@ -166,7 +166,7 @@ class PyDatasetExamples:
         batch, size = self._batch(int(index))
         if spec_of(batch) != self.element_spec:
             raise self._fail(
-                f"batch {index} holds {describe_spec(spec_of(batch))}, but batch 0 "
+                f"batch {index} holds {describe_spec(spec_of(batch))}, but batch 0 holds "
                 f"{describe_spec(self.element_spec)}; give all batches the same parts, types and shapes"
             )
         if size != self._sizes[index]:
@@ -193,7 +193,7 @@ class PyDatasetExamples:
 
     def _size_error(self, size: int, index: int) -> UserError:
         return self._fail(
-            f"batch {index} of {len(self._sizes)} holds {size} examples, but batch 0 "
+            f"batch {index} of {len(self._sizes)} holds {size} examples, but batch 0 holds "
             f"{self._sizes[0]}; give all batches one size; only the last may be smaller"
         )
 
@@ -315,7 +315,7 @@ class UserFunction(StreamErrors):
             )
         if any(getattr(operation, "_deterministic", None) == "false" for operation in operations):
             log.warning(
-                "%s sets deterministic=False, so a resumed run will not end with the same bits",
+                "%s sets deterministic=False, so a resumed run will not be bit-for-bit reproducible",
                 self.name,
             )
 

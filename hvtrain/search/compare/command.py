@@ -88,7 +88,8 @@ def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
     # Only the JSON contains the settings, and people share it as they share the page.
     public = [
-        {**entry, "words": without_secrets(entry["words"])} for entry in comparison["strategies"]
+        {**entry, "overrides": without_secrets(entry["overrides"])}
+        for entry in comparison["strategies"]
     ]
     write_json(folder / "compare.json", {**comparison, "strategies": public})
     write_atomic(folder / "compare.html", html(comparison))

@@ -189,7 +189,7 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
                 str(comparison["num_ranks"]),
                 "--step-seconds",
                 f"{seconds:.4g}",
-                *entry["words"],
+                *entry["overrides"],
             ]
     return None
 

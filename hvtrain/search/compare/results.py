@@ -135,7 +135,7 @@ def _entry(
 
     return {
         "name": name,
-        "words": contestant.overrides,
+        "overrides": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
         "rounds": [_round_entry(number, run) for number, run in rounds.items()],
         # None if every run ended before its memory was sampled; gpu_bytes also without GPUs.
