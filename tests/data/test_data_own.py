@@ -152,7 +152,7 @@ def first(source, size=2, rank=0, steps=5):
         ),
         (
             lambda d: d.batch(4, drop_remainder=True).prefetch(1),
-            r"numbers\(shard=0, num_shards=1\) ends with .batch\(\), and the run makes batches; remove",
+            r"numbers\(shard=0, num_shards=1\) ends with .batch\(\), but the run makes batches; remove",
         ),
         (
             lambda d: d.map(lambda x, y: {"x": x}),

@@ -12,8 +12,11 @@ GIB = 2**30
 
 def group(folder, limit, used, cached, names):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in zip(names, (limit, used, f"anon 5\n{names[2]} {cached}\n")):
-        (folder / (name if name.startswith("memory.") else "memory.stat")).write_text(str(text))
+    limit_file, usage_file, prefix = names
+    (folder / limit_file).write_text(str(limit))
+    (folder / usage_file).write_text(str(used))
+    files = f"{prefix}active_file {cached // 4}\n{prefix}inactive_file {cached - cached // 4}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{files}")
 
 
 def test_a_peak_can_begin_anew():

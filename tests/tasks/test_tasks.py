@@ -10,7 +10,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.data.source import Source
 from hvtrain.data.sources.built_in import digits
 from hvtrain.errors import ConfigError
-from hvtrain.step.joint_loss import ExactLoss, joint_loss, weighted
+from hvtrain.step.joint_loss import ExactLoss, joint_loss, scale_gradient
 from hvtrain.tasks import (
     Binary,
     Classification,
@@ -324,7 +324,10 @@ def test_a_batch_weight_changes_the_gradient_alone(loss):
     logits, targets = tf.Variable(np.eye(3, 4, dtype=np.float32)), np.array([0, 1, 3])
     joint = joint_loss(loss, lambda number: number, lambda: 1)
     with tf.GradientTape(persistent=True) as tape:
-        plain, value = loss(targets, logits), weighted(joint(targets, logits), tf.constant(1.5))
+        plain, value = (
+            loss(targets, logits),
+            scale_gradient(joint(targets, logits), tf.constant(1.5)),
+        )
     assert float(value) == float(plain)
     np.testing.assert_allclose(
         tape.gradient(value, logits), 1.5 * tape.gradient(plain, logits), rtol=1e-6

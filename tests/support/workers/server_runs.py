@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 
 from hvtrain import runner
 from hvtrain.config.choices import CONFIGS
-from hvtrain.config.compose import resolved, schema
+from hvtrain.config.compose import resolve, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
@@ -41,7 +41,7 @@ def composed(name, settings):
     ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return from_dict(
-            resolved(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *settings]))
+            resolve(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *settings]))
         )
 
 
