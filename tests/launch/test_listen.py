@@ -255,7 +255,7 @@ def test_a_dropped_packet_of_gloos_names_the_ports():
     listener, shown = heard(
         f"[1]<stderr>:{what}\n[0]<stderr>:{what.replace('Connect timeout', 'Read error')}\n"
     )
-    cause = "no connection to another rank or to the launcher (Connect timeout [10.77.0.2]:39213); open all ports between "
+    cause = "no connection to another rank or to the launcher (Connect timeout [10.77.0.2]:39213); open all "
     assert list(listener.verdicts) == [1] and listener.verdicts[1].cause.startswith(cause)
     assert (listener.verdicts[1].code, shown.count("what()")) == (2, 2)
 
