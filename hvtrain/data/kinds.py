@@ -98,8 +98,8 @@ def changes(old: Kinds, new: Kinds) -> list[str]:
             channels = [kind["shape"][-1] for kind in (now, before)]
             if channels[0] != channels[1]:
                 texts.append(f"{prefix}images have {channels[0]} channels, were {channels[1]}")
-            smaller, larger = sorted(kind.get("large", 0.0) for kind in (now, before))
-            # Black images say nothing about the range.
+            smaller, larger = sorted(kind.get("large") or 0.0 for kind in (now, before))
+            # Black images say nothing about the range, and images of NaN have none.
             if smaller > 0 and larger > RANGE_FACTOR * smaller:
                 ranges = [f"{kind['low']:.3g} to {kind['high']:.3g}" for kind in (now, before)]
                 texts.append(f"{prefix}values are {ranges[0]}, were {ranges[1]}")

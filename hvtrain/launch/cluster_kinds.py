@@ -94,7 +94,7 @@ class Slurm(ClusterKind):
         return {
             "nodes": nodes,
             "ranks_per_node": ranks_per_node,
-            "words": job.command[3:] if is_run else job.command,
+            "arguments": job.command[3:] if is_run else job.command,
             # Without a fixed run folder, the next start would not find the checkpoints.
             "needs_run_folder": trains and not run_folder,
             "run_folder": folder_in_shell,
@@ -277,7 +277,7 @@ class Spark(ClusterKind):
                 f"cluster.executors={executors} does not divide {job.num_processes} ranks; give a number that does"
             )
         return {
-            "words": job.command[3:],
+            "arguments": job.command[3:],
             "executors": executors,
             "ranks_per_executor": ranks_per_executor,
             # Ranks run outside the executor's Java heap, so their memory counts as memory overhead.

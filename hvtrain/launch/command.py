@@ -35,6 +35,7 @@ from hvtrain.launch.job import (
 from hvtrain.launch.options import check, parser
 from hvtrain.system import secrets
 from hvtrain.system.files import is_remote, new_folder, refuse_link
+from hvtrain.system.run_lock import LOCK_FILE, RunLock
 
 
 def main() -> int:
@@ -250,6 +251,10 @@ def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
         local = Path(run.folder)
         logs = local / "launch"
     is_new_run = run.is_new or bool(local and not local.exists())
+    if local and (local / LOCK_FILE).exists():
+        # The ranks would refuse a folder in use too, but the other run's logs would be gone by then.
+        with RunLock() as lock:
+            lock.take(local)
     if options.logs:
         logs = Path(options.logs)
     else:

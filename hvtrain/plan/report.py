@@ -261,7 +261,7 @@ def as_json(
     plan = forecast.plan
 
     return {
-        "words": without_secrets(options.overrides),
+        "overrides": without_secrets(options.overrides),
         "num_ranks": plan.size,
         "ranks_per_host": options.ranks_per_host,
         "global_batch": plan.global_batch,

@@ -5,7 +5,6 @@ with a curve for each run, and the settings that differ. Everything comes from f
 folders, so neither TensorFlow nor the data set is needed.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from hvtrain.report.charts import SERIES, comparison_charts, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.system.command import Parser
-from hvtrain.system.files import is_remote, page_path, write_atomic
+from hvtrain.system.files import is_remote, json_text, page_path, write_atomic
 from hvtrain.system.storage.cache import path_of
 from hvtrain.system.text import aligned, flatten, format_known
 
@@ -165,7 +164,7 @@ metric on the test data, or else the best value so far; the speed is in examples
     rows.sort(key=lambda row: (key(row) is None, key(row)))
 
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print(json_text(rows))
     elif rows:
         print("\n".join(table(rows)))
     else:

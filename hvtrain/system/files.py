@@ -4,6 +4,7 @@ import csv
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -180,9 +181,22 @@ def read_json(path: Path, kind: type[Json]) -> Json:
     return kind()
 
 
+def json_text(content: Any, indent: int | None = 1) -> str:
+    """Returns content as JSON, with null for numbers that are not finite, since JSON has no NaN or infinity."""
+    return json.dumps(_finite(content), indent=indent)
+
+
 def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
-    """Replaces a JSON file, as write_atomic does."""
-    write_atomic(path, json.dumps(content, indent=indent) + "\n")
+    """Replaces a JSON file with json_text(content), as write_atomic does."""
+    write_atomic(path, json_text(content, indent) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole_lines(text: str) -> str:

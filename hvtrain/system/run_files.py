@@ -145,16 +145,8 @@ class EpochTable:
 
 
 def write_result(folder: Path, record: RunRecord) -> None:
-    """Writes result.json. Numbers that are not finite become null, since JSON has no NaN or infinity."""
-    write_json(folder / RESULT_FILE, _finite(asdict(record)), indent=2)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Writes result.json."""
+    write_json(folder / RESULT_FILE, asdict(record), indent=2)
 
 
 def restore_nan(result: dict[str, Any]) -> dict[str, Any]:

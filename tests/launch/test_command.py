@@ -2,14 +2,16 @@
 
 import shlex
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.errors import ConfigError
+from hvtrain.errors import BusyError, ConfigError
 from hvtrain.launch import cluster_files, command, horovod_changes
 from hvtrain.launch.cluster_kinds import Slurm, _run_folder, is_training
 from hvtrain.system import secrets
+from hvtrain.system.run_lock import RunLock
 
 RUN = ("python", "-m", "hvtrain")
 OPTIONS = SimpleNamespace(num_ps=None, job_name=None, logs=None, dry_run=False, output=None)
@@ -18,6 +20,20 @@ OPTIONS = SimpleNamespace(num_ps=None, job_name=None, logs=None, dry_run=False, 
 def test_launches_of_the_same_second_have_their_own_folders(tmp_path):
     names = [command._make_run_folder(str(tmp_path / "runs/now")) for _ in range(3)]
     assert names == [str(tmp_path / f"runs/now{end}") for end in ("", "-2", "-3")]
+
+
+def test_a_run_folder_in_use_is_refused_before_its_logs_are_replaced(tmp_path, monkeypatch):
+    log = tmp_path / "launch/rank-0000-localhost.log"
+    log.parent.mkdir()
+    log.write_text("of the run in use")
+    monkeypatch.setattr(RunLock.take, "__defaults__", (0.0,))
+    arguments = ["launch", "-np", "1", "--", "model=mlp", f"run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        with pytest.raises(BusyError, match="is in use by another run"):
+            command.main()
+    assert log.read_text() == "of the run in use"
 
 
 def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):

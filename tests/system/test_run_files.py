@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvtrain.errors import StorageError
-from hvtrain.system.files import flush, write_atomic
+from hvtrain.system.files import flush, write_atomic, write_json
 from hvtrain.system.run_files import (
     RESULT_FILE,
     EpochRecord,
@@ -155,3 +155,12 @@ def test_a_result_is_strict_json_whatever_its_numbers(tmp_path):
     assert math.isnan(restored["metrics"]["test_loss"])
     assert math.isnan(restored["best"]["metrics"]["test_loss"])
     assert restored["metrics"]["test_accuracy"] == 0.5
+
+
+def test_json_files_have_no_numbers_that_json_lacks(tmp_path):
+    write_json(tmp_path / "file.json", {"metrics": [math.nan, (1.5, -math.inf)], "step": 3})
+    text = (tmp_path / "file.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "metrics": [None, [1.5, None]],
+        "step": 3,
+    }
