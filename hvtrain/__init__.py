@@ -1,9 +1,9 @@
 """hvtrain: Keras 3 training with Horovod.
 
-`python -m hvtrain` runs it, `hvtrain.keras` is the library.
+`python -m hvtrain` is the command line, and `hvtrain.keras` is the library.
 
-For scripts and notebooks: `hvtrain.train(hvtrain.compose(["model=mlp", "run.dir=runs/mine"]))`, and
-`hvtrain.load("runs/mine").model`. TensorFlow is imported when a function first needs it.
+In scripts and notebooks, `hvtrain.train(hvtrain.compose(["model=mlp", "run.dir=runs/mine"]))` trains, and
+`hvtrain.load("runs/mine").model` is the result. TensorFlow is imported when a function first needs it.
 `hvtrain.run_ranks(2, function)` calls a function on ranks; after `%load_ext hvtrain`, `%%ranks 2`
 runs a cell on ranks.
 """
@@ -32,7 +32,7 @@ refuse_old_form()
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the settings that `python -m hvtrain` would use with these overrides.
 
-    Raises ConfigError if it would refuse them.
+    Raises ConfigError if the command would refuse them.
     """
     from hvtrain.config.compose import composed
 
@@ -40,9 +40,10 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def train(config: RunConfig) -> RunRecord:
-    """Trains, evaluates and writes the run folder, in this process or, under a launcher, on every rank.
+    """Trains and evaluates the model, and writes the run folder.
 
-    Returns the content of result.json. Raises UserError for anything that the user can fix.
+    Under a launcher, every rank must call it. Returns the content of result.json. Raises UserError for anything
+    that the user can fix.
     """
     from hvtrain.runner import train as run
 
@@ -80,12 +81,12 @@ def run_ranks(
 
     Args:
         num_ranks: the number of ranks.
-        function: the function; it is called with *args and **kwargs.
+        function: the function to call with *args and **kwargs.
         hosts: hosts and slots as for `hvtrain launch -H`, such as "s1:2,s2:2"; None: this host.
 
     Raises:
         ConfigError: the function cannot be sent to the ranks.
-        RankError: a rank ended with an error; the message is that of the first one.
+        RankError: a rank ended with an error; the message is that of the first rank that failed.
     """
     from hvtrain.launch import notebook
 
@@ -93,7 +94,7 @@ def run_ranks(
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext hvtrain` adds the cell magic %%ranks."""
+    """Registers the cell magic %%ranks; `%load_ext hvtrain` calls it."""
     from hvtrain.launch import notebook
 
     shell.register_magic_function(notebook.ranks, magic_kind="cell")

@@ -1,6 +1,6 @@
 """Entry point of `python -m hvtrain`: runs the command named by the first word (core/commands.py).
 
-Without a command, but with or without settings (NAME=VALUE), it trains.
+Without a command, it trains a model with the settings that are given as NAME=VALUE.
 """
 
 import sys
@@ -55,7 +55,7 @@ def compose_and_run() -> int:
         more_help=lambda: run_settings(sys.argv),
     )
     parser.add_argument("--version", action="version", version=f"hvtrain {VERSION}")
-    parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
+    parser.add_argument("--cfg", metavar="job", help="print the composed settings and exit")
     parser.add_argument(
         "--config-dir",
         "-cd",

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
-INTERRUPTED = 130  # what shells report after Ctrl-C
+INTERRUPTED = 130  # The exit code that shells report after Ctrl-C.
 THIS_RANK = -1  # A culprit: the rank that raises the error.
 MAX_MESSAGE_LENGTH = 1000
 NOT_FINITE_ADVICE = (
@@ -85,7 +85,7 @@ class FailedRankError(UserError, RuntimeError):
 class Stopped(SystemExit):
     """Ends a run that a signal asked to stop. The run is saved, and can be resumed.
 
-    Exit code INTERRUPTED after Ctrl-C; otherwise RESTART_HELPS, since a scheduler asked it to make room.
+    The exit code is INTERRUPTED after Ctrl-C; otherwise RESTART_HELPS, since a scheduler asked the run to make room.
     """
 
 
@@ -93,7 +93,7 @@ class Stopped(SystemExit):
 # exception in the user's code. Group `text` is that message, and group `kind`, if
 # there is one, the exception's type.
 _WRAPPINGS = (
-    # AutoGraph: the lines of code that led there, then the exception.
+    # AutoGraph: the lines of code that led to the exception, then the exception.
     r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
     # Keras: the layer, the message in bold, and the arguments of the call.
     r"['\"]?Exception encountered when calling .*\n\s*\x1b\[1m(?P<text>(?s:.*))\x1b\[0m(?s:.*)",
@@ -161,7 +161,8 @@ def first_line(error: BaseException) -> str:
 def location_of(error: BaseException) -> str:
     """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
 
-    It is "the function NAME" if only code that AutoGraph generated from it is known, and "" if there is none.
+    Returns "the function NAME" if only code that AutoGraph generated from that function is known, and "" if the
+    traceback has no code of the user.
     """
     frames = [
         (frame.filename, str(frame.lineno), frame.name)

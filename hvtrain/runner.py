@@ -1,4 +1,4 @@
-"""Runs a training from beginning to end, the same on every rank: train(config) -> RunRecord."""
+"""Trains a model from beginning to end, the same on every rank: train(config) -> RunRecord."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.strategies.base import Strategy, report_failures
-from hvtrain.strategies.loop import batched, build_metrics
+from hvtrain.strategies.loop import add_batch_axis, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.files import write_atomic
 from hvtrain.system.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
@@ -67,14 +67,14 @@ Attempt = Callable[[RunConfig, Strategy, RunState], Any]
 def train(config: RunConfig) -> RunRecord:
     """Trains, evaluates and writes the results; returns the same record on every rank.
 
-    Raises UserError for what the user can fix, on all ranks at once where possible, and Stopped after a
-    signal, with the run saved.
+    Raises UserError for what the user can fix, on all ranks where possible, and Stopped after a signal,
+    with the run saved.
     """
-    return on_all_ranks(config, whole_run)
+    return run_attempts(config, whole_run)
 
 
-def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
-    """Repeats attempts at a run, or at a command that needs part of one, until one has a result; returns it.
+def run_attempts(config: RunConfig, attempt: Attempt) -> Any:
+    """Repeats attempts at a run, or at a command that needs part of a run, and returns the first result (every rank).
 
     If this rank fails, it tells the others why.
     """
@@ -140,11 +140,11 @@ def open_run(
         parent: The folder in which the run folder is created if run.dir is not set.
 
     Returns:
-        The run, and the checkpoint from which it resumes; None: it begins at step 0.
+        The run, and the checkpoint from which it resumes, or None if it begins at step 0.
     """
     join_ranks(config, strategy)
     config = claim_folder(config, strategy, state, parent)
-    # Elastic ranks continue from memory, but a rank that has just joined has nothing there.
+    # Elastic ranks continue from memory, but a rank that has just joined has no state in memory.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
     saved = find_checkpoint(
@@ -154,7 +154,7 @@ def open_run(
 
 
 def join_ranks(config: RunConfig, strategy: Strategy) -> None:
-    """Starts the strategy, rank 0's log and the watchdog, and refuses ranks that differ (every rank)."""
+    """Starts the strategy, rank 0's log and the watchdog, and refuses ranks whose runs differ (every rank)."""
     topology = strategy.start()
     strategy.marks.timed = not config.train.deterministic
     console.start_log(topology.is_chief)
@@ -167,7 +167,7 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     comm = strategy.comm
     if not comm.topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    # After ranks left or joined, a store that is open already is kept.
+    # After ranks left or joined, a store that is already open is kept.
     state.store = comm.all_or_raise(
         lambda: state.store if state.folder else open_store(config.run.dir)
     )
@@ -283,10 +283,10 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         if config.guard.batches:
             check_first_batches(run, start.step)
         if context.position.in_epoch:
-            build_metrics(model, batched(run.source.element_spec))
+            build_metrics(model, add_batch_axis(run.source.element_spec))
         steps = call_steps(run, callbacks)
         strategy.check_plan(run.plan)
-        # Only now, so that a run that is refused before this leaves no folder, and no settings.
+        # Written only now, so that a run that is refused earlier leaves neither a folder nor settings.
         strategy.comm.on_chief(lambda: write_atomic(run.folder / CONFIG_FILE, run.state.settings))
         if run.topology.is_chief:
             note_start(run, hosts, lines, start.step)
@@ -361,7 +361,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """Returns a finished run's files for its trackers: settings, numbers, report, and the best or else last model."""
+    """Returns a finished run's files for its trackers: settings, results, report, and the best or else last model."""
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
     files = [
         *(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)),

@@ -100,7 +100,7 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         raise ConfigError(
             f"pyspark is not installed here ({error}); start with spark-submit, or install scripts/lock/spark.txt"
         ) from error
-    # Spark must not retry a task: it would find the other ranks gone.
+    # Spark must not retry a task: the new attempt would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     python_path = os.environ.get("PYTHONPATH")
@@ -204,7 +204,7 @@ class SparkModel:
     def transform(self, frame: Any) -> Any:
         """Returns a Spark DataFrame with one more column, `prediction`: a struct of the columns that predict writes.
 
-        Dots in the names of its fields become `_`. The first rows are predicted at once, to learn the types.
+        Dots in the names of its fields become `_`. The first rows are predicted immediately, to learn the types.
 
         Raises DataError if there are no rows, or the model cannot take the first ones.
         """
@@ -380,8 +380,8 @@ def _train(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    # By module name, so that executors can import the functions that are
-    # sent to them (not from __main__).
+    # Imported by module name, so that executors can import the functions that are sent to them,
+    # which is impossible for those of __main__.
     from hvtrain import spark
 
     enter(spark.main)

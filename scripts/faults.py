@@ -56,8 +56,8 @@ FAULTS = [
         "table-summed",
         "rows of sharded tables get the sum over the ranks instead of the mean",
         "keras/reduction.py",
-        "reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)",
-        "reduced[i] = self._scaled(merge_rows(gradient), averages=False)",
+        "reduced[i] = self._rescale(merge_rows(gradient), averages=self.op == hvd.Average)",
+        "reduced[i] = self._rescale(merge_rows(gradient), averages=False)",
         (
             "tests/keras/test_sharded_embedding.py::test_training_equals_one_process_on_the_joint_batch[gloo-3-sgd]",
         ),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
 
 # Prefix of the array names that rank_memory returns.
 MEMORY = "memory/"
-# Prefix of such names if the arrays are equal on all ranks.
+# Prefix of the names of those arrays that are equal on all ranks.
 SAME = f"{MEMORY}same/"
 
 
@@ -30,7 +30,7 @@ def snapshot(
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
-        whole_values: the whole values of the sharded_variables, by key; empty if there are none.
+        whole_values: the unsharded values of sharded_variables(model), by key; empty if there are none.
     """
     variables = _variables(model)
     # Whole tables take the places of their parts, so the order does not depend on sharding.
@@ -51,7 +51,7 @@ def restore(
 ) -> None:
     """Restores the weights, the optimizer, or both.
 
-    Sets only `whole` of sharded variables; broadcast_model then gives each rank its part.
+    Of a sharded variable, only the attribute `whole` is set; broadcast_model then gives each rank its part.
 
     Args:
         checkpoint: the checkpoint to restore from.
@@ -65,7 +65,7 @@ def restore(
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
     own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
-    # Of slots that shard=True divides, this process may know only the shapes of its own parts.
+    # Of the slots that DistributedOptimizer(shard=True) divides, this process may know only the shapes of its parts.
     unknown = {
         key for key, variable in sharded.items() if not hasattr(variable.rank_part, "num_rows")
     }

@@ -126,7 +126,9 @@ class ReceiptWriter(Writer):
         try:
             self._add(step, digests_of(arrays))
         except Exception as error:
-            log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
+            log.warning(
+                "the receipt of step %s was not written: %s", f"{step:,}", in_one_line(error)
+            )
 
     def _add(self, step: int, digests: Digests) -> None:
         path = self.folder.parent / RECEIPTS_FILE

@@ -45,7 +45,7 @@ class ShardedTable:
         shards: The rows of each rank, [own, ...], by rank.
 
     Raises:
-        ValueError: A shard does not have the number of rows that its rank holds.
+        ValueError: A shard has the wrong number of rows for its rank.
 
     >>> table = ShardedTable([np.array([0, 2, 4]), np.array([1, 3])])
     >>> table[1:4], table[np.array([4, 0])], table.shape
@@ -148,7 +148,7 @@ class Checkpoint:
                 values["best_weights"] = weights
         return saved
 
-    def unlogged(self) -> dict[str, float]:
+    def unlogged_results(self) -> dict[str, float]:
         """Returns validation results that are not yet in any epoch's logs.
 
         Raises:

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 # The longest that a process waits at its end for the current write, since a disk may hang forever.
 SECONDS_TO_FINISH = 30.0
 BEST = "best.json"
-# Prefixes of a checkpoint while another one replaces it, and while it is deleted.
+# Prefixes of a checkpoint's name while another checkpoint replaces it, and while it is deleted.
 _REPLACED = f"{TEMPORARY}old-"
 _DELETED = f"{TEMPORARY}gone-"
 
@@ -66,7 +66,7 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
         meta: everything else; must be serializable as JSON.
 
     Raises:
-        CheckpointError: it was not written; older checkpoints are unchanged.
+        CheckpointError: the checkpoint was not written; older ones are unchanged.
     """
     # safetensors for NumPy lacks bfloat16: such arrays are stored as their bits and listed in meta.
     bfloat16_keys = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
@@ -141,12 +141,13 @@ def _write_arrays(path: Path, arrays: Arrays) -> None:
         raise OSError(int(match[2]), match[1]) from error
 
 
-def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
+def mark_best(folder: Path, step: int, metric: str, value: float, host: str | None = None) -> None:
     """Records the best checkpoint so far, which prune keeps.
 
-    With host=NAME, the record says that the checkpoint is on that other host.
+    If the checkpoint is on another host, the record names that host.
     """
-    write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
+    elsewhere = {"host": host} if host else {}
+    write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **elsewhere})
 
 
 def read_best(folder: Path) -> Meta | None:
@@ -163,7 +164,7 @@ def read_best(folder: Path) -> Meta | None:
         best = json.loads(read_file(path))
         name = folder_name(best["step"])
         if not isinstance(best["metric"], str) or not math.isfinite(best["value"]):
-            raise ValueError("no metric and value")
+            raise ValueError("it has no metric name or no finite value")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -269,7 +270,7 @@ class Writer:
 
     Args:
         folder: folder of the run's checkpoints.
-        config: how many checkpoints are kept, and what an error does.
+        config: which checkpoints to keep, and what to do if one cannot be written.
         best: the metric whose best checkpoint is kept.
         sign: 1 if higher values of that metric are better, otherwise -1.
         send: sends another host the checkpoints that it lacks; called after each write, in the
@@ -277,7 +278,7 @@ class Writer:
 
     Attributes:
         whole_step: the step of the last complete checkpoint; 0 before the first one of this start.
-        whole_at: the time.time() at which it was complete; the time of this start before that.
+        whole_at: the time.time() at which that checkpoint was complete; before the first one, that of this start.
     """
 
     folder: Path
@@ -332,7 +333,7 @@ class Writer:
         else:
             self._unsaved = str(error)
             log.warning(
-                "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                "%s; training continues (checkpoint.on_error=warn), and the next save tries again",
                 error,
             )
 

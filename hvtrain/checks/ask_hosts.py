@@ -1,4 +1,4 @@
-"""Runs the probe on all hosts at once, over ssh except on this host, and collects their answers."""
+"""Runs the probe on all hosts in parallel, over ssh except on this host, and collects their answers."""
 
 import os
 import subprocess
@@ -39,10 +39,10 @@ _SCRIPT = (
 
 
 def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> Facts:
-    """Returns a request for probe.facts(), including whether it has this process's Python and folder.
+    """Returns the argument of probe.facts(): this process's Python and folders, and the names to resolve.
 
     Args:
-        names: All hosts; each host resolves all of these names.
+        names: The names of all hosts, which each host resolves.
         run_dir: The run folder, relative to this process's folder.
         dataset: A data set's file or folder, relative to this process's folder.
     """
@@ -62,7 +62,7 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
 def ask(
     function: str, requests: Mapping[str, Facts], ssh: Ssh, seconds: float
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Calls a function of the probe on all hosts at once, and collects the results within about `seconds`.
+    """Calls a function of the probe on all hosts in parallel, and collects the results within about `seconds`.
 
     Args:
         function: "facts" or "exchange".
@@ -71,12 +71,12 @@ def ask(
         seconds: The time limit.
 
     Returns:
-        The answers by host; and, for each host that gave none, the reason and what to do, in one line.
+        The answers by host, and for each host without one the reason and what to do, in one line.
     """
     answers = {}
     # One unreachable host must not hide the answers of the others.
     failures = {}
-    # All at once, since hosts also try each other's ports.
+    # In parallel, since hosts also try each other's ports.
     with ThreadPoolExecutor(len(requests)) as pool:
         calls = {
             host: pool.submit(_ask, host, function, host_request, ssh, seconds)
@@ -108,7 +108,7 @@ def _ask(host: str, function: str, host_request: Facts, ssh: Ssh, seconds: float
         )
     if result.returncode == NO_PYTHON:
         raise RankError(
-            f"host {host} has neither {sys.executable} nor a python3; put hvtrain there"
+            f"host {host} has neither {sys.executable} nor a python3; install hvtrain there"
         )
     if result.returncode == SSH_FAILED:
         raise RankError(ssh.explain_failure(host, result.stderr))

@@ -97,11 +97,11 @@ def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
         (pixels,) = _with_masks([(inputs, target)])
         caption = f"{number * facts.step}: {_caption(target, class_names)}"
         pictures.append((png(pixels), caption.rstrip(": ")))
-    return Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)
+    return Pictures("Pictures", f"Examples of {facts.name}, with their targets.", pictures)
 
 
 def _views(findings: Findings) -> Figure:
-    """Returns a figure of training images as they are, and as training and validation see them, side by side."""
+    """Returns a figure that shows training images beside what training and validation make of them."""
     pictures = []
     for view in findings.views:
         _, target = view[-1]
@@ -115,7 +115,7 @@ def _views(findings: Findings) -> Figure:
     legend = []
     note = "The first training batch, with the augmentation of these settings."
     if len(model_inputs) > 1:
-        note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
+        note = f"The whole image, {NUM_DRAWS} random augmentations of it, and what validation and the saved model see."
     if np.ndim(target) > 1:
         note += " Masks are painted over the images, except for class 0; ignored pixels are white."
         names = findings.class_names[: MAX_ROWS + 1]

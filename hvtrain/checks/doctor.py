@@ -49,16 +49,16 @@ examples:
 
 checks:
   ssh, folder, python, packages, code, horovod, data set   the same on all hosts
-  clock, shared memory, open files, run folder, gpus       enough of each
+  clock, shared memory, open files, run folder, gpus       clocks agree, and there is enough of the others
   names, interface, ports                                  hosts find and reach each other
   allreduce    64 MiB over all hosts: bytes / seconds, and that times 2 (n - 1) / n, which compares with a link's speed
-  links        8 MiB between each two hosts (with more than 16 hosts, only between neighbours); a link is slow below a
+  links        8 MiB between every two hosts (with more than 16 hosts, only between neighbours); a link is slow below a
                third of the usual speed
 """
 
 
 def main() -> int:
-    """Examines the hosts of -H. Returns 0 when no check failed, 1 otherwise. Raises ConfigError."""
+    """Examines the hosts of -H; returns 0 if no check failed, else 1. Raises ConfigError for invalid settings."""
     options = _parser().parse_with_overrides()
     slots = {host.name: host.slots for host in parse_hosts(options.hosts)}
     run_dir = None
@@ -161,7 +161,7 @@ def _judge_ssh(names: Sequence[str], failures: Mapping[str, str]) -> list[Row]:
 def _try_ports(
     endpoints: Mapping[str, Endpoint], ssh: Ssh
 ) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Makes all hosts listen and connect at once. Returns their results, and the reason for each host without one."""
+    """Makes all hosts listen and connect in parallel; returns their results, and the reason for each missing one."""
     # Another program may listen on a port or connect to it; only these hosts know the token.
     token = secrets.token_hex(8)
     requests = {

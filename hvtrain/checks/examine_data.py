@@ -31,11 +31,11 @@ from hvtrain.finished.outputs import ProgressLines
 from hvtrain.training.setup import open_source, open_task_and_layers
 
 BATCH_SIZE = 32
-# Examples that the page shows of each split, spread over the classes.
+# Number of examples that the page shows of each split, spread over the classes.
 NUM_SHOWN = 12
-# Raw rows that it shows of a table.
+# Number of raw rows that the page shows of a table.
 NUM_ROWS = 5
-# Training images that it shows with their augmentation, and the random draws of each.
+# Number of training images that the page shows with their augmentation, and of random draws for each.
 NUM_VIEWED = 4
 NUM_DRAWS = 3
 
@@ -86,7 +86,7 @@ class SplitFacts:
         num_examples: The size of the split.
         step: Every step-th example is read.
         is_whole: True if no example was left out, so that the number of each in the split is known.
-        values: By "inputs" or "targets", followed by ".name" where they have names.
+        values: The values of each input and target, by "inputs" or "targets", followed by ".name" if it has a name.
         class_counts: Examples (of masks: pixels) of each class; None if targets are not classes.
         num_outside: The number of labels that are not a class.
         digests: Hashes of the inputs and of the target of each example read.
@@ -113,7 +113,7 @@ class SplitFacts:
         return name if self.is_whole else f"readable {name}"
 
     def matches_in(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Finds examples whose inputs `other` has too; returns their number here, and that of the first one there."""
+        """Returns (number in self, first number in `other`) for each example whose inputs are in `other` too."""
         first: dict[str, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
@@ -194,7 +194,7 @@ class SplitFacts:
             others = f", {num_others:,} with another target" if num_others else ""
             lines.append(
                 f"{self.name}: {len(repeats):,} of {self.num_read:,} examples repeat an earlier one{others}; "
-                f"{self.example_name(number)} is {self.example_name(earlier)}"
+                f"{self.example_name(number)} repeats {self.example_name(earlier)}"
             )
 
         shared = self.matches_in(train)
@@ -202,7 +202,7 @@ class SplitFacts:
             number, earlier = shared[0]
             lines.append(
                 f"{self.name}: {len(shared):,} of {self.num_read:,} examples are in train too; "
-                f"{self.example_name(number)} is {train.example_name(earlier)} of train"
+                f"{self.example_name(number)} repeats {train.example_name(earlier)} of train"
             )
         return lines
 
@@ -217,8 +217,8 @@ class Findings:
         described: The source's description of itself.
         splits: What was found in each split.
         views: For each training image shown, the whole image (without a target), its augmented
-            draws, and the input that validation gives the model. If it is unknown which example
-            a stream yields, only one draw.
+            draws, and the input that validation gives the model; only one draw if it is unknown
+            which example a stream yields.
         raw_rows: The first training rows of a table, by column.
         warnings: Oddities, one line each.
         refused: Faults for which training would be refused, one line each.
@@ -253,7 +253,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
 
     Args:
         config: The settings; data, dataset, augment and seed matter, and task if has_task or augment is set.
-        limit: Most examples of each split to read.
+        limit: Maximum number of examples to read from each split.
         has_task: True to check that the data fit the task.
 
     Raises:
@@ -310,26 +310,26 @@ def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Se
         facts.step = math.ceil(facts.num_examples / limit)
     # Rank 0 of `step` ranks gets every step-th example.
     topology = Topology(0, facts.step)
-    number = min(topology.share_size(facts.num_examples), limit)
-    progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
-    batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
-    for elements in batches.unbatch().take(number).batch(BATCH_SIZE).as_numpy_iterator():
+    num_examples = min(topology.share_size(facts.num_examples), limit)
+    progress = ProgressLines(f"{facts.name}: read", num_examples, is_chief=True)
+    batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, num_examples))
+    for elements in batches.unbatch().take(num_examples).batch(BATCH_SIZE).as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
     left_out = source.unreadable()
-    facts.is_whole = facts.num_read == number and not left_out
+    facts.is_whole = facts.num_read == num_examples and not left_out
     return left_out
 
 
 def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
-    """Reads training images as training and validation do; empty if the inputs are not images."""
+    """Returns training images as training and validation see them; empty if the inputs are not images."""
     if not train.shown or image_of(train.shown[0].inputs) is None:
         return []
     # Which example a stream yields is known only if single examples can
     # be opened and none was skipped.
     if not (isinstance(source, IndexedSource) and train.is_whole):
-        number = min(NUM_SHOWN, train.num_examples)
-        return [[row] for row in _training_rows(source, Topology(), number, seed, steps=1)]
+        batch_size = min(NUM_SHOWN, train.num_examples)
+        return [[row] for row in _training_rows(source, Topology(), batch_size, seed, steps=1)]
 
     views = []
     for example in train.shown[:NUM_VIEWED]:

@@ -21,7 +21,7 @@ _SHOWN = re.compile(
 
 
 def main() -> int:
-    """Prints the block. Raises ConfigError for unknown options."""
+    """Prints the facts of this host, or of the hosts of -H. Raises ConfigError for invalid options."""
     parser = Parser(
         "python -m hvtrain info",
         usage="%(prog)s [-H s1,s2]",

@@ -89,7 +89,7 @@ def _parser() -> Parser:
         "python -m hvtrain inspect",
         usage="%(prog)s [OPTION ...] [dataset=CHOICE] [dataset.SETTING=VALUE ...]",
         description="""\
-Reads a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
+Describes a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
 examples, examples that are in train and in test too, and what training would refuse (exit code 2). The page shows
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,

@@ -58,11 +58,11 @@ class Case:
 
 
 class Trained(NamedTuple):
-    """The result of a training.
+    """The result of training a case.
 
     Attributes:
-        before: The weights before it.
-        after: The weights and float slots after it.
+        before: The weights before training.
+        after: The weights and float slots after training.
         reductions: The number of reductions, counted in the graph.
     """
 

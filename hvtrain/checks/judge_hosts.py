@@ -40,10 +40,10 @@ def judge(
 
     Args:
         check: Name of the check.
-        hosts: What is known of each host, by name.
-        problems: Yields problems, given a host's name and what is known of it.
+        hosts: The facts of each host, by name.
+        problems: Yields problems, given a host's name and its facts.
         finding: The text of the row if the check passes.
-        others: Rows of the check that are known already.
+        others: Rows that this check has produced already.
 
     Returns:
         The other rows and a failed one for each problem; if there are none, one that passed.
@@ -87,7 +87,7 @@ def _python(cluster: Cluster, first: str) -> list[Row]:
     def problems(host, facts):
         python = facts["python"]
         if not python["is_wanted"]:
-            fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
+            fix = f"on {host}: copy hvtrain to the same path as here, and run its scripts/run once"
             yield f"has no {python['wanted']}", fix
         elif python["version"] != reference["version"]:
             fix = f"on {host}: install Python {reference['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
@@ -109,7 +109,7 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         if missing:
             finding = f"has no {', '.join(missing)}"
         if finding:
-            fix = "scripts/run recreates it"
+            fix = f"on {host}: scripts/run recreates the environment"
             if host != first:
                 fix = copy_to(environment_folder(facts), first, host, "--delete")
             yield finding, fix
@@ -126,7 +126,7 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
         code = facts["code"]
         names = differing_names(reference["files"], code["files"])
         if code["folder"] is None:
-            yield "has no hvtrain that its Python finds", f"on {host}: scripts/run"
+            yield "has no hvtrain that its Python can import", f"on {host}: scripts/run"
         elif names:
             folder = f"{reference['folder'] or code['folder']}/"
             fix = copy_to(folder, first, host, "--delete")
@@ -143,7 +143,7 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
 
     def problems(host, facts):
         if not facts["horovod"]["library"]:
-            yield "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
+            yield "has no Horovod library for TensorFlow", f"on {host}: scripts/run"
         elif facts["gpus"]["names"] and "NCCL" not in parts[host]:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
             yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
@@ -164,7 +164,7 @@ def _dataset(cluster: Cluster) -> list[Row]:
 
     def problems(host, facts):
         data = facts["dataset"]
-        fix = "put it there, or give another folder with dataset.dir=PATH"
+        fix = f"copy the data set to {host}, or give another folder with dataset.dir=PATH"
         if host != first and not reference["error"]:
             path = reference["path"]
             if "." not in reference["entries"]:  # A folder; see probe.fingerprint.
@@ -207,7 +207,7 @@ def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 
 def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
-    """Fails where a clock is off by more than the limit, even allowing for the measurement's error.
+    """Fails hosts whose clock is off by more than CLOCK_SECONDS, even allowing for the measurement's error.
 
     Args:
         clocks: The clocks of the hosts that the first one reached, relative to its own.
@@ -263,7 +263,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     def problems(host, limit):
         if -1 < limit < needed:  # -1: no limit.
             yield (
-                f"a process may open {limit}; {num_ranks} ranks need {needed}",
+                f"a process may open {limit} files; each of {num_ranks} ranks needs {needed}",
                 f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
                 "(or ulimit -n 65536 before sshd starts)",
             )
@@ -323,7 +323,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 def version_differences(
     versions: Mapping[str, Any], first: str, reference: Mapping[str, Any]
 ) -> str:
-    """Says how a host's versions differ from the first host's; empty if they do not.
+    """Describes how a host's versions differ from the first host's; empty if they are equal.
 
     >>> version_differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
     'keras 3.15, s1 3.14; numpy none, s1 2.4'
@@ -338,7 +338,7 @@ def version_differences(
 
 
 def differing_names(first: Mapping[str, str], second: Mapping[str, str]) -> str:
-    """Names what has different checksums, or is in one mapping only; empty if nothing does.
+    """Names the entries whose checksums differ or that only one mapping has; empty if there are none.
 
     >>> differing_names({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33", "c.py": "44"})
     'b.py and 1 more'
@@ -353,7 +353,7 @@ def copy_to(path: str, first: str, host: str, *options: str) -> str:
     """Returns the command that copies a folder or a file from the first host to another.
 
     Args:
-        path: With a slash at its end, rsync copies the folder's contents.
+        path: The folder or file; if it ends with a slash, rsync copies the folder's contents.
         first: The host to copy from.
         host: The host to copy to.
         options: More options of rsync. --delete removes what the first host does not have.

@@ -15,7 +15,7 @@ _INTERFACE_FIX = (
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where other hosts reach a host: one of its interfaces, that interface's IPv4 address, and a free port."""
+    """The endpoint at which other hosts reach a host: an interface, its IPv4 address and a free port."""
 
     interface: str
     address: str
@@ -87,7 +87,7 @@ def _name_problems(
             yield f"resolves {name} to {address} instead of {usual}", fix
         elif not is_own:
             finding = f"resolves {name} to {address}, but no interface of {name} has that address"
-            yield finding, f"{fix} (there: ip -4 address)"
+            yield finding, f"{fix} (on {name}, ip -4 address lists its addresses)"
 
 
 def judge_interfaces(
@@ -169,9 +169,9 @@ def _interface_in(
     names: list[str] | None,
     own_address: str | None,
 ) -> Mapping[str, str] | None:
-    """Returns a host's interface in the network; None if it has none there.
+    """Returns a host's interface in the network; None if the host has no such interface.
 
-    If there are several, the one with the address to which the host's name resolves is preferred.
+    Of several, the one with the address to which the host's name resolves is preferred.
 
     Args:
         network: The network.
@@ -205,7 +205,7 @@ def judge_ports(
     Args:
         answers: The hosts' results of probe.exchange.
         silent: Hosts that did not answer.
-        endpoints: Where each host is reached.
+        endpoints: The endpoint of each host.
     """
     rows = [skip("ports", "did not answer", host) for host in silent]
 

@@ -115,7 +115,7 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     not make the others look slow.
 
     Args:
-        measured: What rank 0 prints.
+        measured: The JSON object that rank 0 prints.
         hosts: The host of each rank.
     """
     times = measured["all"]
@@ -141,7 +141,7 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         finding = f"{best[host]:.2f} Gbit/s at best, to any host; {needed}"
         fix = (
             f"on {host}: ethtool INTERFACE shows speed and duplex; check the cable and the switch; "
-            "or leave it out of -H"
+            f"or leave {host} out of -H"
         )
         rows.append(fail("links", host, finding, fix))
 

@@ -321,7 +321,7 @@ def exchange(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_background(work: Callable[..., None], *args: Any) -> threading.Thread:
-    """Starts a daemon thread, since what it does may never return, and must not keep the process alive."""
+    """Starts a daemon thread, since `work` may never return, and must not keep the process alive."""
     thread = threading.Thread(target=work, args=args, daemon=True)
     thread.start()
     return thread

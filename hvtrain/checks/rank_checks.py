@@ -68,7 +68,7 @@ def _controller(strategy: Strategy) -> str:
     # Ranks with the same local rank on a host would take the same GPU or the same cores.
     if len(set(ranks)) < len(ranks):
         raise CheckError(
-            "two ranks have the same local rank on one host; give each host a name of its own"
+            "two ranks have the same local rank on one host; give each host its own hostname"
         )
 
     hosts = dict.fromkeys(host for host, _ in ranks)
@@ -85,7 +85,7 @@ def _devices(strategy: Strategy) -> str:
 
 
 def _broadcast() -> str:
-    """Checks that a broadcast makes variables equal: of several types, one of them empty, different on each rank."""
+    """Checks that a broadcast makes variables of several types, one of them empty, equal on all ranks."""
     normal = np.random.default_rng(hvd.rank()).normal
     variables = [
         tf.Variable(value)
@@ -110,13 +110,13 @@ def _broadcast() -> str:
         raise CheckError(
             "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug"
         )
-    return f"5 variables differed on {num_different} rank(s), and are rank 0's on all of them"
+    return f"5 variables differed on {num_different} rank(s), and equal rank 0's after broadcast"
 
 
 def _overflow() -> str:
     """Checks that all ranks skip a step in which only the last rank's gradient is infinite."""
     # The wrapper is outermost: inside the loss scale, a rank that skips a step
-    # alone would leave others waiting.
+    # alone would leave the others waiting.
     optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -162,10 +162,10 @@ def _shards(strategy: Strategy) -> str:
     request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
     batches = source.training(request).take(steps)
     read = [image.item() for image, _ in batches.as_numpy_iterator()]
-    everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
-    if sorted(everyone) != list(range(count)):
+    all_read = [index for indices in strategy.comm.gather(read) for index in indices]
+    if sorted(all_read) != list(range(count)):
         raise CheckError(
-            f"the ranks read {len(everyone)} samples, {len(set(everyone))} different ones, and should read each of "
+            f"the ranks read {len(all_read)} samples, {len(set(all_read))} different ones, and should read each of "
             f"the {count} once; please report this bug"
         )
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
@@ -321,7 +321,7 @@ def _step(run: OwnRun) -> str:
             # The gradient of this rank's part of a table is already the sum over all ranks.
             joint.append(values / comm.topology.size)
             continue
-        # One by one: those of a large model on all ranks would fit neither a message nor memory.
+        # Gathered one by one: all gradients of a large model would fit neither a message nor memory.
         parts = comm.gather(values)
         joint.append(None if values is None else np.mean(parts, axis=0, dtype=values.dtype))
         if values is not None:

@@ -121,7 +121,7 @@ def repeat(
         # Changed data do not stop a repetition; they are reported as a cause of differences.
         guard=replace(config.guard, data=False, layers=False),
     )
-    return runner.on_all_ranks(quiet_config, attempt)
+    return runner.run_attempts(quiet_config, attempt)
 
 
 def _copy_inputs(run: Path, scratch: Path) -> None:
@@ -143,7 +143,7 @@ def _train(
 
     Facts are recorded as of `original`, the run's own settings, of which `config` is a quiet variant.
     """
-    saved = _read_begin(repetition, strategy.comm)
+    saved = _read_resume_point(repetition, strategy.comm)
     run = runner.open_inputs(config, strategy, state, saved)
     repetition.facts = facts_of(replace(run, config=original))
     model = runner.make_model(run)
@@ -162,14 +162,14 @@ def _train(
         if not isinstance(callback, NOT_REPEATED)
     ]
     with explain_errors(context):
-        runner.build_metrics(model, runner.batched(run.source.element_spec))
+        runner.build_metrics(model, runner.add_batch_axis(run.source.element_spec))
         steps = call_steps(run, callbacks)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return context.report.exit_code
 
 
-def _read_begin(repetition: Repetition, comm: Comm) -> ResumePoint | None:
-    """Reads the checkpoint at which the stretch begins; None: it begins at step 0 (every rank).
+def _read_resume_point(repetition: Repetition, comm: Comm) -> ResumePoint | None:
+    """Reads the checkpoint at which the stretch begins; None if it begins at step 0 (every rank).
 
     Only the chief reads the file, and gets the arrays.
     """
@@ -211,7 +211,7 @@ class DigestRecording(Checkpointing):
             and step not in self.repetition.saves
             and step % self.save_freq == 0
         ):
-            self._take()
+            self._record_digests()
         if step >= self.repetition.saves[-1]:
             self.model.stop_training = True
 
@@ -224,9 +224,9 @@ class DigestRecording(Checkpointing):
         # it was interrupted, and averaged weights that no gradient touches.
         self.strategy.settle()
         self.weights.average_untrained()
-        self._take()
+        self._record_digests()
 
-    def _take(self) -> None:
+    def _record_digests(self) -> None:
         step = self.step
         parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
         if self.is_chief:

@@ -77,7 +77,7 @@ def refuse_checkpoint(finished: FinishedConfig) -> None:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """Parses FROM:TO into two steps; returns None for None. Raises ConfigError.
+    """Parses FROM:TO into two steps; returns None for None. Raises ConfigError for any other text.
 
     >>> parse_steps("400:450")
     (400, 450)
@@ -175,7 +175,7 @@ def digests_by_step(receipts: dict[int, Receipt]) -> dict[int, Digests]:
 def split_at_difference(
     mine: dict[int, Digests], others: dict[int, Digests]
 ) -> tuple[list[int], int | None]:
-    """Returns the common steps before the first one whose digests differ, and that one; None if there is none.
+    """Returns the common steps before the first one whose digests differ, and that step; None if no digests differ.
 
     >>> split_at_difference({1: {"a": "1"}, 2: {"a": "2"}, 3: {"a": "3"}}, {1: {"a": "1"}, 3: {"a": "4"}})
     ([1], 3)
@@ -193,7 +193,7 @@ def same_bits_line(steps: list[int]) -> str:
 
 
 def first_difference(digests: Digests, others: Digests) -> str:
-    """Names the first variable whose digests differ, and how many differ; at least one must.
+    """Names the first variable whose digests differ, and counts all that differ; at least one must differ.
 
     >>> first_difference({"model/0000/a/kernel": "1", "model/0001/a/bias": "2"}, {"model/0000/a/kernel": "1"})
     'a/bias (1 of 2 variables differ)'
@@ -223,17 +223,17 @@ def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
             "cause: an operation without a fixed order (train.deterministic=false); receipts show no other difference"
         ]
     return [
-        "cause: none that receipts show, and operations are deterministic; repeat it on another host, and look for "
-        "data files whose content changed but not their size"
+        "cause: none that receipts show, and operations are deterministic; repeat the run on another host, and look "
+        "for data files whose content changed but not their size"
     ]
 
 
-# Stands for an exit code after bisect's first repetition: the other run is still to be repeated.
+# Takes the place of an exit code after bisect's first repetition: the other run is still to be repeated.
 CONTINUE = -1
 BISECT_ABOUT = """\
-Finds the first receipts at which two runs differ, then repeats both from the checkpoint before and compares each step,
-to name the first step and variable, and says why. Exits with 0 if no receipts differ, 1 if some do, 2 if they cannot be
-compared."""
+Finds the first receipts at which two runs differ, and the likely cause. Then repeats both runs from the checkpoint
+before that step and compares each step, to name the first step and variable that differ. Exits with 0 if no receipts
+differ, 1 if some do, 2 if they cannot be compared."""
 BISECT_EXAMPLES = """\
   horovodrun -np 2 python -m hvtrain bisect run=runs/first with=runs/second
 """
@@ -272,7 +272,7 @@ class Divergence:
     """Finds where two runs diverge (its methods are called on the chief only).
 
     Attributes:
-        stretches: What compare() chose to repeat, one stretch for each run.
+        stretches: The stretch of each run that compare() chose to repeat.
     """
 
     def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
@@ -313,7 +313,7 @@ class Divergence:
                 bounds = (last_equal, step)
                 self.stretches.append(choose_stretch(run.folder, saves, bounds, each_step=True))
         except (CheckpointError, ConfigError) as error:
-            print(f"{difference}\nthe first step at which they differ is unknown: {error}")
+            print(f"{difference}\nthe first step at which the runs differ is unknown: {error}")
             return 1
         return self.stretches[0]
 

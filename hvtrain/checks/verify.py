@@ -1,4 +1,4 @@
-"""`python -m hvtrain verify`: checks that ranks train together, with small models of its own and with a user's run."""
+"""`python -m hvtrain verify`: checks that ranks train together, with small built-in models and with a user's run."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ EPILOG = f"""\
 examples:
   python -m hvtrain verify                                         this host, with two ranks
   horovodrun -np 16 -H s1:4,s2:4,... python -m hvtrain verify      a cluster
-  horovodrun -np 2 python -m hvtrain verify model=... dataset=...  with a model and a data set of yours too
+  horovodrun -np 2 python -m hvtrain verify model=... dataset=...  with your own model and data set too
 """
 
 

@@ -81,7 +81,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
 def resolve(tree: Any) -> Settings:
     """Returns a composed run as plain values, with all references resolved except those to ${run.dir}.
 
-    They are resolved once the run folder is known; see instantiate.build.
+    References to ${run.dir} are resolved once the run folder is known; see instantiate.build.
     """
     from omegaconf import OmegaConf
 

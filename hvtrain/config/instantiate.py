@@ -38,7 +38,7 @@ DEFAULT_FACTS = ("image_shape", "num_classes")
 def build(
     config: RunConfig,
     group: str,
-    kind: type,
+    expected_type: type,
     facts: Settings | None = None,
     source_name: str = "",
     **values: Any,
@@ -48,7 +48,7 @@ def build(
     Args:
         config: The settings of the run.
         group: A configuration group, or callbacks.NAME, augment.NAME or tracker.NAME.
-        kind: The type that the target must return.
+        expected_type: The type that the target must return.
         facts: Facts about the data set, such as num_classes, by name. The target gets those that it
             declares as arguments.
         source_name: The name of that data set, for messages.
@@ -81,22 +81,22 @@ def build(
 
     target = f"{group}._target_={settings['_target_']}"
     if facts is not None and builder is not None:
-        values |= declared(builder, settings, facts, target, source_name)
+        values |= select_facts(builder, settings, facts, target, source_name)
     built = _call(config, group, target, settings | values)
-    if not isinstance(built, kind):
+    if not isinstance(built, expected_type):
         returned = "None" if built is None else f"a {type(built).__name__}"
         raise ConfigError(f"{target} returned {returned}; it must return {RETURN_TYPES[section]}")
     return built
 
 
 def _target_of(settings: Settings) -> Any:
-    """Returns what _target_ names; None if there is none, or it cannot be imported, which _call() explains."""
+    """Returns the object that _target_ names; None if it is missing or cannot be imported, which _call() reports."""
     with suppress(Exception):
         return get_object(settings["_target_"])
     return None
 
 
-def declared(
+def select_facts(
     builder: Callable[..., Any],
     settings: Collection[str],
     facts: Settings,

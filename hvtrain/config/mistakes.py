@@ -20,7 +20,7 @@ _METRICS = "add a metric with +task.metrics.NAME._target_=keras.metrics.NAME"
 # Advice on other libraries' names for settings, by a pattern that matches a name's last part.
 _ADVICE = {
     "np|(num_)?(gpus|devices|nodes|ranks|workers)": (
-        "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
+        "the launcher sets the number of ranks: horovodrun -np 2 python -m hvtrain ..."
     ),
     "metrics?": _METRICS,
     "loss": "choose a loss with task.loss._target_=keras.losses.NAME",
@@ -80,8 +80,8 @@ def check_form(arguments: list[str], compose: Compose) -> None:
         is_open = section in SEVERAL or (section in GROUPS and "." in name)
         is_needed = section in RunConfig.__annotations__ and not is_open
         # The user's own experiment may provide the group that ~GROUP removes.
-        replacing = (f"+{name}", "experiment=") if name in GROUPS else f"+{name}"
-        is_replaced = any(other.startswith(replacing) for other in arguments)
+        replacements = (f"+{name}", "experiment=") if name in GROUPS else f"+{name}"
+        is_replaced = any(other.startswith(replacements) for other in arguments)
         if argument.startswith("~") and is_needed and not is_replaced:
             raise ConfigError(
                 f"{argument} removes what every run needs; leave it out, or write {name}=VALUE"
@@ -141,7 +141,7 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
 
     (refused,) = without_secrets([getattr(error, "override", "")])
     if refused:
-        return _needs_quotes(refused)
+        return _quoting_advice(refused)
 
     setting = getattr(error, "full_key", None)
     if setting:
@@ -150,7 +150,7 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
     return f"the settings cannot be composed: {text}; see --help"
 
 
-def _needs_quotes(argument: str) -> str:
+def _quoting_advice(argument: str) -> str:
     name, _, value = argument.partition("=")
     # It may be a misspelt notify= with a secret in its address.
     if "://" in value or len(value) > _MAX_QUOTED:
@@ -198,7 +198,7 @@ def _unknown_setting(name: str, arguments: list[str], compose: Compose) -> str:
     # Only groups are open to new settings; all other sections are declared in the schema.
     if hint is None and parent and name.partition(".")[0] in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in group if not part.startswith("_"))
-        hint = f"{parent} has {present or 'none'}; a plus adds a new one: +{name}=VALUE"
+        hint = f"{parent} has {present or 'no settings'}; add a new one with a plus: +{name}=VALUE"
     return f"unknown setting '{name}'; {hint or nearest(name, inside or [*tree])}"
 
 

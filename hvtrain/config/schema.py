@@ -1,4 +1,4 @@
-"""The typed schema of a run, with the rules for single settings. Pure.
+"""The typed schema of a run, with the rules for individual settings. Pure.
 
 `from_dict` turns Hydra's composed tree into a RunConfig. The groups (model, dataset, task, ...)
 stay open dictionaries with a `_target_`, so that YAML can name anything in a user's own package.
@@ -26,7 +26,7 @@ BUNDLES = ("experiment", "debug")
 
 @dataclass
 class TrainConfig:
-    """How long and how to train."""
+    """Length of the training, batches, learning rate, precision and loss."""
 
     epochs: int = setting(12, "passes over the training data", low=1)
     steps: int | None = setting(None, "total steps, instead of epochs", low=1)
@@ -122,7 +122,7 @@ class ProfileConfig:
 
 @dataclass
 class RunFolderConfig:
-    """Where the results go."""
+    """The folder for the run's results."""
 
     dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME on all ranks")
     name: str | None = setting(None, "end of the default folder's name; null: MODEL-DATASET")
@@ -131,7 +131,7 @@ class RunFolderConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When rank 0 writes checkpoints, and which ones it keeps."""
+    """Intervals at which rank 0 writes checkpoints, and rules for which ones it keeps."""
 
     every_epochs: int | None = setting(1, "after every N epochs; null: off", low=1)
     every_steps: int | None = setting(None, "after every N steps too", low=1)
@@ -333,7 +333,8 @@ def _check_group(name: str, group: Settings) -> None:
     target = group.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
-            f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
+            f"{name}._target_={target!r} names no class or function; "
+            "it must be a dotted path such as package.module.name"
         )
     for key, value in flatten(group, f"{name}.").items():
         if value == "???":  # OmegaConf's marker for a mandatory value.
@@ -360,7 +361,7 @@ def _check_optimizer(optimizer: Settings) -> None:
 def _align_with_accumulation(config: RunConfig) -> None:
     """Aligns intervals in steps with train.accumulate.
 
-    Within an accumulation the ranks differ, so they must not stop, compare weights or save there.
+    Ranks differ within an accumulation, so they may stop, compare weights and save only at its end.
     """
     train = config.train
     accumulate = train.accumulate

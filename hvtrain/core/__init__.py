@@ -3,5 +3,5 @@
 Imports only the standard library.
 """
 
-# Not in the package's API, so that every subpackage may import it.
+# Defined here and not in hvtrain/__init__.py, so that every subpackage can import it.
 VERSION = "0.1.0"

@@ -60,7 +60,7 @@ develop
   migrate     migrate.command:main         a script for Horovod on Keras 2, rewritten for hvtrain.keras
   completion  launch.completion:main       Tab completion of groups, choices and settings
 """
-# Commands whose lines never contain settings of a run.
+# Commands whose command lines never contain settings of a run.
 WITHOUT_SETTINGS = ("runs", "report", "allreduce", "info", "migrate", "completion")
 _ROWS = re.findall(r"(?m)^  (\S+) +(\S+) +(.+)$", TABLE)
 COMMANDS = {

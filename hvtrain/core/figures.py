@@ -17,7 +17,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table(Figure):
-    """Rows of numbers and text."""
+    """A table of numbers and text."""
 
     columns: list[str]
     rows: list[list[Any]]

@@ -136,7 +136,7 @@ class Roles:
 
     @property
     def reason(self) -> str:
-        """Why a launcher that starts only equal ranks cannot start these processes; empty if it can.
+        """The reason why a launcher that starts only equal ranks cannot start these processes; empty if it can.
 
         >>> Roles(2, 1).reason
         'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
@@ -177,7 +177,7 @@ class Roles:
             indices = "0" if count == 1 else f"0 to {count - 1}"
             option = "--num-ps" if role == SERVER else "-np"
             raise ConfigError(
-                f"--task-index {index} is out of range: {role} has {indices}; {option} says how many there are"
+                f"--task-index {index} is out of range: {role} has {indices}; {option} sets the number of processes"
             )
         return self.names.index(f"{role} {index}")
 

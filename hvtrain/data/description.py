@@ -76,7 +76,7 @@ def class_counts(source: "Source") -> dict[str, list[int]]:
     for split, targets in source.whole_targets().items():
         # A dict of several targets becomes an object array, which is not counted.
         array = np.asarray(targets)
-        # Nor are rows with a number for each class, several of which may be 1.
+        # Rows with a number for each class, several of which may be 1, are not counted either.
         is_counted = array.dtype.kind in "iu" and array.shape[1:] != (num_classes,)
         if array.size and is_counted:
             counts[split] = count_classes(array, num_classes).tolist()

@@ -54,7 +54,7 @@ def read(run: Path) -> dict[str, bytes]:
         return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be read: {error.strerror or error}; fix that, and start again"
+            f"{folder} cannot be read: {error.strerror or error}; make it readable, and start again"
         ) from error
 
 
@@ -78,7 +78,7 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
     unused = sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys())
     if unused:
         log.warning(
-            "%s does not use the values fitted to the run's data (%s), so its results may mean little",
+            "%s does not use the values fitted to the run's data (%s), so results on it may be meaningless",
             source.name,
             ", ".join(unused),
         )
@@ -103,7 +103,7 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
             refuse_or_warn(
                 f"{source.name} has classes other than those the run was trained on: class {index} is "
                 f"{new or 'none'}, was {old or 'none'}",
-                "restore them",
+                "restore the run's classes",
                 refuse,
             )
             return

@@ -22,9 +22,9 @@ from hvtrain.system.files import read_json, write_json
 log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
-# Images count as having another range if their large values differ by more than this factor. It is
-# 255 between 0 ... 1 and 0 ... 255, and 16 between 0 ... 1 and the digits' 0 ... 16. Few batches
-# are that much darker by nature.
+# Images count as having another range if their large values differ by more than this factor. The actual
+# factor is 255 between 0 ... 1 and 0 ... 255, and 16 between 0 ... 1 and the digits' 0 ... 16. Few
+# batches of the same data differ that much in brightness.
 RANGE_FACTOR = 12
 # The quantile of absolute values that is compared. The maximum says little: with per-pixel
 # normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.

@@ -216,7 +216,8 @@ def check_unchanged(
     changes = differences(saved, current) if saved else []
     if changes:
         refuse_or_warn(
-            f"the data set is not the one of checkpoint {checkpoint}: {listed(changes, separator='; ')}",
+            f"the data set is not the one that checkpoint {checkpoint} was trained on: "
+            f"{listed(changes, separator='; ')}",
             f"restore that data set{alternative}",
             refuse,
         )
@@ -227,5 +228,5 @@ def refuse_or_warn(
 ) -> None:
     """Raises an error of this type or, without `refuse` (guard.data=false), only logs a warning."""
     if refuse:
-        raise error_type(f"{problem}; {advice}, or go on anyway with guard.data=false")
-    log.warning("%s; going on because of guard.data=false", problem)
+        raise error_type(f"{problem}; {advice}, or continue anyway with guard.data=false")
+    log.warning("%s; continuing because of guard.data=false", problem)

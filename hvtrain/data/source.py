@@ -124,7 +124,7 @@ def symbolic(spec: Any) -> Any:
 
 
 class Source(ABC):
-    """An opened data set: opening it finds the files, a count checks them, streams read them.
+    """An opened data set: opening it finds the files, counting checks them, and streams read them.
 
     Every source obeys these laws:
 
@@ -194,7 +194,7 @@ class Source(ABC):
         return {**known, **self.more_facts}
 
     def take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Stores facts that are not None; class_names and num_classes, by default their number, become attributes."""
+        """Stores facts that are not None; class_names and num_classes (by default, their number) become attributes."""
         known = {name: value for name, value in facts.items() if value is not None}
         names = known.get("class_names")
         if names is not None:
@@ -230,7 +230,7 @@ class Source(ABC):
         return {split: size for split, size in sizes.items() if size}
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """Returns counts that only this rank can read, such as its shards'; empty, the default, if all are known."""
+        """Returns counts that only this rank can read, such as those of its shards; empty by default."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
@@ -331,8 +331,8 @@ class Source(ABC):
         """Turns text into tokens. None, the default, if the data are not text or lack a tokenizer."""
         return None
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        """Returns up to `number` raw examples from the start of this rank's shard, as preprocessing() takes them.
+    def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
+        """Returns up to `count` raw examples from the start of this rank's shard, as preprocessing() takes them.
 
         They serve to check preprocessing() against evaluation(). An empty list, the default, skips
         the check.
@@ -382,7 +382,7 @@ def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> S
     """Returns the names as text. Raises ConfigError if there is not one for each class."""
     if names is not None and len(names) != num_classes:
         raise ConfigError(
-            f"class_names has {len(names)} names for {num_classes} classes; give one each"
+            f"class_names has {len(names)} names for {num_classes} classes; give one for each class"
         )
     # Names such as 10 and 20 come from the command line as numbers.
     return None if names is None else list(map(str, names))

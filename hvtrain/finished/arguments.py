@@ -55,7 +55,7 @@ class FinishedConfig:
         value = self.arguments.get(name, default)
         # `split=` without a value is a mistake, not the default.
         if not value:
-            raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
+            raise ConfigError(f"{name}= needs a value; give one of {', '.join(allowed)}")
         check_choice(name, value, allowed)
         return value
 
@@ -74,7 +74,7 @@ def parse_command(
     Args:
         command: the name of the command.
         usage: its own arguments and options, shown between RUN and the settings in its usage line.
-        description: what it does.
+        description: what the command does, shown in its help.
         examples: command lines, indented.
         *names: the names of its own arguments, such as split.
         trains: True if the command trains the run again.
@@ -92,7 +92,7 @@ def parse_command(
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="call code that the run's settings name, besides hvtrain's and Keras's; for runs of your own code",
+        help="call code outside hvtrain and Keras that the run's settings name; for runs that use your own code",
     )
     for name, arguments in options.items():
         parser.add_argument(f"--{name}", **arguments)
@@ -105,7 +105,7 @@ def finished_config(
 ) -> FinishedConfig:
     """Finds the run named by RUN or run=RUN, and separates the command's own arguments from its overrides.
 
-    checkpoint=NAME belongs to every command; all other arguments override the run's settings.
+    Every command takes the argument checkpoint=NAME; all other arguments override the run's settings.
 
     Args:
         arguments: the command line, without options.
@@ -227,7 +227,7 @@ def _is_data_setting(setting: str) -> bool:
 
 
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
-    """Composes the run's settings with overrides. Raises ConfigError."""
+    """Composes the run's settings with overrides. Raises ConfigError if one is wrong."""
     options = [setting for setting in settings if setting.startswith("-")]
     overrides = [setting for setting in settings if not setting.startswith("-")]
 

@@ -38,7 +38,7 @@ validation or test (default).""",
     with opened(finished) as run:
         if options.output:
             comm = run.strategy.comm
-            # Refuses an output that cannot be written before the evaluation, which may take long.
+            # An output that cannot be written is refused now, not after a long evaluation.
             output = comm.all_or_raise(lambda: Output(options.output, replaces=True))
             comm.on_chief(lambda: page_path(output.path))
         results = evaluate_split(run, split)  # Every rank takes part; the chief prints.
@@ -116,7 +116,7 @@ validation or test (default).""",
                 writer.discard()
             raise
 
-        skipped = run.left_out()  # Every rank takes part.
+        skipped = run.skipped_items()  # Every rank takes part.
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
@@ -160,7 +160,7 @@ folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
     if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
     if repo and model_format != "hf":
-        raise ConfigError(f"repo={repo} goes with format=hf; add it, or leave repo out")
+        raise ConfigError(f"repo={repo} needs format=hf; add format=hf, or leave repo out")
     api = open_hub(repo) if repo else None
 
     with console.quiet_import(finished.config.verbose):
@@ -182,7 +182,7 @@ folder with a model card, as on the Hugging Face Hub, and repo= uploads it.""",
 
 
 def _export_output(given_path: str | None, model_format: str, run_name: str) -> Output:
-    """Returns where the exported model is written. Raises ConfigError if it cannot be written there."""
+    """Returns the output for the exported model. Raises ConfigError if the path cannot be used."""
     suffix = SUFFIXES[model_format]
     output = Output(given_path or f"{run_name}{suffix}")
     path = output.path
@@ -248,7 +248,7 @@ def generate() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
-        # A model that is not causal saw the tokens that follow in training, so it cannot continue
+        # In training, a model that is not causal saw the tokens that follow, so it cannot continue
         # a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(

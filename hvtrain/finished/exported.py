@@ -58,7 +58,7 @@ def export_checked(
         missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
         if missing:
             raise ConfigError(
-                f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "
+                f"format=onnx needs {' and '.join(missing)}; to install: "
                 "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
             )
 
@@ -117,7 +117,7 @@ def companion_files(
     for file, content in files.items():
         if file.exists() and file.read_bytes() != content:
             raise ConfigError(
-                f"--output {path} would replace {file}, which is another model's; choose another path"
+                f"--output {path} would replace {file}, which belongs to another model; choose another path"
             )
 
     return files
@@ -153,7 +153,7 @@ def compare_outputs(
         model_format: the format, for messages.
 
     Raises:
-        ConfigError: it exceeds LARGEST_DIFFERENCE, an output is not finite, or shapes differ.
+        ConfigError: the difference exceeds LARGEST_DIFFERENCE, an output is not finite, or shapes differ.
 
     >>> compare_outputs([[np.array([0.25])]], [[np.array([0.2502])]], "onnx")
     'its outputs on 1 example differ by at most 0.0002 (largest output: 0.25)'
@@ -192,7 +192,7 @@ def _write_saved_model(model: Model, path: Path) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(
             "two columns get the same name in a SavedModel's signature, which allows only letters, "
-            f"digits and _ ({', '.join(names)})"
+            f"digits and _ ({', '.join(names)}); rename one of them"
         )
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, argument_name(tensor.name)),
@@ -250,7 +250,7 @@ def _open_onnx(path: Path) -> Runtime:
 
 def _open_tflite(path: Path) -> Runtime:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow says that this moves to another package.
+        warnings.simplefilter("ignore")  # TensorFlow warns that the interpreter will move.
         interpreter = tf.lite.Interpreter(str(path))
 
     runner = interpreter.get_signature_runner()

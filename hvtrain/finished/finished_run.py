@@ -72,8 +72,8 @@ class FinishedRun:
 
         return model
 
-    def left_out(self) -> list[Unreadable]:
-        """Returns what on_error=skip left out on any rank since the last call (every rank)."""
+    def skipped_items(self) -> list[Unreadable]:
+        """Returns the items that on_error=skip left out on any rank since the last call (every rank)."""
         by_rank = self.strategy.comm.gather(self.source.unreadable())
         # Two ranks may have met the same damaged file.
         return list({item.location: item for items in by_rank for item in items}.values())
@@ -201,7 +201,7 @@ def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
         return folder / store.folder_name(best["step"]), False
     if choice == "best":
         raise ConfigError(
-            f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
+            f"checkpoint=best, but {folder} has none, as in a run without validation; give checkpoint=last"
         )
 
     checkpoints = store.list_checkpoints(folder)

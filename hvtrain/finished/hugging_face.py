@@ -18,7 +18,7 @@ CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 # Size of a dimension that may vary, in the usage example.
 EXAMPLE_SIZE = 64
-# The Hub's names for our tasks; it has one for classification of images only.
+# The Hub's names for our tasks. Its name for classification applies only to images.
 TASKS = {
     "classification": "image-classification",
     "segmentation": "image-segmentation",
@@ -142,7 +142,7 @@ def open_hub(repo: str) -> Any:
         ConfigError: The package or the login is missing, or the address is wrong.
     """
     if not REPO.fullmatch(repo):
-        raise ConfigError(f"repo={repo} is not hf://USER/NAME")
+        raise ConfigError(f"repo={repo} is not a Hub address; give hf://USER/NAME")
     try:
         from huggingface_hub import HfApi
 

@@ -205,13 +205,13 @@ def _array_examples(run: FinishedRun, path: Path) -> Examples:
     spec = preprocessing.shape
     if isinstance(spec, tuple):
         spec = tf.TensorSpec(spec)
-    needed = "columns by name"
+    needed = "columns by name; give a table"
     is_array = isinstance(spec, tf.TensorSpec)
     if is_array:
-        needed = f"[examples, {', '.join(map(str, spec.shape))}]"
+        needed = f"[examples, {', '.join(map(str, spec.shape))}]; reshape the array"
     if not is_array or not tf.TensorShape([None, *spec.shape]).is_compatible_with(array.shape):
         raise DataError(
-            f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
+            f"input={path} is of shape {list(array.shape)}, and the model takes {needed}"
         )
 
     def batches():

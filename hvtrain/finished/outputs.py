@@ -22,7 +22,7 @@ from PIL import Image
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
-from hvtrain.strategies.loop import batched, blank_batch, forward_of
+from hvtrain.strategies.loop import add_batch_axis, blank_batch, forward_of
 from hvtrain.system.files import TEMPORARY, page_path, remove
 from hvtrain.tasks.examples import as_numpy
 from hvtrain.training.run import evaluation_batches
@@ -90,7 +90,7 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
     if data is None:
         sizes = [f"{name} ({size:,})" for name, size in source.split_sizes().items()]
         raise ConfigError(
-            f"split={split} of {source.name} has no examples; it has {', '.join(sizes)}"
+            f"split={split} of {source.name} has no examples; choose one of {', '.join(sizes)}"
         )
 
     def check_data():
@@ -114,7 +114,7 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
     except tf.errors.OpError as error:
         raise source.explain(error) from error
 
-    skipped = run.left_out()
+    skipped = run.skipped_items()
 
     return {
         "checkpoint": run.checkpoint,
@@ -135,7 +135,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     batches = examples.batches()
     forward = forward_of(run.model)
     calls_together = run.strategy.calls_together(run.model)
-    blank = blank_batch(batched(run.source.element_spec[0]), 0)
+    blank = blank_batch(add_batch_axis(run.source.element_spec[0]), 0)
     progress = ProgressLines("predicted", examples.total, run.is_chief)
 
     num_done = 0
@@ -185,7 +185,7 @@ def split_columns(columns: dict[str, np.ndarray], has_masks: bool = False) -> Ro
     """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay whole.
 
     Raises:
-        ConfigError: an array has more dimensions.
+        ConfigError: an array that is not a mask has more than two dimensions.
 
     >>> list(split_columns({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
@@ -246,11 +246,11 @@ class Writer:
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
 
     def add(self, rows: Rows) -> None:
-        """Writes rows. Raises StorageError."""
+        """Writes rows. Raises StorageError if that fails."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Completes a table's file; masks are complete after each `add`. Raises StorageError."""
+        """Completes a table's file; masks are complete after each `add`. Raises StorageError if that fails."""
         if self._file is not None:
             with _storage_errors(self.path):
                 self._file.close()
@@ -268,7 +268,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} was not written: {error.strerror or error}; make room there"
+            f"{path} was not written: {error.strerror or error}; make room on its disk, or choose another path"
         ) from error
 
 

@@ -332,15 +332,15 @@ class WeightCheckCallback(Callback):
     """Compares trainable weights and optimizer state of all ranks at intervals (every rank).
 
     The first comparison is after the first batch, the last one at the end of training. With
-    LocalSGD and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in
-    Horovod.
+    LocalSGD and DiLoCo a comparison waits until the ranks' weights are synchronized. Horovod has no
+    such callback.
 
     Args:
         every_batches: number of batches from one comparison to the next.
 
     Raises:
-        RankError: on all ranks, if they differ.
-        ValueError: if every_batches is below 1, or at the start of training, if the optimizer's
+        RankError: on all ranks, if the compared values differ.
+        ValueError: if every_batches is below 1; or, at the start of training, if the optimizer's
             process set leaves out ranks.
     """
 
@@ -361,8 +361,8 @@ class WeightCheckCallback(Callback):
         hook = hook_of(self.model.optimizer)
         if hook and hook.reducer.process_set.process_set_id:
             raise ValueError(
-                "WeightCheckCallback compares all ranks, and the optimizer's process set leaves out some, whose "
-                "weights are their own; leave out the callback"
+                "WeightCheckCallback compares all ranks, but the optimizer's process set leaves out some, whose "
+                "weights may differ; leave out the callback"
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -54,7 +54,7 @@ def allreduce(
     """
     if isinstance(name, bool):
         raise TypeError(
-            f"allreduce got {name} as its second argument, which is name here; pass average={name}"
+            f"allreduce got {name} as its second argument, which is name in hvtrain.keras; pass average={name}"
         )
     return hvd.allreduce(
         tf.convert_to_tensor(value),
@@ -166,7 +166,7 @@ def broadcast_(
     """
     variables = list(variables)
     done = broadcast_variables(variables, root_rank, process_set)
-    # In a TensorFlow 1 graph nothing else makes the values wait.
+    # In a TensorFlow 1 graph nothing else makes the reads wait for the broadcast.
     with tf.control_dependencies([done] if done else []):
         return [tf_variable(variable).read_value() for variable in variables]
 

@@ -94,8 +94,8 @@ def _check_all_or_none(views: list[View]) -> None:
     without = ", ".join(dict.fromkeys(view.host for view in views if not view.gpus))
     if with_gpus and without:
         raise RankError(
-            f"ranks on {without} see no GPU, but those on {with_gpus} do; see what nvidia-smi says on {without}, "
-            "leave it out, or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
+            f"ranks on {without} see no GPU, but those on {with_gpus} do; check {without} with nvidia-smi, "
+            "leave those ranks out, or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
         )
 
 

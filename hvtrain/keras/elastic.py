@@ -2,7 +2,7 @@
 
 docs/library.md has an example. `run` calls the decorated function again: from the last commit after
 a rank was lost, from the current state after ranks joined. A joining rank runs the code before that
-call on its own, so that code must not use collectives. Create all optimizers there, not in the function,
+call on its own, so that code must not use collectives. Create all optimizers in that code, not in the function,
 because messages are numbered in the order in which a rank first steps its optimizers. Leave out
 BroadcastGlobalVariablesCallback, which broadcasts only once per process: KerasState.sync broadcasts
 after each reset.
@@ -133,14 +133,14 @@ class KerasState(ObjectState):
     def _average_accumulated(self) -> None:
         """Sets gradients that are accumulated for the next step to their mean over the ranks (every rank).
 
-        The broadcast alone would replace the other ranks' gradients by those of rank 0. A rank that has
+        The broadcast alone would replace the other ranks' gradients with those of rank 0. A rank that has
         just joined has accumulated none and does not count.
         """
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         accumulation_steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if not accumulation_steps:
             return
-        # Keras counts the calls that only accumulate in _iterations too.
+        # Keras's _iterations also counts the calls that only accumulate.
         calls = hvd.allgather_object(int(optimizer._iterations), name="hvtrain.accumulated")
         if calls[0] % accumulation_steps == 0:
             return

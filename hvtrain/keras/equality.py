@@ -57,8 +57,9 @@ class WeightCheck:
         accumulators = [v for v in trained if v.name.endswith("gradient_accumulator")]
         excluded_ids = _unshared_ids(model) | {id(variable) for variable in accumulators}
         self._trained = [variable for variable in trained if id(variable) not in excluded_ids]
-        # After steps that overflowed, a checkpoint may be due while gradients are still accumulated. It
-        # stores one rank's, so they are averaged first, which does not change the step.
+        # After steps that overflowed, a checkpoint may be due while gradients are still accumulated.
+        # Only one rank's accumulators are stored, so they are averaged first, which does not change
+        # the step.
         self._untrained = untrained + accumulators
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
@@ -73,7 +74,7 @@ class WeightCheck:
             everything: also compare the weights that no gradient trains.
 
         Raises:
-            RankError: on all ranks, if they differ.
+            RankError: on all ranks, if the weights differ.
         """
         if self._is_alone or not self.enabled:
             return
@@ -82,7 +83,7 @@ class WeightCheck:
         if everything:
             variables += self._untrained
         with self.waiting():
-            different = self._find_different(variables)
+            different = self._find_differences(variables)
             if different:
                 raise RankError(_describe(variables, different, when))
         end_broadcast_watches()
@@ -96,7 +97,7 @@ class WeightCheck:
             return
         with self.waiting():
             different = [
-                self._untrained[position] for position in self._find_different(self._untrained)
+                self._untrained[position] for position in self._find_differences(self._untrained)
             ]
             # Integers, such as counters, have no mean; each rank keeps its own.
             floating = [
@@ -110,7 +111,7 @@ class WeightCheck:
     def _is_alone(self) -> bool:
         return not hvd.is_initialized() or hvd.size() == 1
 
-    def _find_different(self, variables: list[Any]) -> dict[int, np.ndarray]:
+    def _find_differences(self, variables: list[Any]) -> dict[int, np.ndarray]:
         """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
         by_variable, combined = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
@@ -165,19 +166,23 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
         ranks += f" and {len(wrong) - MAX_NAMED_RANKS} more"
     others = ""
     if len(different) > 1:
-        others = f", and {len(different) - 1} more variables"
+        others = f"; {len(different)} variables differ"
     return (
         f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
         f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
-        "training stops, and the last checkpoint predates it; look for code that changes weights on one rank only"
+        "training stops, and the last checkpoint predates the difference; look for code that changes "
+        "weights on one rank only"
     )
 
 
 def _distance(variable: Any, reference: int) -> tuple[float, float]:
-    """Returns this rank's largest distance from the reference rank's values, and the largest of those (every rank)."""
+    """Returns this rank's largest difference from the reference rank's values (every rank).
+
+    Also returns the largest absolute value on the reference rank.
+    """
     own = np.asarray(variable.numpy(), np.float64)
     expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
-    with np.errstate(invalid="ignore"):  # The difference of two infinities.
+    with np.errstate(invalid="ignore"):  # The difference of two infinities is NaN.
         gap = np.max(np.abs(own - expected), initial=0.0)
     return float(gap), float(np.max(np.abs(expected), initial=0.0))
 
@@ -188,7 +193,7 @@ def fingerprint(tensors: list[Any]) -> bytes:
 
 
 def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns a fingerprint of each tensor, uint8 [n, 8], and one of them all, an int64 scalar.
+    """Returns a fingerprint of each tensor, uint8 [n, 8], and one of all tensors together, an int64 scalar.
 
     Fingerprints are FarmHash64 of the bytes (tf.fingerprint).
     """

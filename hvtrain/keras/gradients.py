@@ -1,4 +1,4 @@
-"""Functions on gradients: checks for non-finite values, sums of sparse rows, and groups that form a message."""
+"""Functions on gradients: check them for non-finite values, sum sparse rows, and group them into messages."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        # If True, every update waits until the check has passed. A GPU would be idle meanwhile, so there
-        # the update begins at once: non-finite gradients are replaced by zeros, and the step still fails.
+        # If True, every update waits until the check has passed. A GPU would be idle meanwhile, so on GPUs
+        # the update does not wait: non-finite gradients are replaced by zeros, and the step still fails.
         self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None], because the number of ranks changes in an elastic job.
@@ -36,12 +36,12 @@ class FiniteCheck:
             self.at_fault = tf.Variable(no_faults, trainable=False, name="at_fault", shape=[None])
         with tf.init_scope():
             # Half the squared norm of the last step's gradients, as tf.nn.l2_loss computes it.
-            self._norm = tf.Variable(0.0, trainable=False, name="gradient_norm")
+            self._half_squares = tf.Variable(0.0, trainable=False, name="gradient_norm")
 
     @property
     def norm(self) -> float:
         """The norm of the last step's gradients. Repeated rows of sparse gradients count separately."""
-        return math.sqrt(2 * max(float(self._norm.numpy()), 0.0))
+        return math.sqrt(2 * max(float(self._half_squares.numpy()), 0.0))
 
     def __call__(
         self,
@@ -59,7 +59,7 @@ class FiniteCheck:
             excused: a boolean, the same on all ranks; True lets non-finite gradients pass.
             loss_scale: the scale of the loss; the norm is that of the unscaled gradients. None: keeps the
                 last step's norm, as for gradients that are only accumulated.
-            waits: wait until the check has passed on GPUs too, so that zeros replace no value.
+            waits: on GPUs too, wait until the check has passed, so that no value is replaced by zero.
         """
 
         def fail():
@@ -75,7 +75,7 @@ class FiniteCheck:
             tf.math.is_finite(half_squares), lambda: True, lambda: are_finite(reduced)
         )
         if loss_scale is not None:
-            self._norm.assign(half_squares / loss_scale**2)
+            self._half_squares.assign(half_squares / loss_scale**2)
         passes = tf.logical_or(all_finite, excused)
         # In a branch, so that the exchange costs nothing in a step that passes.
         check = tf.cond(passes, tf.no_op, fail)
@@ -137,11 +137,12 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
 
 
 def expect_rows(op: int) -> None:
-    """Sets exchanges_rows. Raises ValueError for an op that cannot reduce rows."""
+    """Sets exchanges_rows to True. Raises ValueError for an op that cannot reduce rows."""
     global exchanges_rows
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(
-            "only Average and Sum reduce IndexedSlices; for other ops pass sparse_as_dense=True, and shard no table"
+            "only op=Average and op=Sum can reduce IndexedSlices; choose one of these, or pass sparse_as_dense=True "
+            "and shard no table"
         )
     exchanges_rows = True
 

@@ -49,7 +49,7 @@ class Hook:
         """Called after a broadcast of the weights."""
 
     def have_diverged(self, step: int) -> bool:
-        """Returns True if the ranks' weights differ after this step, until they are synchronized."""
+        """Returns True if the ranks' weights differ after this step because they are not synchronized yet."""
         return False
 
 
@@ -182,7 +182,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Creates an optimizer from its config; like this one, it reduces gradients."""
+        """Creates an optimizer from its config, and makes it distributed too."""
         # make_distributed puts the class that it wraps second among the bases.
         wrapped_class: Any = cls.__bases__[1]
         return cls._hvtrain_wrap(wrapped_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ class DistributedAccumulation(Distributed, VariableRecorder):
         ):
             raise RankError(
                 f"{type(self).__name__} stepped without reducing a gradient, so each rank would train alone; "
-                "accumulate with one of Keras's own optimizers, or without gradient_accumulation_steps"
+                "use one of Keras's own optimizers, or leave gradient_accumulation_steps out"
             )
         return result
 
@@ -274,7 +274,7 @@ class DistributedLossScale(Distributed):
         if self._hvtrain.requires_scaled_loss:
             raise ValueError(
                 "a LossScaleOptimizer got gradients of a loss that never went through its scale_loss, and would divide "
-                "them by a scale that they do not have; call optimizer.scale_loss(loss) before the gradient"
+                "them by a scale that they do not have; call optimizer.scale_loss(loss) before taking the gradient"
             )
         if not self.built:
             self.build(variables)
@@ -314,7 +314,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     """Yields the gradients to step on: reduced in the call that enters the step, else unchanged.
 
     Raises:
-        ValueError: inside another optimizer, where gradients would be reduced twice, or not on all ranks.
+        ValueError: this is inside another optimizer, where gradients would be reduced twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
     is_outermost = optimizer not in active
@@ -324,7 +324,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     if begins_step and outer is not None:
         raise ValueError(
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
-            "would be reduced twice; wrap an optimizer once, outermost"
+            "would be reduced twice; wrap only the outermost optimizer"
         )
     # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank
     # would then decide alone whether to step, ranks that step would wait for those that skip, and

@@ -193,11 +193,11 @@ class LocalHook(Hook):
             self.has_anchors.assign(True)
             if self.warmup_steps and self.reducer.compressed:
                 for name, error in self.reducer.compressed.memory.items():
-                    # Dropped after the warm-up: errors of gradients have another unit than errors of changes.
+                    # Dropped after the warm-up: errors of gradients have a different unit from errors of changes.
                     if name.startswith("sum/"):
                         error.assign(error * tf.cast(step != self.warmup_steps, error.dtype))
 
-        # Also after the warm-up, whose changes all ranks share, so they must not count as changes of a round.
+        # Also at the end of the warm-up: all ranks share its changes, so they must not count as changes of a round.
         begins = (step % self.every == 0) | (step == self.warmup_steps)
         tf.cond(begins | ~self.has_anchors, set_anchors, lambda: None)
 
@@ -244,7 +244,7 @@ class LocalSteps(Distributed):
             if not any(variable is other for other in shared)
         ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
-        # Renamed, because these errors have another unit than the errors of gradients that strategy=horovod saves.
+        # Renamed, because these errors have a different unit from the errors of gradients that strategy=horovod saves.
         memory = {
             name.replace("/error/", "/error_of_change/"): variable
             for name, variable in super().rank_variables.items()
@@ -278,16 +278,16 @@ class LocalSteps(Distributed):
         ]
         positions = [i for i, gradient in enumerate(dense) if gradient is not None]
 
-        def over_all():
+        def reduce_over_all():
             reduced = super(LocalSteps, self)._reduce(dense, variables)
             return [reduced[i] for i in positions]
 
-        def within_hosts():
+        def reduce_within():
             reduced = within(dense, variables)
             return [tf.identity(reduced[i]) for i in positions]
 
-        is_warm = tf.convert_to_tensor(self.iterations) < local.warmup_steps
-        values = tf.cond(is_warm, over_all, within_hosts)
+        is_warming_up = tf.convert_to_tensor(self.iterations) < local.warmup_steps
+        values = tf.cond(is_warming_up, reduce_over_all, reduce_within)
         for i, value in zip(positions, values):
             dense[i] = value
         return dense
@@ -320,7 +320,8 @@ def _make_local(
     check_is_plain(optimizer)
     if every < 1 or warmup_steps < 0:
         raise ValueError(
-            f"every={every} and warmup_steps={warmup_steps} are out of range; they must be at least 1 and 0"
+            f"every={every} with warmup_steps={warmup_steps} is out of range; every must be at least 1, and "
+            "warmup_steps at least 0"
         )
     if (
         isinstance(optimizer, LossScaleOptimizer)

@@ -63,7 +63,7 @@ class NoiseScale:
             self._norms = tf.Variable([0.0, 0.0], trainable=False, name="gradient_norms")
         hook.reducer.noise = self
 
-    def squared_norm(self, tensors: Sequence[tf.Tensor], step: tf.Variable) -> tf.Tensor:
+    def half_squared_norm(self, tensors: Sequence[tf.Tensor], step: tf.Variable) -> tf.Tensor:
         """Returns half the squared norm of a message's gradients; 0 in steps that are not measured."""
 
         def half_squares():
@@ -78,8 +78,8 @@ class NoiseScale:
         """Updates the smoothed squared norms with those of a step's messages, in the graph.
 
         Args:
-            norms: for each message, what squared_norm returned for this rank's gradients, and for the
-                reduced ones.
+            norms: for each message, what half_squared_norm returned for this rank's gradients, and for
+                the reduced ones.
             factor: how many times larger than the mean the reduced gradients are.
             step: number of steps before this one.
         """
@@ -96,7 +96,7 @@ class NoiseScale:
     def estimate(self, batch_size: int) -> float | None:
         """Returns the noise scale in examples; None if there is not enough data yet (every rank).
 
-        Only ranks that exchange gradients count. On a rank outside the process set it is None.
+        Only ranks that exchange gradients count. On a rank outside the process set the result is None.
 
         Args:
             batch_size: examples in a rank's gradient, the same on all ranks.

@@ -94,8 +94,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             last variables first, while other gradients are still computed; gradients of 4 MiB or
             more are sent alone (not in Horovod).
         shard: each rank keeps optimizer slots only for its part of the weights, updates that part, and
-            gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same as without.
-            The optimizer must not be built yet; see gather_slots.
+            gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same as without
+            sharding. The optimizer must not be built yet; see gather_slots.
 
     Raises:
         TypeError: it is not a Keras 3 optimizer.
@@ -185,7 +185,7 @@ def check_is_plain(optimizer: Any) -> None:
     ]
     if any(map(is_distributed, parts)):
         raise ValueError(
-            f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost"
+            f"{optimizer.name} is a DistributedOptimizer already; wrap only the outermost optimizer"
         )
 
 
@@ -214,12 +214,12 @@ def _accumulate(optimizer: Optimizer, num_passes: int) -> None:
     if optimizer.gradient_accumulation_steps and own_steps:
         raise ValueError(
             f"{type(optimizer).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+            f"{optimizer.gradient_accumulation_steps}; use one of Keras's own optimizers, or do not accumulate"
         )
 
 
 def _wrap_copy(optimizer: Optimizer, scale: float, **options: Any) -> Optimizer:
-    """Wraps a copy of an optimizer with the original's scale. Its config says if it accumulates."""
+    """Wraps a copy of an optimizer, with the original's scale. The copy's config says whether it accumulates."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -353,7 +353,7 @@ def load_model(
     if model.optimizer is None:
         return model
 
-    # Keras saves that it chose XLA, as it does for a model that was compiled on a GPU.
+    # Keras chooses XLA when it compiles a model on a GPU, and saves that choice with the model.
     model.jit_compile = False
     if Path(filepath).suffix in (".h5", ".hdf5"):
         model.optimizer = _h5_optimizer(model, filepath)
@@ -365,7 +365,7 @@ def load_model(
 def _as_class(name: str, factory: Any) -> Any:
     """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, is returned unchanged, since Keras accepts it as it is.
+    A function under its own name, such as a loss, is returned unchanged, since Keras accepts functions.
     """
     if not isinstance(factory, FunctionType) or factory.__name__ == name:
         return factory

@@ -20,7 +20,7 @@ class LazyAdam(keras.optimizers.Adam):
 
     A row in the batch takes Adam's step, with the bias correction of the optimizer's step count. All
     other rows keep their weights and moments; Adam would move them by their decaying momentum. Dense
-    gradients take exactly Adam's step. The gradients of repeated ids are summed first.
+    gradients are applied exactly as in Adam. The gradients of repeated ids are summed first.
 
     Args:
         learning_rate: a number or a schedule.
@@ -104,15 +104,15 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         if not isinstance(gradient, tf.IndexedSlices):
             values = tf.cast(gradient, table.dtype)
             sums.assign_add(_mean_squares(values))
-            table.assign_sub(rate * self._scaled(values, sums))
+            table.assign_sub(rate * self._scale_rows(values, sums))
             return
 
         values, rows = sum_duplicates(tf.cast(gradient.values, table.dtype), gradient.indices)
         sums.scatter_add(tf.IndexedSlices(_mean_squares(values), rows))
-        scaled = self._scaled(values, tf.gather(sums, rows))
+        scaled = self._scale_rows(values, tf.gather(sums, rows))
         table.scatter_sub(tf.IndexedSlices(rate * scaled, rows))
 
-    def _scaled(self, values: tf.Tensor, sums: Any) -> tf.Tensor:
+    def _scale_rows(self, values: tf.Tensor, sums: Any) -> tf.Tensor:
         """Divides each row by the square root of its accumulated sum."""
         divisors = tf.sqrt(sums) + self.epsilon
         for _ in values.shape[1:]:

@@ -37,8 +37,8 @@ class OrderedReducer(Reducer):
         """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: one for each variable, or None. If `parts` is set, the values come from there, and
-                these only show which variables have a gradient.
+            gradients: one for each variable, or None. If `parts` is set, the values come from `parts`, and
+                this list only shows which variables have a gradient.
             variables: one for each gradient.
         """
         self.num_calls += 1

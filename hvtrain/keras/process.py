@@ -79,7 +79,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
         reason = ""
-        advice = "start with horovodrun"
+        advice = "start the ranks with horovodrun"
         if settings:
             reason = f" with {settings}"
             advice = f"unset these variables, or {advice}"
@@ -93,7 +93,7 @@ def keep_mpi_initialized() -> None:
     """Initializes MPI before Horovod does, so that Horovod can be shut down and started again.
 
     If Horovod initialized MPI it would also finalize it, and MPI can be initialized only once. Call
-    it before init.
+    this function before init.
     """
     if _uses_mpi():
         _set_defaults()
@@ -178,8 +178,9 @@ def _explain_lost_ranks(error_type: type[BaseException], error: BaseException, t
     if is_lost_rank_error(error):
         print(
             f"hvtrain: rank {console.launched_rank()} waited for a rank that is gone or never came. If another rank "
-            "failed, its error is the cause. If it only ended, it had fewer batches: pass fit dataset.take(n), or "
-            "x[: n * batch_size], with n = hvtrain.keras.steps_per_epoch(number of batches), the smallest on any rank",
+            "failed, its error is the cause. If it ended without an error, it had fewer batches than this rank: call "
+            "fit with dataset.take(n), or with x[: n * batch_size], where n = hvtrain.keras.steps_per_epoch(number of "
+            "batches) is the smallest number of batches on any rank",
             file=sys.stderr,
         )
 

@@ -1,8 +1,8 @@
 """Reduces gradients over all ranks, and counts the reductions inside the graph.
 
-DistributedOptimizer and DistributedGradientTape use it. A Python counter inside a tf.function would
-count traces, so the counter is a variable, which the graph increments once the reduced values have
-arrived.
+DistributedOptimizer and DistributedGradientTape use a Reducer. A Python counter inside a tf.function
+would count traces, so the counter is a variable, which the graph increments once the reduced values
+have arrived.
 """
 
 import itertools
@@ -120,15 +120,15 @@ class Reducer:
             raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
         if self.op not in _OP_NAMES:
             raise ValueError(
-                "gradients are reduced by Average, Sum or Adasum; choose one of these as op"
+                f"op={self.op!r} cannot reduce gradients; choose hvd.Average, hvd.Sum or hvd.Adasum"
             )
         if self.op == hvd.Adasum:
             check_adasum(self.process_set, self.device_dense)
         if isinstance(self.compression, WireFormat):
             if self.op == hvd.Adasum or self.predivide_factor != 1.0:
                 raise ValueError(
-                    f"Compression.{self.compression.name} averages gradients by itself, so it works with neither "
-                    "op=Adasum nor gradient_predivide_factor; leave one of the two out"
+                    f"Compression.{self.compression.name} averages gradients itself, so it works with neither "
+                    "op=Adasum nor gradient_predivide_factor; leave these out, or choose another compression"
                 )
             self.compressed = CompressedReduction(self.compression, self.process_set)
         groups = self.groups
@@ -193,7 +193,7 @@ class Reducer:
         self.num_calls += 1
         reduced = list(gradients)
         if self.is_alone:
-            return [self._scaled(gradient, averages=False) for gradient in reduced]
+            return [self._rescale(gradient, averages=False) for gradient in reduced]
         refuse_xla("a reduction between ranks")
 
         # Without variables the ranks compare only types and shapes.
@@ -207,10 +207,10 @@ class Reducer:
             if i in tables:
                 # All ranks have already sent their gradients for this rank's rows.
                 expect_rows(self.op)
-                reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
+                reduced[i] = self._rescale(merge_rows(gradient), averages=self.op == hvd.Average)
                 continue
             if is_local[i]:
-                reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
+                reduced[i] = self._rescale(gradient, averages=self.scale_local_gradients)
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
         exchanged = [i for i, stays in enumerate(is_local) if not stays]
@@ -220,7 +220,7 @@ class Reducer:
         shared = [i for i in present if not is_local[i] and i not in tables]
         if any(reduced[i].dtype.is_complex for i in shared):
             raise ValueError(
-                "Horovod reduces no complex gradients; keep real and imaginary parts in two variables"
+                "Horovod cannot reduce complex gradients; keep real and imaginary parts in two variables"
             )
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
@@ -252,10 +252,10 @@ class Reducer:
         return reduced
 
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Replaces gradients that overwrite their variables by maxima over the ranks; returns all.
+        """Returns all gradients; those that overwrite their variables are replaced by maxima over the ranks.
 
-        These are float8's scales and histories of absolute maxima, which for the joint batch are
-        the maxima over the ranks.
+        Such gradients are float8's scales and histories of absolute maxima, which for the joint batch
+        are the maxima over the ranks.
         """
         gradients = list(gradients)
         pairs = zip(gradients, variables)
@@ -337,7 +337,7 @@ class Reducer:
                 values = self._reduce_group(tensors, name)
             if self.noise:
                 norms.append(
-                    [self.noise.squared_norm(part, self.count) for part in (tensors, values)]
+                    [self.noise.half_squared_norm(part, self.count) for part in (tensors, values)]
                 )
             for i, value in zip(group, values):
                 gradients[i] = value
@@ -356,7 +356,7 @@ class Reducer:
         if self.sums_duplicates:
             rows = merge_rows(rows)
         # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
-        return self._scaled(rows, averages=self.op == hvd.Average)
+        return self._rescale(rows, averages=self.op == hvd.Average)
 
     def _reduce_flag(self) -> list[Any]:
         """Reduces the flag, if any, in its own message; returns the operation that updates it."""
@@ -390,7 +390,7 @@ class Reducer:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
         return [tf.cast(value, dtype) for value in values]
 
-    def _scaled(self, gradient: Any, averages: bool) -> Any:
+    def _rescale(self, gradient: Any, averages: bool) -> Any:
         """Multiplies a gradient by the scale; if `averages`, also divides it by the number of ranks."""
         factor = self.scale
         if averages:

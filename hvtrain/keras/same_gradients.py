@@ -111,7 +111,7 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
             return None
         try:
             digest.update(value.numpy().tobytes())
-        # It is not initialized yet, or belongs to a graph, where it has no value.
+        # The variable is not initialized yet, or belongs to a graph, where it has no value.
         except (tf.errors.OpError, NotImplementedError, AttributeError):
             return None
     return digest.hexdigest()
@@ -181,7 +181,7 @@ def describe(gradient: Any, variable: Any) -> str:
 def difference(
     lines_by_rank: Sequence[Sequence[str]], ranks: Sequence[int], noun: str = "gradient"
 ) -> str:
-    """Returns the error message for the first rank that differs from the first one.
+    """Returns the error message about the first rank whose lines differ from those of ranks[0].
 
     Args:
         lines_by_rank: for each rank, a line for the settings and one for each gradient.

@@ -60,13 +60,13 @@ class ShardedRows:
         rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
 
-        def first_rows(shape, dtype):
+        def initial_rows(shape, dtype):
             return make_rows(
                 rows, self.output_dim, layer.embeddings_initializer, self._hvtrain_seed, dtype
             )
 
         layer._embeddings = layer.add_weight(
-            shape=(rows.num_own, self.output_dim), initializer=first_rows, name="embeddings"
+            shape=(rows.num_own, self.output_dim), initializer=initial_rows, name="embeddings"
         )
         # A single rank broadcasts and saves the table like any other weight.
         if rows.num_ranks > 1:
@@ -76,7 +76,7 @@ class ShardedRows:
 
     @property
     def embeddings(self) -> Any:
-        """The whole table, if this is a single rank, or rank 0 within whole_tables().
+        """The whole table, on a single rank or on rank 0 within whole_tables().
 
         Raises:
             ValueError: otherwise, because the table is sharded and no other layer can share it.
@@ -127,8 +127,8 @@ class ShardedRows:
         is_h5 = get_global_attribute("use_legacy_config")
         if is_h5 and rows_of(getattr(self, "_embeddings", None)):
             raise ValueError(
-                f"table {self.name} is sharded over the ranks, and an .h5 file would get the rows of one; save the "
-                "model as .keras, or its weights as .weights.h5"
+                f"table {self.name} is sharded over the ranks, and an .h5 file would get only one rank's rows; save "
+                "the model as .keras, or its weights as .weights.h5"
             )
         return super().get_config()  # type: ignore[misc]
 
@@ -167,14 +167,14 @@ def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
 
 
 def wrong_ids(error: Exception) -> str | None:
-    """Returns check_ids's message in one line, if this is its error; otherwise None."""
+    """Returns check_ids's message in one line if the error comes from check_ids, otherwise None."""
     match = re.search(
         r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error)
     )
     if not match:
         return None
     rows, smallest, largest = match.groups()
-    return f"{rows}, but got ids from {smallest} to {largest}; give it more rows, or check the data"
+    return f"{rows}, but got ids from {smallest} to {largest}; add rows to the table, or check the data"
 
 
 def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
@@ -185,7 +185,7 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     Raises:
         ValueError: if XLA compiles the step.
     """
-    refuse_xla("a look-up in a sharded table")
+    refuse_xla("a lookup in a sharded table")
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
@@ -197,7 +197,7 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
         owners = tf.cast(unique % num_ranks, tf.int32)
         order = tf.argsort(owners, stable=True)
         counts = tf.math.bincount(owners, minlength=num_ranks, maxlength=num_ranks)
-        # From each id to its position among the ids that are sent.
+        # Maps each id to its position among the ids that are sent.
         positions = tf.gather(tf.math.invert_permutation(order), positions)
         requested, requested_counts = hvd.alltoall(
             tf.gather(unique, order), counts, name=f"{name}_ids", **options

@@ -160,7 +160,7 @@ def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) 
     for variable, size in zip(variables, sizes):
         # The rank's borders, as positions in this variable; its part is empty if both are at the same end.
         begin, end = (min(max(border - offset, 0), size) for border in borders[rank : rank + 2])
-        own = variable if end - begin == size else _copy(variable, end - begin)
+        own = variable if end - begin == size else _make_part_variable(variable, end - begin)
         parts.append(Part(variable, own, begin, process_set))
         offset += size
     return parts
@@ -184,18 +184,18 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
     return [min(ends, key=lambda end: abs(end - border)) for border in even]
 
 
-def _copy(variable: Any, size: int) -> Any:
+def _make_part_variable(variable: Any, size: int) -> Any:
     """Creates a variable for `size` elements of another one, with the same type and number of axes."""
     num_axes = len(variable.shape)
-    # An empty copy has size 0 along every axis, so that its slots are empty too, whichever axes they use.
+    # An empty part has size 0 along every axis, so that its slots are empty too, whichever axes they use.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
-    # Slots are named after the copy. A TensorFlow variable has no path; its name looks like one and
+    # Slots are named after the part. A TensorFlow variable has no path; its name looks like one and
     # ends in ":0".
     path = getattr(variable, "path", variable.name).replace(":", "_")
-    copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
-    copy._path = path
-    copy.overwrite_with_gradient = gradients.overwrites(variable)
-    return copy
+    part = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
+    part._path = path
+    part.overwrite_with_gradient = gradients.overwrites(variable)
+    return part
 
 
 def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
@@ -236,7 +236,7 @@ class Sharded:
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]
 
-        # To all other code it looks like an optimizer of whole variables.
+        # To all other code this looks like an optimizer of whole variables.
         vars(self)["_trainable_variables"] = list(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]

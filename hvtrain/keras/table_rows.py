@@ -39,7 +39,7 @@ class Rows(NamedTuple):
         return len(range(self.rank, self.num_rows, self.num_ranks))
 
     def pieces(self, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields begin and end of each piece of this rank's rows, the same on all ranks.
+        """Yields the begin and end of each piece of this rank's rows; all ranks have the same pieces.
 
         The last end may exceed a rank's number of rows.
         """
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     def _empty_table(
         self, shape: tuple[int, ...], dtype: tf.DType, folder: Path | None
     ) -> ShardedTable:
-        """Returns a table in an unnamed temporary file, which is deleted with it; a shard has a rank's rows."""
+        """Returns a table in an unnamed temporary file, deleted with the table; each shard has one rank's rows."""
         with TemporaryFile(dir=folder) as file:
             # Reserves the space: a write to mapped memory would kill the process if the disk were full.
             os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.size)
@@ -137,7 +137,7 @@ def save_table(store: Any, table: ShardedTable, name: str) -> None:
     Raises:
         MemoryError: Keras writes the file in memory, as it does for .keras, and the table does not fit.
     """
-    # Assigning the table would copy it whole. The empty array makes Keras create the HDF5 group.
+    # Assigning the table would copy all of it. The empty array makes Keras create the HDF5 group.
     store["0"] = np.empty(0)
     del store["0"]
     group = store._h5_entry_group
@@ -159,12 +159,12 @@ def whole_spec(variable: Any) -> tf.TensorSpec:
 
 
 def with_nan(gradient: Any, value: tf.Tensor) -> Any:
-    """Adds 0 or NaN to a gradient. IndexedSlices get another row of NaN, since they may have no row."""
+    """Adds 0 or NaN to a gradient. IndexedSlices get another row for a NaN, since they may have no row."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient + tf.cast(value, gradient.dtype)
-    number = tf.cast(tf.math.is_nan(value), tf.int32)
-    rows = tf.fill([number, *gradient.values.shape[1:]], tf.cast(value, gradient.dtype))
-    indices = tf.zeros([number], gradient.indices.dtype)
+    num_added = tf.cast(tf.math.is_nan(value), tf.int32)
+    rows = tf.fill([num_added, *gradient.values.shape[1:]], tf.cast(value, gradient.dtype))
+    indices = tf.zeros([num_added], gradient.indices.dtype)
     return tf.IndexedSlices(
         tf.concat([gradient.values, rows], axis=0),
         tf.concat([gradient.indices, indices], axis=0),

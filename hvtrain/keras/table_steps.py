@@ -34,7 +34,7 @@ def prepare_tables(optimizer: Any, variables: Sequence[Any]) -> None:
             "choose SGD, Adam, hvd.optimizers.LazyAdam or RowwiseAdagrad"
         )
     if hook.reducer.gathers_weights:
-        problem = "shard=True would shard it again; leave it out"
+        problem = "shard=True would shard it again; leave shard out"
     if hook.averages_weights:
         problem = "LocalSGD and DiLoCo average weights, but each rank has different rows; use DistributedOptimizer"
     if hook.reducer.process_set.process_set_id:

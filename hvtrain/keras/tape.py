@@ -88,7 +88,7 @@ class _ReductionMixin:
     """Mixin before tf.GradientTape that reduces the gradients it computes."""
 
     _hvtrain_options: dict[str, Any]
-    # By variable_id.
+    # Sources whose gradients stay on their rank, by variable_id.
     _hvtrain_local: set[int]
 
     def register_local_source(self, source: Any) -> None:

@@ -33,13 +33,13 @@ class WireFormat(ABC):
     # The value of the setting strategy.compression that selects the format.
     name: str
     # True if each rank adds its compression error to its next gradient (error feedback, Karimireddy
-    # et al. 2019). Nothing is lost then; it only arrives in a later step.
+    # et al. 2019). The error is then not lost, but arrives in a later step.
     keeps_errors = False
     # Number of steps at the start of training in which gradients are sent uncompressed.
     whole_steps = 0
 
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
-        """Returns the shape of the matrix to keep between steps for such a variable, or None."""
+        """Returns the shape of the matrix to keep between steps for a variable of this shape, or None."""
         return None
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class ByteFormat(WireFormat):
     ) -> tuple[Tensors, Tensors]:
         num_ranks = process_set.size()
         if num_ranks > 2:
-            # Each rank averages one slice. All slices have equally many blocks.
+            # Each rank averages one slice. All slices have the same number of blocks.
             blocks = _pack(tensors, num_ranks)
             means, errors = self._average_slices(blocks, name, process_set)
         else:
@@ -206,8 +206,8 @@ class PowerSGD(WireFormat):
 
     A gradient M [m, n] is approximated by P Q^T, found by one step of power iteration from the
     previous step's Q: P = M Q, averaged over the ranks and made orthonormal; then Q = M^T P,
-    averaged. Each rank keeps the error M - P Q^T. Vectors are sent whole, and so are matrices that
-    would hardly get smaller.
+    averaged. Each rank keeps the error M - P Q^T. Vectors are sent uncompressed, and so are matrices
+    that would hardly get smaller.
 
     Args:
         rank: number of columns of P and Q. A higher rank approximates better and costs more bytes.
@@ -234,7 +234,7 @@ class PowerSGD(WireFormat):
         return f"powersgd(rank={self.rank}, whole_steps={self.whole_steps})"
 
     def projection_shape(self, shape: tf.TensorShape) -> tuple[int, int] | None:
-        """Returns the shape of Q, or None if the tensor is sent whole."""
+        """Returns the shape of Q, or None if the tensor is sent uncompressed."""
         num_elements = shape.num_elements()
         if not num_elements or shape.rank < 2:
             return None
@@ -254,7 +254,7 @@ class PowerSGD(WireFormat):
         products = [
             matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low_rank, matrices)
         ]
-        # The first message also carries the tensors that are sent whole.
+        # The first message also carries the tensors that are sent uncompressed.
         sent = [*products, *(tensors[i] for i in whole)]
         averaged = average(sent, f"{name}_p", process_set)
         bases = [tf.linalg.qr(product).q for product in averaged[: len(low_rank)]]
@@ -301,14 +301,17 @@ def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:
 
 
 def swap(encoded: tf.Tensor, name: str, process_set: Any) -> tf.Tensor:
-    """Returns the other rank's uint8 tensor, of two ranks; on one rank, its own (every rank)."""
+    """Swaps uint8 tensors between two ranks: returns the other rank's tensor (every rank).
+
+    On a single rank, returns the tensor unchanged.
+    """
     options = {"name": name, "process_set": process_set, "ignore_name_scope": True}
     num_ranks = process_set.size()
     if hvd.mpi_enabled() or hvd.nccl_built() or num_ranks == 1:
         gathered = tf.split(hvd.allgather(encoded, **options), num_ranks)
         return gathered[num_ranks - 1 - process_set.rank()]
-    # Between two hosts, Gloo's allgather uses half of the link, and its all-reduce the whole. Bytes
-    # wrap around, so the sum less this rank's bytes is the other's.
+    # Between two hosts, Gloo's allgather uses half of the link's bandwidth, and its all-reduce all of
+    # it. Bytes wrap around, so the sum less this rank's bytes is the other rank's.
     return hvd.allreduce(encoded, op=hvd.Sum, **options) - encoded
 
 

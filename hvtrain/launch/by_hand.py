@@ -153,12 +153,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the command and passes signals on to it. Returns its exit code, as a shell would report it."""
     child: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, *_: object) -> None:
+    def pass_on(signum: int, *_: object) -> None:
         # Before the command has started, there is nothing to save.
         if child is None:
-            sys.exit(128 + number)
+            sys.exit(128 + signum)
         with suppress(ProcessLookupError):
-            child.send_signal(number)
+            child.send_signal(signum)
 
     handle_signals(pass_on)
     child = subprocess.Popen(

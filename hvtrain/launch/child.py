@@ -1,4 +1,4 @@
-"""Runs a training as a child process, and measures it.
+"""Runs a training command as a child process, and measures it.
 
 A child ends with its parent. This module also stops a child early, and explains its failure. A shared
 machine can be slower for minutes at a time. So contenders that are measured take turns, and only runs
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 from hvtrain.errors import LostRankError
-from hvtrain.system.console import signals_held
+from hvtrain.system.console import hold_signals
 from hvtrain.system.run_files import RESULT_FILE, EpochRecord, read_history, restore_nan
 
 # Longer than a launcher takes to kill its ranks: 30 s after the first signal, or at once after the
@@ -58,7 +58,7 @@ def started(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with log.open("wb") as output, signals_held() as release:
+    with log.open("wb") as output, hold_signals() as release:
         # Signals are held back: Python drops what a handler raises during a fork, even for Ctrl-C.
         process = subprocess.Popen(
             command,
@@ -84,13 +84,13 @@ def end(process: subprocess.Popen[Any]) -> None:
 
     Another Ctrl-C cuts the current wait short.
     """
-    for number, seconds in (
+    for signum, seconds in (
         (signal.SIGINT, SECONDS_TO_SAVE),
         (signal.SIGTERM, SECONDS_TO_STOP),
         (signal.SIGKILL, 5),
     ):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signum)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(seconds)
             return
@@ -138,18 +138,18 @@ def die_with_parent() -> Callable[[], None]:
 
 def handle_signals(
     handler: Callable[..., None],
-    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
+    signums: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
 ) -> None:
     """Installs a handler for signals; by default, for those that a launcher passes on to its child."""
-    for number in numbers:
+    for signum in signums:
         # Under nohup SIGHUP is ignored, and must stay ignored.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, handler)
 
 
 def exit_at_signals() -> None:
     """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
-    handle_signals(lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP))
+    handle_signals(lambda signum, _: sys.exit(128 + signum), (signal.SIGTERM, signal.SIGHUP))
 
 
 def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
         LostRankError: the run failed; the message has the line of its output that says why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Next to the run folder, since the run creates that itself.
+    # Next to the run folder, since the run creates its folder itself.
     log = folder / "output.txt"
     began = time.monotonic()
     # getrusage adds up all children that have been waited for; the difference is this run's time.

@@ -57,7 +57,7 @@ def submit(cluster: ClusterKind, command: list[str]) -> int:
     Raises ConfigError if the program that it needs is not installed here.
     """
     # A command may run a bash script: check the program that the script
-    # needs, since bash is always there.
+    # needs, since bash is always installed.
     program = cluster.program or command[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -69,9 +69,9 @@ def submit(cluster: ClusterKind, command: list[str]) -> int:
 def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     """Returns the settings of cluster=KIND cluster.SETTING=VALUE; None for ssh, which needs no files.
 
-    Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. It names the kind that it is based
-    on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError for
-    an unknown kind or setting, or a wrong value.
+    Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. The file names the kind that theirs is
+    based on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises
+    ConfigError for an unknown kind or setting, or a wrong value.
     """
     values = {}
     # The arguments are those before -- that are not options.
@@ -87,7 +87,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     if kind == "ssh":
         # Settings of the command line, or of a file with `kind: ssh`.
         for name in (*values, *tree):
-            raise ConfigError(f"{name}: ssh has no such settings; choose cluster={'|'.join(KINDS)}")
+            raise ConfigError(f"{name}: ssh has no such setting; choose cluster={'|'.join(KINDS)}")
         return None
     if kind not in KINDS:
         raise ConfigError(

@@ -45,7 +45,7 @@ class Slurm(ClusterKind):
 
     time: str | None = setting(None, "time limit, required: 12:00:00, or 2-12 (days-hours)")
     nodes: int | None = setting(None, "hosts; null: as many as ranks_per_node needs, or 1", low=1)
-    ranks_per_node: int | None = setting(None, "ranks on each host; null: all over nodes", low=1)
+    ranks_per_node: int | None = setting(None, "ranks on each host; null: -np / nodes", low=1)
     cpus_per_rank: int = setting(4, "CPU cores of one rank", low=1)
     gpus_per_rank: int = setting(1, "GPUs of one rank; 0: none", low=0)
     partition: str | None = setting(None, "partition; several: a,b")
@@ -81,7 +81,7 @@ class Slurm(ClusterKind):
         )
 
         # The launcher adds `python -m hvtrain` to settings of a run; any
-        # other command is passed on whole.
+        # other command is passed on unchanged.
         trains = is_training(job.command)
         is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
         run_folder = _run_folder(job.command) if trains else None
@@ -119,7 +119,7 @@ class Slurm(ClusterKind):
 
 
 def is_training(command: Sequence[str]) -> bool:
-    """True if the command trains (-m hvtrain SETTING=VALUE ...); False for any other, such as -m hvtrain evaluate."""
+    """Returns True if the command trains (-m hvtrain SETTING=VALUE ...), False for others (-m hvtrain evaluate)."""
     for index, pair in enumerate(pairwise(command)):
         if pair == ("-m", "hvtrain"):
             return not first_word(command[index + 2 :])
@@ -232,7 +232,7 @@ class Spark(ClusterKind):
     executors: int | None = setting(None, "executors; null: one for each rank", low=1)
     cores_per_rank: int = setting(4, "cores of a rank", low=1)
     memory_per_rank: str = setting("8g", "memory of a rank, a limit under YARN: 8g, 512m")
-    executor_memory: str = setting("1g", "memory of an executor's Java part, without our data")
+    executor_memory: str = setting("1g", "memory of an executor's Java heap, without its ranks")
     gpus_per_rank: int = setting(0, "GPUs of a rank: 0 or 1", low=0)
     gpu_discovery_script: str | None = setting(
         None, "script, at this path on all hosts, that lists a host's GPUs"
@@ -242,7 +242,7 @@ class Spark(ClusterKind):
     def values(self, job: Job) -> dict[str, Any]:
         if job.command[1:3] != ("-m", "hvtrain") or not is_training(job.command):
             raise ConfigError(
-                f"cluster=spark can only run python -m hvtrain, not {' '.join(job.command[:3])}; "
+                f"cluster=spark can only train with python -m hvtrain, not run {' '.join(job.command[:4])}; "
                 "give settings of a run after --"
             )
         self.check_texts(

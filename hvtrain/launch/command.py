@@ -119,7 +119,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     if cluster and may_restart and config.resume == "never":
         raise ConfigError(
             f"resume=never would refuse the checkpoints from which cluster={cluster.kind} resumes after a restart; "
-            "leave it out, and choose a new run.dir"
+            "leave resume=never out, and choose a new run.dir"
         )
 
     run_dir = config.run.dir
@@ -131,7 +131,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     if is_new:
         run_dir = default_run_dir(config)
     # If the name comes from a file or contains the time, each process might arrive at a different
-    # one, so the launcher passes on its own.
+    # one, so the launcher passes on the name that it has composed.
     is_given = has_variable or f"run.dir={run_dir}" in arguments
     if is_new or (run_dir and not (is_given or options.job_name)):
         # Quoted if need be, since run.name may hold any character.
@@ -274,7 +274,7 @@ def _make_run_folder(run_dir: str) -> str:
     try:
         return str(new_folder(Path(run_dir)))
     except OSError:
-        return run_dir  # The run itself will say why it cannot be created.
+        return run_dir  # The run itself will say why the folder cannot be created.
 
 
 def _write_files(

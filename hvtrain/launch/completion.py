@@ -25,7 +25,7 @@ def main() -> int:
     parser = Parser(
         "python -m hvtrain completion",
         usage="%(prog)s bash",
-        description="Prints completion for a shell: source <(python -m hvtrain completion bash), also in ~/.bashrc.",
+        description="Prints a completion script; in ~/.bashrc, write: source <(python -m hvtrain completion bash)",
     )
     parser.add_argument("shell", choices=["bash"], help="bash 4.4 or newer")
     parser.parse_args()

@@ -43,7 +43,7 @@ def for_ranks(environ: Variables, options: Iterable[str] = ()) -> dict[str, str]
         options = [NOTIFY, *options]
     extra = parse_env_options(environ, options)
     variables.update(extra)
-    # horovodrun cannot otherwise tell them from the launcher's own variables.
+    # Without the names, horovodrun could not tell these variables from the launcher's own.
     variables[EXTRA_NAMES] = ",".join(extra)
     return variables
 
@@ -87,7 +87,7 @@ def for_launcher(environ: Variables, rank_variables: Variables) -> dict[str, str
 
 
 def is_sendable(name: str, environ: Variables) -> bool:
-    """True for a variable that may be sent to other hosts: on the allow-list, with no secret in its name or value."""
+    """Returns True if a variable may be sent to other hosts: allowed, and with no secret in its name or value."""
     is_allowed = bool(_ALLOWED.fullmatch(name)) and not _NEVER_SENT.fullmatch(name)
     value = environ.get(name, "")
     return is_allowed and not SECRET.search(name) and without_passwords(value) == value

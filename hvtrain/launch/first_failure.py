@@ -281,7 +281,7 @@ def judge(
         # why.
         quoted = verdict or next(iter(verdicts.values()), None)
         if quoted is None:
-            return Ending(code, f"preempted, saved; {advice}")
+            return Ending(code, f"preempted after saving; {advice}")
         cause = f"{quoted.cause}; {advice}"
         if quoted.cause.endswith(UNSAVED):
             return Ending(code, cause)
@@ -307,7 +307,7 @@ def judge(
 def _locate(
     end: End, verdicts: Mapping[int, Verdict], hosts: Sequence[str]
 ) -> tuple[int | None, str]:
-    """Returns the rank that failed, None if it has no number, and its host as named in -H, if known."""
+    """Returns the rank that failed (None if it has no number), and its host, as named in -H if known."""
     rank = int(end.rank) if end.rank.isdigit() else None
     self_reported = [writer for writer, verdict in verdicts.items() if verdict.rank == writer]
     # A rank that stops because of another may end before that one.

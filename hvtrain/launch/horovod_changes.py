@@ -43,7 +43,7 @@ _EXPORTS = "HVTRAIN_EXPORTS"  # Set in the launcher only, for ranks on other hos
 
 # Requests per second that the launcher's rendezvous can be relied on to answer: a third of the
 # 24,000 to 27,000 measured on one core, 2026-11-26.
-GLOO_REQUESTS_A_SECOND = 8000
+GLOO_REQUESTS_PER_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15  # Half of Horovod's limit of 30 s.
 MIN_ANNOUNCED_SECONDS = 60
 
@@ -91,10 +91,10 @@ def apply_in_every_process() -> None:
 def give_gloo_time(args: argparse.Namespace) -> None:
     """Gives many ranks more time to meet over Gloo, unless the user has set a limit.
 
-    Each rank asks this launcher for the addresses of all others. At GLOO_REQUESTS_A_SECOND, Horovod's 30 s
+    Each rank asks this launcher for the addresses of all others. At GLOO_REQUESTS_PER_SECOND, Horovod's 30 s
     are enough for some 490 ranks. The limit has a margin of two. A line on stderr announces a long wait.
     """
-    seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
+    seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_PER_SECOND
     has_limit = (
         args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
     )

@@ -113,8 +113,8 @@ def _prepare() -> argparse.Namespace:
     is_elastic = launch._is_elastic(args)
     if is_elastic:
         prepare_elastic(args)
-    by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
-    if by_gloo and args.num_proc:
+    uses_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
+    if uses_gloo and args.num_proc:
         changes.give_gloo_time(args)
 
     # Not checked: hosts of an elastic job, which come and go, and those that
@@ -122,9 +122,9 @@ def _prepare() -> argparse.Namespace:
     if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
         calls = HostCalls((socket.gethostname(),) * args.num_proc)
         if args.hosts:
-            calls = _check_hosts(args, by_gloo)
+            calls = _check_hosts(args, uses_gloo)
         calls.write(_folder())
-    if not by_gloo:
+    if not uses_gloo:
         args.mpi_args = (
             f"--report-uri {shlex.quote(str(_folder() / URI_FILE))} {args.mpi_args or ''}"
         )
@@ -141,7 +141,7 @@ def _folder() -> Path:
     return Path(os.environ[on_host.MARK])
 
 
-def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
+def _check_hosts(args: argparse.Namespace, uses_gloo: bool) -> HostCalls:
     """Checks the hosts, writes how to reach them into Horovod's arguments, and returns HostCalls. Raises UserError."""
     rank_hosts = place_ranks(Job((), args.num_proc, parse_hosts(args.hosts)))
     # Horovod needs a number of slots for each host.
@@ -165,8 +165,9 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
         options = start_options(",".join(args.nics), ssh)
     else:
         options = mpi_options(network.subnet, network.interfaces, ssh)
-        driver_service.get_common_interfaces = lambda *args: [network.interface] if by_gloo else []
-    if not by_gloo:
+        interfaces = [network.interface] if uses_gloo else []
+        driver_service.get_common_interfaces = lambda *args: interfaces
+    if not uses_gloo:
         args.mpi_args = f"{shlex.join(options)} {args.mpi_args or ''}"
     return HostCalls(rank_hosts, network.oom_kills, ssh)
 
@@ -234,7 +235,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
         if not has_reported:
             has_reported = True
             sys.stderr.write(
-                f"hvtrain: waiting for {shortage}; gives up after {limit} s (--elastic-timeout)\n"
+                f"hvtrain: waiting for {shortage}; giving up after {limit} s (--elastic-timeout)\n"
             )
         time.sleep(1)
 

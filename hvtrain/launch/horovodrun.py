@@ -20,7 +20,7 @@ from hvtrain.system import console, drawing
 
 
 def main() -> None:
-    """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
+    """Runs horovodrun with this process's arguments, and exits with 0, 75 if a restart can help, or another code."""
     # Before the launcher starts: without a handler, a signal would end this process alone.
     signals = Signals()
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
-    """Returns the arguments without --prefix, which Horovod does not know, and whether rank 0's marks are kept."""
+    """Returns the arguments without --prefix, which Horovod does not know, and whether rank 0 keeps its prefixes."""
     if not any(argument.startswith(("--prefix", "-prefix")) for argument in arguments):
         return arguments, False
 

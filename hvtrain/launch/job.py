@@ -266,8 +266,8 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
 def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     """Returns Open MPI's options to start ranks on the hosts and to let them communicate.
 
-    Without a choice, Open MPI would try an interface that has the same address everywhere
-    (docker0), and wait forever.
+    If no network is named, Open MPI tries an interface that has the same address everywhere
+    (docker0), and waits forever.
 
     Args:
         subnet: the network for Open MPI. Interfaces work too, but their names may differ from host

@@ -1,6 +1,6 @@
 """The kinds of jobs on Kubernetes: their settings, and checks that a job fits them. Pure.
 
-As in cluster_kinds.py, `values` returns what the templates need besides job and settings.
+As in cluster_kinds.py, `values` returns what the templates need besides the job and the settings.
 """
 
 import re
@@ -11,8 +11,8 @@ from hvtrain.config.validate import nearest, setting
 from hvtrain.errors import ConfigError
 from hvtrain.launch.job import ClusterKind, Job
 
-# Fields that a site may add to the pods. Others are refused: the templates write some, and the MPI
-# operator silently drops misspelt ones.
+# Fields that a site may add to the pods. Others are refused: the templates set some of them, and
+# the MPI operator silently drops misspelled ones.
 POD_FIELDS = (
     "affinity",
     "imagePullSecrets",
@@ -29,7 +29,7 @@ class JobSet(ClusterKind):
     """Settings of a run on Kubernetes with one pod per process.
 
     Each pod (conf/cluster/kubernetes-pods.yaml.j2) runs the image built by hvtrain's Dockerfile, and starts
-    its process by job name and index (by_hand.py): without ssh, and without an operator for MPI.
+    its process by job name and index (see by_hand.py), without ssh and without an MPI operator.
     """
 
     kind = "jobset"
@@ -42,14 +42,14 @@ class JobSet(ClusterKind):
     starts_servers = True
 
     image: str | None = setting(None, "the image that the cluster pulls; required")
-    name: str = setting("hvtrain", "name of the job; taken until kubectl deletes the job")
-    namespace: str | None = setting(None, "namespace; null: the one that kubectl is set to")
+    name: str = setting("hvtrain", "name of the job; in use until kubectl deletes the job")
+    namespace: str | None = setting(None, "namespace; null: kubectl's current namespace")
     queue: str | None = setting(None, "Kueue's local queue, which starts all pods or none")
     gpus_per_rank: int = setting(1, "GPUs of one rank; 0: none", low=0)
     cpus_per_rank: int = setting(4, "CPU cores of one rank", low=1)
     memory_per_rank: str = setting("16Gi", "memory of one rank, shared memory included")
-    shared_memory: str = setting("2Gi", "/dev/shm of a worker, through which its ranks talk")
-    data_claim: str | None = setting(None, "volume claim of the data, read-only at data_path")
+    shared_memory: str = setting("2Gi", "size of a worker's /dev/shm, which its ranks share")
+    data_claim: str | None = setting(None, "volume claim with the data, read-only at data_path")
     data_path: str = setting("/data", "where the data is mounted")
     runs_claim: str | None = setting(
         None, "volume claim for results, mounted at /home/hvtrain/runs; null: lost with the pods"
@@ -65,12 +65,12 @@ class JobSet(ClusterKind):
     def values(self, job: Job) -> dict[str, Any]:
         if not self.image:
             raise ConfigError(
-                "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
+                "cluster.image is not set; give the image that your cluster pulls: cluster.image=REGISTRY/hvtrain"
             )
         # With the operators' additions, a pod's name has to fit a DNS label of 63 characters.
         self.check_texts(
             r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
-            "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first",
+            "a name for Kubernetes; use up to 40 characters of a-z, 0-9 and -, beginning with a letter",
             "name",
         )
         self.check_texts(
@@ -88,7 +88,7 @@ class JobSet(ClusterKind):
             "shared_memory",
         )
         self.check_texts(
-            r"/[^:]*", "a place to mount data; give an absolute path without a colon", "data_path"
+            r"/[^:]*", "a path to mount data at; give an absolute path without a colon", "data_path"
         )
         for name in self.pod or ():
             if name not in POD_FIELDS:
@@ -102,7 +102,7 @@ class JobSet(ClusterKind):
 class MpiJob(JobSet):
     """Settings of a run on Kubernetes with equal workers, each a pod with one or more ranks.
 
-    The pods run as user 10001. The image's argument `worker` starts an sshd of this user's own. The
+    The pods run as user 10001. With the argument `worker`, the image starts an sshd as this user. The
     operator mounts an ssh key pair and gives the launcher's pod, which has no rank, the list of hosts.
     """
 
@@ -118,7 +118,7 @@ class MpiJob(JobSet):
 
     def values(self, job: Job) -> dict[str, Any]:
         super().values(job)
-        # An elastic job gets as many pods as it can ever use, each for the same number of ranks.
+        # An elastic job gets enough pods for its max_ranks, each for the same number of ranks.
         max_ranks = job.max_ranks or job.num_ranks
         ranks = self.ranks_per_worker
         if max_ranks % ranks:

@@ -1,10 +1,10 @@
-"""Ranks for a notebook: calls a function on ranks that the launcher starts, and returns its value on each.
+"""Calls a notebook's function on ranks that the launcher starts, and returns its value on each rank.
 
-`%%ranks N` does the same with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook
-FOLDER` is one rank, which calls the function that the notebook left in the folder.
+`%%ranks N` runs a cell in the same way. IPython itself is not imported. `python -m hvtrain.launch.notebook
+FOLDER` runs one rank, which calls the function that the notebook left in the folder.
 
-The function and its return values are pickled. Reading a pickle can run any code, so a file
-that another user could have written is refused. Nothing else in hvtrain unpickles.
+The function and its return values are pickled. Unpickling can run arbitrary code, so a file
+that another user could have written is refused. No other module of hvtrain unpickles.
 """
 
 import linecache
@@ -34,7 +34,7 @@ CELL_NAME = "%%ranks cell"  # The file name in tracebacks.
 LAUNCHER_LOG = "launcher.log"
 POLL_SECONDS = 0.1
 MAX_FAILURE_LINES = 200
-# Not shown: output of ranks other than 0, and what the error will say.
+# Lines that are not shown: output of ranks other than 0, and text that the error repeats.
 _HIDDEN_LINE = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
 FUNCTION_FILE = "function.pickle"
@@ -74,12 +74,12 @@ def run_ranks(
     finally:
         for path in (*folder.glob("*.pickle"), folder / LAUNCHER_LOG):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # It is empty only if the launch was refused; else logs remain.
+        with suppress(OSError):  # The folder is empty only if no rank has written a log.
             folder.rmdir()
 
 
 def ranks(line: str, cell: str) -> None:
-    """`%%ranks 2` or `%%ranks 4 -H s1:2,s2:2`: runs the cell on 2 or 4 ranks, without the notebook's variables."""
+    """Runs the cell on N ranks, without the notebook's variables: `%%ranks 2`, or `%%ranks 4 -H s1:2,s2:2`."""
     match = re.fullmatch(r"(\d+)(?:\s+-H\s+(\S+))?", line.strip())
     if not match:
         raise ConfigError(
@@ -111,12 +111,12 @@ def _new_folder() -> Path:
 
 
 def _launch(command: list[str], folder: Path) -> None:
-    """Runs the launcher to its end; Ctrl-C ends it and all ranks.
+    """Runs the launcher until it ends; Ctrl-C ends the launcher and all ranks.
 
     Raises RankError with the first failure.
     """
-    # Ranks can import whatever this process can; "" stands for its working
-    # directory, which is also theirs.
+    # Ranks can import whatever this process can; "" stands for the working
+    # directory of this process, in which the ranks run too.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     log = folder / LAUNCHER_LOG
     with log.open("w+", errors="replace") as text:
@@ -167,7 +167,7 @@ def rank_main() -> int:
         function, args, kwargs, sources = read_object(folder / FUNCTION_FILE)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{folder} is not on {socket.gethostname()}; work in a folder that all hosts have at the same place"
+            f"{folder} is not on {socket.gethostname()}; work in a folder that all hosts have at the same path"
         ) from error
 
     linecache.cache.update(sources)
@@ -192,7 +192,7 @@ def value_file(folder: Path, rank: int) -> Path:
 def write_object(path: Path, value: Any, name: str) -> None:
     """Pickles the value to a new file that only this user can access.
 
-    Raises ConfigError, which calls the value by this name, if it cannot be pickled.
+    Raises ConfigError if the value, which the message calls `name`, cannot be pickled.
     """
     try:
         data = cloudpickle.dumps(value)
@@ -209,7 +209,7 @@ def write_object(path: Path, value: Any, name: str) -> None:
 def read_object(path: Path) -> Any:
     """Unpickles the object in the file.
 
-    Raises ConfigError if another user may have written the file, OSError if it cannot be opened.
+    Raises ConfigError if another user may have written the file, and OSError if it cannot be opened.
     """
     # Refuse links and pipes: both could lead to data that another user wrote.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

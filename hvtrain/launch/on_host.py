@@ -1,6 +1,7 @@
-"""Works on one host of a launch: asks its ranks to stop, and kills what is left of them.
+"""Handles the processes on one host of a launch: asks ranks to stop, and kills those that are left.
 
-Imports only the standard library and host_facts: launch/remote_hosts.py sends both modules to other hosts.
+Imports only the standard library and host_facts: launch/remote_hosts.py sends this module and
+host_facts to other hosts.
 
 All processes of a launch have the environment variable MARK. An Open MPI job also has a number, by
 which its files are found.
@@ -30,7 +31,7 @@ def describe_host(address: str) -> dict[str, Any]:
     """Describes this host for remote_hosts.py.
 
     Returns the interface towards the address (None without a route), oom_kills(), the versions of
-    packages, and the limit of open files.
+    packages, and the limit on open files.
     """
     interface = None
     with suppress(OSError):
@@ -46,7 +47,7 @@ def describe_host(address: str) -> dict[str, Any]:
 def signal_ranks(mark: str | None, signal_number: int = signal.SIGUSR1) -> int:
     """Sends a signal to the launch's ranks on this host, or with mark=None to those of all launches.
 
-    Returns their number.
+    Returns the number of these ranks.
     """
     parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # Children of a rank inherit its variables, but get no signal.
@@ -58,7 +59,7 @@ def signal_ranks(mark: str | None, signal_number: int = signal.SIGUSR1) -> int:
 
 
 def drain() -> None:
-    """Asks all ranks on this host to save and stop, and waits until they have: the preStop hook of a pod."""
+    """Asks all ranks on this host to save and stop, and waits until they have. A pod's preStop hook calls this."""
     signal_ranks(None)
     while signal_ranks(None, 0):  # Signal 0 only checks whether the process exists.
         time.sleep(0.5)
@@ -81,19 +82,19 @@ def clean_up(mark: str, job: int | None = None) -> int:
     deadline = time.monotonic() + GRACE_SECONDS
     while left := _remaining(mark):
         # Python's resource trackers free semaphores and shared memory once all other processes are
-        # gone, so they are killed only if they are still there after the deadline.
+        # gone, so they are killed only if they are still running after the deadline.
         is_late = time.monotonic() > deadline
         for process in left:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline + 1:
-            break  # These are stuck in the kernel, for example on a dead disk or GPU.
+            break  # The rest are stuck in the kernel, for example on a dead disk or GPU.
         time.sleep(0.02)
 
     if job is not None:
-        # A killed Open MPI leaves its ranks' shared memory and its own folder behind. The ranks'
-        # job has the number after that of mpirun's own job.
+        # A killed mpirun leaves its ranks' shared memory and its own folder behind. The number of
+        # the ranks' job is one more than that of mpirun's own job.
         for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
             with suppress(OSError):
                 path.unlink()
@@ -118,7 +119,7 @@ def _remaining(mark: str) -> list[int]:
 def oom_kills() -> int:
     """Counts processes that this host's kernel has killed for lack of memory since boot.
 
-    0 if the kernel does not report it.
+    Returns 0 if the kernel does not report the count.
     """
     with suppress(OSError, ValueError, KeyError):
         counts = dict(map(str.split, Path("/proc/vmstat").read_text("ascii").splitlines()))
@@ -140,13 +141,13 @@ def _variables(process: int) -> list[bytes]:
 
 
 def _read(process: int, name: str) -> bytes:
-    with suppress(OSError):  # It has ended, or belongs to another user.
+    with suppress(OSError):  # The process has ended, or belongs to another user.
         return Path(f"/proc/{process}/{name}").read_bytes()
     return b""
 
 
 def _is_rank(process: int, mark: str | None) -> bool:
-    """True for a Python process with both marks: shells between the launcher and the rank may have them too."""
+    """True for a Python process with a rank's marks, which shells between launcher and rank may have too."""
     with suppress(OSError):
         program = Path(f"/proc/{process}/exe").resolve().name
         return program.startswith("python") and _has_marks(process, mark)

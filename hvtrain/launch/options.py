@@ -10,14 +10,14 @@ from hvtrain.launch.job import ClusterKind
 from hvtrain.system.command import Parser, add_number, add_ssh_options, at_least, positive
 
 CLUSTERS = """
-CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
-a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
+CLUSTERS (settings with their defaults; for your own cluster: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
+a changed copy in DIR/cluster/ takes the place of a template of conf/cluster/)
   cluster=ssh        hosts that are reached over ssh"""
-# These let the number of ranks change while the job runs, which not every way of starting allows.
+# Options that let the number of ranks change while the job runs, which some launchers cannot do.
 ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
 # The options that start one process by hand.
 ONE_PROCESS = ("--job-name", "--task-index", "--coordinator")
-# These only apply where this launcher itself starts the ranks.
+# Options that apply only if this launcher starts the ranks over ssh.
 OVER_SSH = ("-p", "-i", "--logs", "--mpirun", "--max-restarts")
 
 
@@ -27,7 +27,7 @@ def parser() -> Parser:
         "python -m hvtrain launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
         description="""\
-Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
+Starts training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
 starts, or a command of your own, which begins with `python`.
 
 Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
@@ -56,7 +56,7 @@ examples:
         group,
         "--num-ps",
         at_least(1),
-        "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots",
+        "parameter servers, for a strategy that uses them; they and a coordinator are extra and need no slots",
         metavar="P",
     )
 
@@ -72,19 +72,19 @@ examples:
         group,
         "--min-np",
         at_least(1),
-        "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail",
+        "minimum number of ranks of an elastic job (Gloo), or, with --max-restarts, of a restart after hosts fail",
     )
-    add_number(group, "--max-np", at_least(1), "most ranks of an elastic job")
+    add_number(group, "--max-np", at_least(1), "maximum number of ranks of an elastic job")
     add_number(
         group,
         "--max-restarts",
         at_least(0),
-        "restarts from the newest checkpoint, after a lost host or a killed or hanging rank",
+        "how often to restart from the newest checkpoint after a host is lost or a rank is killed or hangs",
         0,
     )
 
     group = options.add_argument_group("how ranks are started")
-    # Each sets `how`; without any of them it stays None, which means MPI.
+    # Each of these sets `how`, which otherwise stays None and means MPI.
     launchers = group.add_mutually_exclusive_group()
     for name, about in {
         "mpi": "Horovod's launcher on MPI (default)",
@@ -104,7 +104,7 @@ examples:
         group,
         "--start-timeout",
         positive,
-        "how long to wait for ranks to begin; default: 300, and for processes by hand 120",
+        "how long to wait for ranks to begin; default: 300, or 120 for a process started by hand",
         metavar="SECONDS",
     )
     group.add_argument(
@@ -112,8 +112,8 @@ examples:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="another variable for the ranks; repeatable. Ranks get those of Python, TensorFlow, MPI, Horovod, NCCL "
-        "and CUDA, but none whose name suggests a secret",
+        help="an additional environment variable for the ranks; repeatable. Ranks get those of Python, TensorFlow, "
+        "MPI, Horovod, NCCL and CUDA, but none whose name suggests a secret",
     )
 
     # TensorFlow users know these names from TF_CONFIG.
@@ -136,13 +136,15 @@ examples:
 
     group = options.add_argument_group("files")
     group.add_argument(
-        "--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder"
+        "--logs", metavar="DIR", help="folder for ranks' logs; default: launch/ in the run folder"
     )
-    group.add_argument("--output", metavar="DIR", help="a cluster's files; default: launch/KIND")
+    group.add_argument(
+        "--output", metavar="DIR", help="folder for a cluster's files; default: launch/KIND"
+    )
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="write the files, print what would run, start nothing",
+        help="write the files and print what would run, but start nothing",
     )
     return options
 
@@ -164,10 +166,12 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         )
     if not missing:
         # Options for starting several ranks or writing files do not apply to a single process.
-        by = "--job-name, which starts one process here"
-        _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
+        conflict = "--job-name, which starts one process here"
+        _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), conflict)
         if cluster:
-            raise ConfigError(f"cluster={cluster.kind} cannot be combined with {by}; leave it out")
+            raise ConfigError(
+                f"cluster={cluster.kind} cannot be combined with {conflict}; leave it out"
+            )
         return
 
     # The roles are assigned when the processes start, and no process can join later.
@@ -190,8 +194,8 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         )
 
 
-def _refuse(names: set[str], refused: Iterable[str], by: str) -> None:
+def _refuse(names: set[str], refused: Iterable[str], conflict: str) -> None:
     """Raises ConfigError for the first of the refused options that was given."""
     for name in refused:
         if name in names:
-            raise ConfigError(f"{name} cannot be combined with {by}; leave it out")
+            raise ConfigError(f"{name} cannot be combined with {conflict}; leave it out")

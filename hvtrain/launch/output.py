@@ -8,7 +8,7 @@ of each line, whatever pieces the output arrives in.
 `hvtrain launch` uses RankOutput, and horovodrun PlainOutput. Both have:
 
 - listener: receives the launcher's own lines and the ranks' stderr.
-- readers: a function for each pipe from the launcher, stderr's first, that reads it to its end. With a single
+- readers: functions, each of which reads one pipe from the launcher to its end, stderr's first. With a single
   reader, the launcher's stdout and stderr come through one pipe.
 """
 
@@ -34,7 +34,7 @@ PARTIAL_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
 Source = tuple[int | None, str]
 """Where text comes from: a rank and one of its streams, or the launcher (None)."""
 
-# Launcher messages about ranks that explain the failure better themselves.
+# Launcher messages about ranks whose own output explains the failure better.
 _NOISE = re.compile(
     r"Process \d+ exit with status code|Terminating remaining workers after failure"
 )
@@ -140,8 +140,8 @@ class RankOutput:
     other ranks, which write only when something is wrong, are prefixed with rank and host.
 
     Args:
-        folder: for the logs; those of an earlier launch are deleted. Raises ConfigError if it
-            cannot be written.
+        folder: the folder for the logs; those of an earlier launch are deleted. Raises ConfigError
+            if the folder cannot be written.
         hosts: each rank's host; empty if unknown.
     """
 
@@ -151,12 +151,12 @@ class RankOutput:
         self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
-        # By rank; None: the log could not be written and was given up.
+        # The logs by rank; None for a log that could not be written and was given up.
         self._files: dict[int, TextIO | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Logs of an earlier launch, which may have had other ranks. They are
-            # unlinked, since writing would follow a symbolic link.
+            # Delete the logs of an earlier launch, which may have had other ranks.
+            # Overwriting them would follow a symbolic link.
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
@@ -167,7 +167,7 @@ class RankOutput:
             ) from error
 
     def path(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank:04d}{self._host('-', rank)}.log"
+        return self.folder / f"rank-{rank:04d}{self._host_suffix('-', rank)}.log"
 
     def read(self, lines: Iterable[str]) -> None:
         """Passes on all lines until the end of the stream."""
@@ -211,9 +211,9 @@ class RankOutput:
             write(getattr(sys, line.stream), text)
         # Other ranks write only when something is wrong; their empty lines are left out.
         elif text.strip():
-            write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
+            write(sys.stderr, f"[rank {line.rank}{self._host_suffix(' ', line.rank)}] {text}")
 
-    def _host(self, separator: str, rank: int) -> str:
+    def _host_suffix(self, separator: str, rank: int) -> str:
         return f"{separator}{self._hosts[rank]}" if rank < len(self._hosts) else ""
 
     def _log(self, rank: int, text: str) -> None:
@@ -298,11 +298,12 @@ class PlainStream:
     read: Callable[[Line], str]
     shows_lines: Callable[[], bool]
     keeps_marks: bool = False
-    _last: Source | None = None  # The source of the unfinished line at the console's end.
+    _last: Source | None = None  # The source of the unfinished line at the end of the console.
 
     def __post_init__(self) -> None:
         self._marked = MarkedStream()
-        self._shown: dict[Source, int] = {}  # Characters of each unfinished line on the console.
+        # How many characters of each unfinished line are on the console.
+        self._shown: dict[Source, int] = {}
 
     def feed(self, text: str) -> str:
         """Returns the text to show now."""
@@ -355,9 +356,9 @@ def _pieces(stream: IO[str]) -> Iterator[str]:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Writes to a stream of the console; escapes what it cannot encode.
+    """Writes text to a stream of the console, and escapes characters that the stream cannot encode.
 
-    If a write fails, because the reader is gone or the disk full, this and all later output is discarded.
+    If a write fails, because the reader is gone or the disk is full, this and all later output is discarded.
     The run and its logs continue in any case.
     """
     try:

@@ -1,7 +1,7 @@
-"""The hosts of a launch: ssh to them, checks before any rank starts, their common network, remote calls.
+"""Reaches the hosts of a launch over ssh: checks them, finds their common network, and calls functions on them.
 
-ssh never prompts, and its failures are explained in one line. A function called on a host needs
-only Python there: the source of its modules is sent along.
+ssh never prompts, and its failures are explained in one line. To call a function, a host needs only
+Python: the source of the function's modules is sent along.
 """
 
 import json
@@ -25,7 +25,7 @@ from hvtrain.system.files import read_json, write_json
 
 # Time for ssh to reach a host; a host that is down does not answer at all.
 CONNECT_SECONDS = 10
-# ssh's own exit code; any other is that of the command on the host.
+# ssh's exit code for its own failures; any other code is that of the command on the host.
 SSH_FAILED = 255
 _ANSWER = "hvtrain-answer:"
 # Creates the sent modules under their own names, whether or not hvtrain is installed on that host.
@@ -43,9 +43,9 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 # In one line, since the login shell may be csh, where a line break ends a quoted word.
 LOADER = f"exec({_LOADER!r})"
 
-URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
-SECONDS_FOR_A_HOST = 20.0  # Limit of HostCalls.call, including the time for ssh to connect.
-# Open files that a login must allow, or MPI waits forever; systems allow 1,024 or more.
+URI_FILE = "uri"  # The file for mpirun's address, which begins with the number of its job.
+SECONDS_FOR_A_HOST = 20.0  # Time limit of HostCalls.call, including the time for ssh to connect.
+# Open files that a login must allow: with fewer, MPI waits forever. Most systems allow 1,024 or more.
 MIN_OPEN_FILES = 128
 ON_HOST = (host_facts, on_host)
 _FILE = "hosts.json"
@@ -98,14 +98,14 @@ class Ssh:
     def run(
         self, host: str, command: list[str], stdin: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the host. Raises subprocess.TimeoutExpired, and RankError if there is no ssh here."""
+        """Runs a command on the host. Raises subprocess.TimeoutExpired, or RankError if ssh is not installed here."""
         try:
             return capture(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
         except FileNotFoundError:
             raise RankError("ssh is not installed here; install openssh-client") from None
 
     def explain_failure(self, host: str, output: str) -> str:
-        """Says in one line why ssh failed, judging by its stderr, and what to do."""
+        """Returns a line that says why ssh failed, judging by its stderr `output`, and what to do."""
         # ssh gives its reason last, after any banner or warning.
         last = output.strip().rpartition("\n")[2].strip() or "no error message"
         reason = last.split(": ")[-1]
@@ -116,16 +116,16 @@ class Ssh:
         if "Permission denied" in output:
             return (
                 f"host {host} does not let you in without a password: {reason}; "
-                f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
-                "(no key yet: ssh-keygen -t ed25519), or name the key with -i"
+                f"run ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
+                "(if you have no key, first ssh-keygen -t ed25519), or name the key with -i"
             )
         if "HOST IDENTIFICATION HAS CHANGED" in output or "Host key verification failed" in output:
             name = f"[{host}]:{self.port}" if self.port else host
-            return f"host {host} presents a different host key than before; if it was reinstalled: ssh-keygen -R {name}"
+            return f"host {host} has a different host key than before; if it was reinstalled, run ssh-keygen -R {name}"
         if "refused" in output:
-            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or give -p its port"
+            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or give -p PORT"
         if "timed out" in output or "No route" in output or "unreachable" in output:
-            return f"host {host} cannot be reached ({reason}); is it up, and on this network?"
+            return f"host {host} cannot be reached ({reason}); check that it is up, and on this network"
         return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
 
 
@@ -133,7 +133,7 @@ def unknown_host(host: str) -> str:
     """Returns the message for a host whose name does not resolve."""
     return (
         f"host {host} has no IPv4 address here; "
-        "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give its address"
+        "add it to /etc/hosts or DNS (an alias in ~/.ssh/config is not enough), or give its address"
     )
 
 
@@ -155,7 +155,7 @@ def request(modules: Sequence[ModuleType], function: str, *arguments: Any) -> st
 
     The other modules are its imports.
     """
-    # The loader makes these packages, empty, so that the modules can import each other.
+    # The loader creates these packages empty, so that the modules can import each other.
     packages = sorted({"hvtrain", *(module.__name__.rpartition(".")[0] for module in modules)})
     texts = [(module.__name__, Path(str(module.__file__)).read_text("utf-8")) for module in modules]
     call = (modules[-1].__name__, function, arguments)
@@ -189,12 +189,12 @@ class HostCalls:
     ssh: Ssh = field(default_factory=Ssh)
 
     def write(self, folder: Path) -> None:
-        # The supervisor may read it at any moment.
+        # Replaced atomically, since the supervisor may read the file at any moment.
         write_json(folder / _FILE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "HostCalls":
-        """Reads what `write` wrote; has no hosts if the launch did not get that far."""
+        """Reads the hosts from the launch's folder; there are none if `write` has not been called yet."""
         fields = read_json(folder / _FILE, dict)
         if fields:
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
@@ -311,7 +311,7 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
             if other != version:
                 raise RankError(
                     f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
-                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
+                    f"{version or 'none'}; recreate the environment on {host} from this folder: scripts/run true"
                 )
 
 
@@ -327,7 +327,7 @@ def common_interface(hosts: Sequence[str]) -> str:
     if len(names) != 1 or None in names:
         known = ", ".join(sorted(filter(None, names))) or "none"
         raise RankError(
-            f"no single interface of this host leads to all hosts (there is: {known}); give the one that joins them "
+            f"no single interface of this host leads to all hosts (found: {known}); give the one that joins them "
             "with --network-interfaces NAME"
         )
     return str(names.pop())
@@ -354,7 +354,8 @@ def address_towards(host: str) -> str:
         return host_facts.address_towards(socket.gethostbyname(host))
     except (OSError, UnicodeError) as error:
         raise RankError(
-            f"host {host} cannot be reached ({getattr(error, 'strerror', error)}); is it up, and on this network?"
+            f"host {host} cannot be reached ({getattr(error, 'strerror', error)}); "
+            "check that it is up, and on this network"
         ) from error
 
 
@@ -381,13 +382,13 @@ def _describe_host(host: str, ssh: Ssh) -> dict[str, Any]:
     elif done.returncode:
         raise RankError(ssh.explain_failure(host, done.stderr))
     elif facts is None:
-        fault = "accepted ssh but did not run the command; check that its shell start-up files (~/.bashrc) do not exit"
+        fault = "accepted ssh but did not run the command; check that its shell startup files (~/.bashrc) do not exit"
     elif facts["interface"] is None:
         fault = "has no IPv4 route to this host; Horovod needs one"
     elif 0 <= facts["files"] < MIN_OPEN_FILES:  # -1 means no limit.
         fault = (
-            f"lets a login open {facts['files']} files, too few for MPI, which would wait forever; "
-            "raise `ulimit -n` there, in its shell's start files or /etc/security/limits.conf"
+            f"lets a login open {facts['files']} files, too few for MPI, which needs {MIN_OPEN_FILES} or would wait "
+            "forever; raise `ulimit -n` there, in its shell startup files or /etc/security/limits.conf"
         )
     else:
         return facts

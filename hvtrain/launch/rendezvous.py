@@ -33,7 +33,7 @@ MAX_MISSED_CLAIMS = 4
 WAITING_CONNECTIONS = 1024
 SECONDS_AFTER_A_FAILED_ACCEPT = 0.1
 
-# Limit of a request's body, whatever its headers say: strangers can reach the port too.
+# Limit on a request's body, whatever its headers say: strangers can reach the port too.
 _MAX_BYTES = 1 << 20
 _OK, _WAITING, _NOT_YET, _REFUSED = 200, 202, 404, 409
 # A GET of /SCOPE/RANK with all of its headers, up to the empty line.
@@ -43,7 +43,7 @@ _MAX_GET = 4096
 
 class _Handler(BaseHTTPRequestHandler):
     server: Any  # A Store; only a Rendezvous takes claims.
-    timeout = 5  # For a caller that sends nothing.
+    timeout = 5  # Seconds after which a caller that sends nothing is dropped.
 
     def do_PUT(self) -> None:
         self.server.put(*self._key(), self._body())
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Store(ThreadingHTTPServer):
-    """Serves the address store for Horovod's Gloo. It listens from its creation on; `serve` starts to answer.
+    """Serves the address store for Horovod's Gloo. It listens once created, and answers after `serve` is called.
 
     Args:
         address: an address of this host; "": all of them.
@@ -100,7 +100,7 @@ class Store(ThreadingHTTPServer):
         self._strangers: set[str] = set()
 
     def server_bind(self) -> None:
-        """Binds as TCPServer does: HTTPServer also looks up this host's name, slow if DNS is broken."""
+        """Binds as TCPServer does: HTTPServer also looks up this host's name, which is slow if DNS is broken."""
         TCPServer.server_bind(self)
         address, self.server_port = self.server_address[:2]
         self.server_name = str(address)
@@ -109,18 +109,18 @@ class Store(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError:
-            # The listener stays readable without a free file descriptor, so trying again at once
-            # would only use processor time.
+            # Without a free file descriptor the listener stays readable, so retrying without a
+            # pause would only use processor time.
             time.sleep(SECONDS_AFTER_A_FAILED_ACCEPT)
             raise
 
     def serve(self) -> None:
-        """Starts to answer requests, in background threads."""
+        """Starts answering requests in background threads."""
         # shutdown() waits for up to one poll interval.
         in_background(self.serve_forever, poll_interval=0.1)
 
     def close(self) -> None:
-        """Frees the port."""
+        """Stops answering requests, and frees the port."""
         self.shutdown()
         self.server_close()
 
@@ -137,7 +137,7 @@ class Store(ThreadingHTTPServer):
         if host not in self._strangers:
             self._strangers.add(host)
             sys.stderr.write(
-                f"hvtrain: {host} sent a request that no rank sends to this launch's port; it was dropped\n"
+                f"hvtrain: dropped a request from {host} to this launch's port, since no rank sends such requests\n"
             )
 
     def _answer_get(self, connection: socket.socket) -> bool:
@@ -145,8 +145,8 @@ class Store(ThreadingHTTPServer):
 
         Returns False for anything else, and leaves it unread.
 
-        Each of N ranks asks for the N - 1 others. A thread and a full HTTP parse for each request
-        would cost several times as much as the answer.
+        Each of N ranks asks for the addresses of the N - 1 others. A thread and a full HTTP parse for
+        each request would cost several times as much as the answer.
         """
         try:
             request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -180,14 +180,14 @@ class Store(ThreadingHTTPServer):
     def leave(self, scope: str, rank: str) -> None:
         """Notes that a rank has met all other ranks of the scope.
 
-        After the last one their addresses are dropped, so that ranks that restart (comm.tune) do not
-        find them.
+        Once all ranks have left, the scope's addresses are dropped, so that ranks that restart (comm.tune)
+        do not find them.
         """
         with self._lock:
             left = self._left.setdefault(scope, set())
             left.add(rank)
-            # When the first rank leaves, all have stored their addresses under their
-            # numbers. Other keys hold other data.
+            # When the first rank leaves, all ranks have stored their addresses under
+            # their numbers. Other keys hold other data.
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
@@ -215,7 +215,7 @@ class Rendezvous(Store):
         self._is_complete = False
 
     def claim(self, claim: dict[str, Any]) -> tuple[int, Any]:
-        """Records a process's claim of its rank, as the function claim() sends it.
+        """Records a process's claim to its rank, as the function claim() sends it.
 
         Returns a status with the host of each rank (_OK), the missing names (_WAITING) or a reason (_REFUSED).
         """
@@ -272,13 +272,13 @@ def claim(
     Args:
         coordinator: address and port of rank 0's server.
         rank: the rank of this process.
-        names: the name of each rank's process; the same list on all of them.
+        names: the name of each rank's process; all processes pass the same list.
         host: name and address of this host.
         seconds: how long to wait.
 
     Raises:
         ConfigError: the rank is taken, rank 0 expects other processes, or another server answers.
-        LostRankError: rank 0's server does not answer or another process does not arrive, in time.
+        LostRankError: rank 0's server does not answer in time, or another process does not arrive in time.
     """
     address = "{}:{}".format(*coordinator)
     request = json.dumps({"rank": rank, "names": names, "host": host, "process": uuid.uuid4().hex})
@@ -296,7 +296,7 @@ def claim(
             if missing and isinstance(error, ConnectionError):
                 raise LostRankError(
                     f"{names[0]} at {address} has ended while {', '.join(missing)} had not connected; "
-                    "look at its output"
+                    f"look at the output of {names[0]}"
                 ) from error
             # Rank 0's process may start later than this one.
             if is_late:
@@ -306,7 +306,7 @@ def claim(
                 ) from error
         except (http.client.HTTPException, ValueError) as error:
             raise ConfigError(
-                f"the server at {address} is not this run's {names[0]}; give the port of its --coordinator"
+                f"the server at {address} is not this run's {names[0]}; give the same --coordinator as to {names[0]}"
             ) from error
         else:
             if response.status == _OK:

@@ -1,4 +1,4 @@
-"""Starts a job over ssh, and restarts it from its newest checkpoint where that can help."""
+"""Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
 
 import os
 import signal
@@ -36,8 +36,8 @@ def run(
 ) -> int:
     """Starts the job, and restarts it as long as that can help.
 
-    Returns the exit code of the last attempt; after a signal during a pause, RESTART_HELPS, or for SIGINT and
-    SIGHUP 128 + the signal.
+    Returns the exit code of the last attempt. If a signal arrives during a pause, returns 128 + the signal for
+    SIGINT and SIGHUP, and RESTART_HELPS for other signals.
 
     Args:
         job: what to start.
@@ -45,7 +45,7 @@ def run(
         run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
         min_ranks: the minimum number of ranks for a restart; None: all of them.
-        is_new_run: run_dir did not exist before this launch, and is removed again if the run is refused.
+        is_new_run: True if run_dir did not exist before this launch; it is removed if the run is refused.
 
     Raises UserError if an attempt cannot start.
     """
@@ -62,7 +62,7 @@ def run(
             )
             console.say_error(f"restart {attempt} of {max_restarts} {plan}")
 
-            # Ctrl-C ends the pause at once.
+            # Ctrl-C ends the pause.
             signals.received.wait(seconds)
             if signals.first in (signal.SIGINT, signal.SIGHUP):
                 return 128 + signals.first
@@ -77,7 +77,7 @@ def run(
         run_attempt = _run_again if attempt else _run_once
         attempt_logs = _attempt_folder(logs) if max_restarts else logs
         ending = run_attempt(current, attempt_logs, signals)
-        # A second launch of this run.dir, begun at the same moment, may already train in the folder.
+        # A second launch with this run.dir, started at the same time, may be training in the folder.
         if ending.is_shown and is_new_run and run_dir and not is_held(run_dir):
             remove_if_empty(run_dir)
         # Any other failure would happen again, and a signal means that the launch should end.
@@ -123,15 +123,15 @@ def _plan_restart(
     note = {}
     step = notes.newest_step(run_dir) if run_dir else None
     if step is not None:
-        # Other hosts may have a newer one. The run looks there itself,
-        # and reports which one it uses.
+        # Other hosts may have a newer checkpoint. The run looks for it
+        # on all hosts, and reports which one it uses.
         checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
         note = notes.to_environment(step, socket.gethostname())
     remaining = replace(
         job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note}
     )
-    on = hosts_option(hosts) or f"the hosts that {job.discovery_script} lists"
-    return remaining, f"in {seconds:g} s, from {checkpoint}, on {on}"
+    host_names = hosts_option(hosts) or f"the hosts that {job.discovery_script} lists"
+    return remaining, f"in {seconds:g} s, from {checkpoint}, on {host_names}"
 
 
 def choose_hosts(

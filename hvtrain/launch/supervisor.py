@@ -1,4 +1,4 @@
-"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, cleans up."""
+"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, and cleans up."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls
 from hvtrain.system import console, host_facts
 
-# Time from a signal until all ranks are killed: if they save first, and if they only stop (SIGHUP).
+# Time from a signal until all ranks are killed: to save and stop, or only to stop (SIGHUP).
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
 POLL_SECONDS = 30.0
@@ -44,19 +44,19 @@ class Signals:
         handle_signals(self._receive)
 
     def pass_to(self, handler: Callable[[int], None] | None) -> None:
-        """Calls the handler for every signal from now on, and at once for signals that are pending."""
+        """Calls the handler for all pending signals now, and for every signal from now on."""
         self._handler = handler
         # A signal may arrive before an attempt, or between two.
         while handler and self._waiting:
             handler(self._waiting.pop(0))
 
-    def _receive(self, number: int, *_) -> None:
-        self.first = self.first or number
+    def _receive(self, signal_number: int, *_) -> None:
+        self.first = self.first or signal_number
         self.received.set()
         if self._handler:
-            self._handler(number)
+            self._handler(signal_number)
         else:
-            self._waiting.append(number)
+            self._waiting.append(signal_number)
 
 
 class Launch:
@@ -74,8 +74,8 @@ class Launch:
         seconds_to_begin: the launcher is killed if no rank has begun after this time.
     """
 
-    _was_asked = False
-    _was_forced = False
+    _asked_to_save = False
+    _was_killed = False
     _began_too_late = False
 
     def __init__(
@@ -87,8 +87,8 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
-        # The child inherits the limit: each rank opens files for all others,
-        # and the launcher for all of them.
+        # The child inherits the limit: each rank opens files for all other
+        # ranks, and the launcher opens files for all ranks.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -122,11 +122,12 @@ class Launch:
             os.close(write)
 
     def run(self, signals: Signals) -> Ending:
-        """Runs the launcher to its end, leaves nothing behind, and returns why it ended.
+        """Runs the launcher until it ends, cleans up after a failure, and returns why it ended.
 
         Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save
         and stop together, with code 130 after Ctrl-C, else 75. SIGHUP (a closed terminal) is passed
-        to the launcher. A second signal other than SIGUSR1, or no end in time, kills everything.
+        to the launcher. Everything is killed after a second signal other than SIGUSR1, or if the
+        launcher does not end in time.
         """
         signals.pass_to(self._handle_signal)
         # Read in threads: an ssh that outlives mpirun keeps the pipe open.
@@ -144,7 +145,7 @@ class Launch:
         finally:
             signals.pass_to(None)
 
-    def _handle_signal(self, number: int) -> None:
+    def _handle_signal(self, signal_number: int) -> None:
         """Asks the ranks to stop, or passes the signal on.
 
         The second signal other than SIGUSR1 kills everything. Calls over ssh run in threads, since
@@ -152,22 +153,22 @@ class Launch:
         """
         # A request to save and stop, as schedulers send before a time
         # limit; repeating it does no harm.
-        if number == signal.SIGUSR1:
-            console.in_background(self._ask_to_save, number)
+        if signal_number == signal.SIGUSR1:
+            console.in_background(self._ask_to_save, signal_number)
             return
 
-        self._signals.append(number)
+        self._signals.append(signal_number)
         if len(self._signals) > 1:
             console.in_background(self._kill_all)
             return
 
         seconds = SECONDS_TO_SAVE
-        if number == signal.SIGHUP:
+        if signal_number == signal.SIGHUP:
             # The launcher ends its ranks itself, and nothing is saved.
-            self._pass_on(number)
+            self._pass_on(signal_number)
             seconds = SECONDS_TO_STOP
         else:
-            console.in_background(self._ask_to_save, number)
+            console.in_background(self._ask_to_save, signal_number)
         console.call_later(seconds, self._kill_all)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
@@ -179,19 +180,19 @@ class Launch:
         if self._began_too_late:
             return _launcher_failed(
                 f"no rank began within {self._seconds_to_begin:g} s on {', '.join(dict.fromkeys(hosts.rank_hosts))}; "
-                "check there what a login does and what ps shows, or give more time with --start-timeout"
+                "look at the login scripts and the output of ps there, or give more time with --start-timeout"
             )
 
-        number = next(iter(self._signals), signal.SIGUSR1)
-        signal_name = signal.Signals(number).name
-        if self._signals and (self._was_forced or not self._was_asked):
-            # Nothing was saved; but after SIGTERM, as on preemption, a
+        signal_number = next(iter(self._signals), signal.SIGUSR1)
+        signal_name = signal.Signals(signal_number).name
+        if self._signals and (self._was_killed or not self._asked_to_save):
+            # Nothing was saved, but after SIGTERM, as on preemption, a
             # restart can use an older checkpoint.
-            code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
-            if not self._was_forced:
+            code = RESTART_HELPS if signal_number == signal.SIGTERM else 128 + signal_number
+            if not self._was_killed:
                 return Ending(code)
             return Ending(code, f"ended by force after {signal_name}; {self._advice}")
-        if number == signal.SIGINT:
+        if signal_number == signal.SIGINT:
             return Ending(INTERRUPTED)  # Rank 0 has reported what was saved.
 
         listener = self._output.listener
@@ -201,7 +202,7 @@ class Launch:
                 return Ending(code)
             return _launcher_failed(f"killed by {signal.Signals(-code).name}; {self._advice}")
 
-        if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
+        if self._asked_to_save and listener.first.code == 128 + signal.SIGUSR1:
             # The signal came before the rank had set its handler, or the rank's program sets none.
             return Ending(
                 RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
@@ -249,31 +250,31 @@ class Launch:
                 self._began_too_late = True
                 self._kill_all()
 
-    def _ask_to_save(self, number: int) -> None:
-        """Asks the ranks of one host to stop: this host, or else the first that has any. They tell all other ranks."""
+    def _ask_to_save(self, signal_number: int) -> None:
+        """Asks the ranks of one host, preferably this one, to save and stop. They tell all other ranks."""
         # For ranks SIGUSR1 means the same as SIGTERM: save and stop.
-        request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+        request = signal.SIGINT if signal_number == signal.SIGINT else signal.SIGUSR1
         count = self._hosts().count("signal_ranks", str(self._folder), request)
         # The exit code depends on this: ranks can have saved only if they were asked to.
-        self._was_asked = self._was_asked or count > 0
-        if count and number == signal.SIGINT:
+        self._asked_to_save = self._asked_to_save or count > 0
+        if count and signal_number == signal.SIGINT:
             console.say_stopping()
         elif not count:
             sys.stderr.write(
-                f"hvtrain: {signal.Signals(number).name} arrived, but no rank was found to pass it to; "
+                f"hvtrain: {signal.Signals(signal_number).name} arrived, but no rank was found to pass it to; "
                 "send it to a rank's host\n"
             )
-            if number != signal.SIGUSR1:
-                self._pass_on(number)
+            if signal_number != signal.SIGUSR1:
+                self._pass_on(signal_number)
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, signal_number: int) -> None:
         # Signal the whole process group: there may be a shell between the launcher and the ranks.
         with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, number)
+            os.killpg(self._child.pid, signal_number)
 
     def _kill_all(self) -> None:
         if self._child.poll() is None:
-            self._was_forced = True
+            self._was_killed = True
         self._clean_up()
 
     def _clean_up(self) -> Answers:

@@ -1,4 +1,4 @@
-"""The pass that changes the arguments of calls: to Keras's classes, models' methods and Horovod's callbacks."""
+"""The pass that changes the arguments of calls to Keras classes, model methods and Horovod callbacks."""
 
 import re
 from ast import literal_eval
@@ -51,7 +51,7 @@ class Arguments(Pass):
     def visit_Module(self, node: cst.Module) -> None:
         super().visit_Module(node)
         # Parameters of the compile methods that the script's own models define, by class name.
-        self.compiles = {
+        self.compile_parameters = {
             class_def.name.value: method.params
             for class_def in m.findall(node, m.ClassDef())
             for method in m.findall(class_def, m.FunctionDef(m.Name("compile")))
@@ -81,7 +81,7 @@ class Arguments(Pass):
     ) -> BaseExpression:
         """Renames optimizer.lr to optimizer.learning_rate."""
         is_rate = re.search(r"(^opt|\boptimizer)\.lr$", code_of(updated_node))
-        # After opt = parser.parse_args(), lr is the script's own.
+        # After opt = parser.parse_args(), opt.lr is an option of the script.
         if is_rate and not dotted(self.compiling_class(updated_node.value)).endswith(".parse_args"):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
@@ -144,7 +144,8 @@ class Arguments(Pass):
         if method == "compiled_loss" and not any(arg.star for arg in call.args):
             return _compute_loss_call(call)
         # fit_generator(g, 100, workers=4) becomes fit(g, steps_per_epoch=100). predict_proba is
-        # changed only for Keras models: others have it too, and their predict gives classes.
+        # changed only for Keras models: those of other libraries have it too, and their predict
+        # returns classes.
         origin = self.imported(self.compiling_class(receiver))
         is_keras = not re.match("sklearn|xgboost|lightgbm|keras.wrappers", origin) and (
             is_model_name(receiver) or origin.endswith((".Sequential", ".Model"))
@@ -183,9 +184,9 @@ class Arguments(Pass):
         names = {arg.keyword.value for arg in call.args if arg.keyword}
         model_class = self.compiling_class(call.func.value)
         model_name = dotted(model_class)
-        # If the script does not show the model's class, it may be any that takes these arguments.
-        is_unknown = model_name not in self.compiles and not self.imported(model_class)
-        for class_name, parameters in self.compiles.items():
+        # If the script does not show the model's class, it may be any class that takes these arguments.
+        is_unknown = model_name not in self.compile_parameters and not self.imported(model_class)
+        for class_name, parameters in self.compile_parameters.items():
             accepted = {
                 param.name.value for param in (*parameters.params, *parameters.kwonly_params)
             }
@@ -222,7 +223,7 @@ def _compute_loss_call(call: Call) -> Call:
 
 
 def _with_keywords(call: Call, names: list[str]) -> Call:
-    """Passes positional arguments by these names. The first stays positional, like those beyond the names."""
+    """Returns the call with positional arguments passed by these names, except the first and those beyond the names."""
     args = list(call.args)
     for number, (arg, name) in enumerate(zip(call.args, names)):
         if number and arg.keyword is None and not arg.star:
@@ -231,7 +232,7 @@ def _with_keywords(call: Call, names: list[str]) -> Call:
 
 
 def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
-    """Renames keyword arguments, and drops those whose new name is None."""
+    """Returns the call with keyword arguments renamed, without those whose new name is None."""
     args = []
     for arg in call.args:
         name = arg.keyword.value if arg.keyword else ""
@@ -247,7 +248,7 @@ def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
 def _warmup_call(call: Call) -> Call:
     """Adds initial_lr=None, which means the optimizer's rate; Horovod before 0.20 had no such argument.
 
-    warmup_epochs came first then. It is recognized as a whole number, which a learning rate never is.
+    Before 0.20, warmup_epochs came first. It is recognized as a whole number, which a learning rate never is.
     """
     first = argument(call, "initial_lr", 0)
     if first is None:
@@ -263,8 +264,8 @@ def _warmup_call(call: Call) -> Call:
 def _schedule_call(call: Call) -> Call:
     """Adds initial_lr=None, since Horovod before 0.20 had no such argument.
 
-    The multiplier came first then, and a number was a plain factor, not yet the base of a power. It is recognized by
-    the start_epoch after it, a whole number, which a multiplier never is.
+    Before 0.20, the multiplier came first, and a number was a plain factor, not yet the base of a power. It is
+    recognized by the start_epoch after it, a whole number, which a multiplier never is.
     """
     if argument(call, "initial_lr"):
         return call

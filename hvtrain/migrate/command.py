@@ -11,7 +11,7 @@ from hvtrain.system.files import TEMPORARY, write_atomic
 
 
 def main() -> int:
-    """Migrates the files and folders on the command line, and returns the exit code."""
+    """Migrates the files and folders given on the command line, and returns the exit code."""
     parser = Parser(
         "python -m hvtrain migrate",
         usage="%(prog)s [--write] FILE|FOLDER ...",
@@ -59,7 +59,7 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
             try:
                 scripts[file] = migrate(_read(file), str(file))
             except ConfigError as error:
-                # Only in a folder, which may also hold files in Python 2, for example.
+                # Only a folder may hold unsuitable files, such as files in Python 2.
                 if file == path:
                     raise
                 failures.append(error)

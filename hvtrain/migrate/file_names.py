@@ -116,20 +116,20 @@ class FileNames(Pass):
     ) -> SimpleString:
         quote = updated_node.quote
         return updated_node.with_changes(
-            value=f"{updated_node.prefix}{quote}{self._new(original_node)}{quote}"
+            value=f"{updated_node.prefix}{quote}{self._new_text(original_node)}{quote}"
         )
 
     def leave_FormattedStringText(
         self, original_node: FormattedStringText, updated_node: FormattedStringText
     ) -> FormattedStringText:
-        return updated_node.with_changes(value=self._new(original_node))
+        return updated_node.with_changes(value=self._new_text(original_node))
 
-    def _new(self, node: CSTNode) -> str:
+    def _new_text(self, node: CSTNode) -> str:
         """Returns the text of a literal, renamed if it is the name of a written file."""
         text = _text(node)
-        # Without a dot, the same text may mean something else in another place, such as "model".
-        elsewhere = self.new_by_text.get(text, text) if "." in text else text
-        return self.new_by_node.get(node, elsewhere)
+        # Text without a dot, such as "model", may mean something else in another literal.
+        default = self.new_by_text.get(text, text) if "." in text else text
+        return self.new_by_node.get(node, default)
 
 
 def with_suffix(text: str, suffix: str) -> str:
@@ -149,7 +149,7 @@ def with_suffix(text: str, suffix: str) -> str:
 def outdated_reads(paths: FilePaths) -> list[Call]:
     """Returns calls that read weights under an old suffix, although the script writes such files with the new one."""
     written = {
-        _before_numbers(literal)
+        _stem(literal)
         for _, path, suffix in paths.written
         for literal in paths.literals(path)
         if suffix == WEIGHTS
@@ -159,7 +159,7 @@ def outdated_reads(paths: FilePaths) -> list[Call]:
         if method_of(call) != "load_weights":
             continue
         for literal in paths.literals(path):
-            stem = _before_numbers(literal)
+            stem = _stem(literal)
             is_old = re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
             if is_old and any(_may_be_same_path(name, stem) for name in written):
                 calls.append(call)
@@ -167,10 +167,10 @@ def outdated_reads(paths: FilePaths) -> list[Call]:
     return calls
 
 
-def _before_numbers(literal: CSTNode) -> str:
+def _stem(literal: CSTNode) -> str:
     """Returns the part of a file name before its numbers, the same for w-10.h5, w-{epoch}.weights.h5 and w-%d.h5."""
-    stem = _text(literal).removesuffix(WEIGHTS)
-    return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
+    name = _text(literal).removesuffix(WEIGHTS)
+    return re.split(r"[{%\d]|\.h5$|\.hdf5$", name)[0].rstrip(".-_")
 
 
 def _may_be_same_path(first: str, second: str) -> bool:

@@ -38,7 +38,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
 
     Args:
         text: The script.
-        keeps_horovod: Keep names of horovod.tensorflow (but not of its keras module), which graph mode needs.
+        keeps_horovod: True to keep names of horovod.tensorflow (not of its keras module), which graph mode needs.
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)
@@ -82,7 +82,7 @@ class _Names(Pass):
         # The old import reaches the new name: hvd.keras.callbacks becomes hvd.callbacks.
         if new.startswith(f"{bound}."):
             return parse_expression(dotted(base) + new[len(bound) :])
-        # It does not: tf.keras.Input becomes keras.Input.
+        # Otherwise it needs another import: tf.keras.Input becomes keras.Input.
         for module, (written, line) in _FALLBACKS.items():
             if new.startswith(f"{module}."):
                 self.missing.add(line)
@@ -127,7 +127,7 @@ class _Names(Pass):
         ]
         # In parentheses, each name may have a line and a comment of its own, which are kept.
         if len(statements) == 1 and isinstance(statement, ImportFrom) and "(" in code_of(statement):
-            statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
+            statements = [updated_node.with_changes(body=[_keep_layout(statement, statements[0])])]
         else:
             statements[-1] = statements[-1].with_changes(
                 trailing_whitespace=original_node.trailing_whitespace
@@ -176,9 +176,9 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
             yield from (f"import {name}" for name in names)
 
 
-def _same_layout(old: ImportFrom, line: cst.BaseStatement) -> ImportFrom:
+def _keep_layout(old: ImportFrom, new_line: cst.BaseStatement) -> ImportFrom:
     """Returns the old statement, parentheses and comments included, with the new module and names."""
-    new = line.body[0]
+    new = new_line.body[0]
     names = [
         item.with_changes(name=other.name, asname=other.asname)
         for item, other in zip(old.names, new.names)

@@ -155,7 +155,7 @@ def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]
 
 
 def _resolve(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
-    """Looks a name up in the table, and the result again, until there is no entry; `A(x)` counts as A."""
+    """Looks up a name in the table, then the entry itself, and so on until there is none; `A(x)` counts as `A`."""
     name = node.func if isinstance(node, Call) else node
     # Each entry is followed only once, so a cycle ends.
     others = dict(table)
@@ -187,7 +187,7 @@ def names_used(text: str) -> Counter[str]:
 
 
 def argument(call: Call, keyword: str, position: int | None = None) -> Arg | None:
-    """Returns the argument with this keyword or at this position; None if there is none, or after a * or **."""
+    """Returns the argument with this keyword or at this position; None if there is none, or * or ** comes before."""
     for number, arg in enumerate(call.args):
         if arg.star:
             return None

@@ -43,7 +43,7 @@ class MigratedScript:
     """A migrated script.
 
     Attributes:
-        old: The script as it was.
+        old: The original script.
         text: The new script.
         undecided: Lines left to decide, each as its number in the new text and what to do there.
     """
@@ -76,7 +76,7 @@ def migrate(text: str, name: str = "script") -> MigratedScript:
         name: The name of the file, for messages.
 
     Raises:
-        ConfigError: It is not Python.
+        ConfigError: The script is not Python.
     """
     try:
         ast.parse(text, name)
@@ -131,7 +131,7 @@ class Pinning(Pass):
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
         """Puts one call in place of the statements of a body that pin a GPU."""
         pinning = [statement for statement in updated_node.body if _pins(statement)]
-        # Without a statement that uses the local rank, nothing is pinned: they may only let GPU
+        # If no statement uses the local rank, nothing is pinned: the statements may only let GPU
         # memory grow.
         by_rank = [statement for statement in pinning if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(pinning):

@@ -37,8 +37,8 @@ RENAMED_METHODS = {name: line.split() for name, line in _TABLES["renamed_methods
 REMOVED_METHODS: dict[str, str] = _TABLES["removed_methods"]
 
 
-def _has_prefix(name: str, beginning: str) -> bool:
-    return f"{name}.".startswith(f"{beginning}.")
+def _has_prefix(name: str, prefix: str) -> bool:
+    return f"{name}.".startswith(f"{prefix}.")
 
 
 def _longest_prefix(table: Iterable[str], name: str) -> str:
@@ -67,8 +67,8 @@ def new_name(name: str) -> str:
     new = _EXACT.get(new, new)
     if not _has_prefix(new, "keras") or exists(new):
         return new
-    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not
-    # Keras's.
+    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name in them
+    # does not belong to Keras.
     if _has_prefix(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
@@ -83,7 +83,7 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]
     """Returns the entries of ARGUMENTS or REMOVED_ARGUMENTS that apply to a call, by argument.
 
     Args:
-        table: One of the two.
+        table: ARGUMENTS or REMOVED_ARGUMENTS.
         name: The full name of the called object; .METHOD if it is not imported.
 
     >>> entries(REMOVED_ARGUMENTS, ".save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD")
@@ -91,8 +91,8 @@ def entries(table: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]
     """
     merged: dict[str, Any] = {}
     for key, arguments in table.items():
-        is_beginning = key.endswith(".") and name.startswith(key)
-        if is_beginning or key == name:
+        is_prefix = key.endswith(".") and name.startswith(key)
+        if is_prefix or key == name:
             merged |= arguments
 
     return merged

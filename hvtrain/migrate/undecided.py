@@ -1,4 +1,4 @@
-"""Finds the lines of a migrated script that a person must decide, with advice for each."""
+"""Finds the lines of a migrated script that a person must decide on, with advice for each."""
 
 import re
 from collections import Counter
@@ -50,7 +50,7 @@ _WEIGHT_NAMES = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_varia
 
 
 def find_undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
-    """Finds the lines of a migrated script that a person must decide.
+    """Finds the lines of a migrated script that a person must decide on.
 
     Args:
         text: The script.
@@ -173,7 +173,7 @@ class _Undecided(FilePaths):
             if name in self._weights:
                 self.report(
                     node,
-                    f"on Keras 3 {name}.name is kernel or gamma, without the layer; use {name}.path",
+                    f"on Keras 3 {name}.name, such as kernel, lacks the layer's name; use {name}.path",
                 )
 
     visit_Comparison = _check_weight_name
@@ -242,7 +242,7 @@ class _Undecided(FilePaths):
                 self.report(node, _TRAINS_ALONE)
 
         if method == "save_weights" or code_of(node.func) == "model.save":
-            self._report_write_by_all(node, "put this call under if hvd.rank() == 0")
+            self._report_shared_write(node, "put this call under if hvd.rank() == 0")
 
     def _check_compile(self, node: Call, model: cst.BaseExpression) -> None:
         if any(arg.star == "**" for arg in node.args):
@@ -284,17 +284,17 @@ class _Undecided(FilePaths):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
 
     def _values(self, arg: cst.Arg) -> list[cst.BaseExpression]:
-        """Returns the argument's value, and those assigned to the name that it may be."""
+        """Returns the argument's value and, if that is a name, the values assigned to it."""
         return [arg.value, *self.values.get(code_of(arg.value), [])]
 
-    def _report_write_by_all(self, node: Call, fix: str) -> None:
+    def _report_shared_write(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
     def leave_Module(self, original_node: cst.Module) -> None:
         for call, name, variable, is_on_rank_0 in self._callbacks:
-            # Also if each use but the assignment is guarded: `if hvd.rank() == 0:
-            # callbacks.append(checkpoint)`.
+            # A callback is also on rank 0 only if each use but the assignment is guarded:
+            # `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             num_guarded = self._uses_on_rank_0[variable]
             if num_guarded and num_guarded >= self._names[variable] - 1:
                 is_on_rank_0 = True
@@ -304,7 +304,7 @@ class _Undecided(FilePaths):
                     f"{name} on rank 0 alone makes that rank train differently; use it on all ranks",
                 )
             if name in _WRITING_CALLBACKS and not is_on_rank_0:
-                self._report_write_by_all(call, "use this callback on rank 0 only")
+                self._report_shared_write(call, "use this callback on rank 0 only")
         for call in outdated_reads(self):
             self.report(
                 call,

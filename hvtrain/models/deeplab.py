@@ -52,7 +52,7 @@ def deeplabv3plus(
         num_outputs: number of classes, each with a logit at each pixel.
         backbone: a key of FEATURE_LAYERS.
         output_stride: pixels of the image per feature of the backbone, along a side; 8 is finer than
-            16 and costs more memory and time; 32 leaves the backbone as it is.
+            16 and costs more memory and time; 32 leaves the backbone unchanged.
         filters: number of filters in the pyramid and the decoder.
         atrous_rates: rates of the pyramid's convolutions, one or more; None: 6, 12, 18 at a stride of
             16, twice that at 8, half at 32. Small images need smaller rates: at a rate as large as
@@ -76,7 +76,7 @@ def deeplabv3plus(
         )
     if not 0 < norm_momentum < 1:
         raise ConfigError(
-            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
+            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a number between 0 and 1, such as 0.9"
         )
 
     image = keras.Input(image_shape, name="image")
@@ -110,7 +110,7 @@ def deeplabv3plus(
 def dilation_changes(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     """Returns changes of layer settings, by layer name, that keep all features as fine as output_stride.
 
-    A layer after removed strides has to skip as many positions as they did (algorithme à trous).
+    A layer after removed strides has to skip as many positions as those did (algorithme à trous).
     """
     stride: dict[str, int] = {}  # The stride of each layer's output, before the changes.
     changes = {}
@@ -140,14 +140,14 @@ def dilation_changes(trunk: Model, output_stride: int) -> dict[str, dict[str, An
 
 
 def _pyramid(features, filters: int, rates: Sequence[int]):
-    """Atrous spatial pyramid pooling: features at several scales, and their mean over the image."""
+    """Applies atrous spatial pyramid pooling: features at several scales, and their mean over the image."""
     branches = [_pointwise(features, filters, "aspp_point")]
     for number, rate in enumerate(rates, start=1):
         branches.append(_separable(features, filters, rate, f"aspp_rate{number}"))
     # Image-level features, as in DeepLabv3: the mean over the image, at each position.
-    whole = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
-    whole = _pointwise(whole, filters, "aspp_whole")
-    branches.append(_resize(whole, features.shape))
+    mean = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
+    mean = _pointwise(mean, filters, "aspp_whole")
+    branches.append(_resize(mean, features.shape))
     return _pointwise(layers.Concatenate(name="aspp_concat")(branches), filters, "aspp_project")
 
 
@@ -157,7 +157,7 @@ def _pointwise(x, filters: int, name: str):
 
 
 def _separable(x, filters: int, rate: int, name: str):
-    """Depthwise separable 3x3 convolution, normalized after both of its parts, as in the paper."""
+    """Applies a depthwise separable 3x3 convolution, normalized after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
         3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise
@@ -173,7 +173,7 @@ def _normalize(x, name: str):
 def _resize(x, shape: Sequence[int | None]):
     """Resizes bilinearly to the height and width of a shape [batch, height, width, ...].
 
-    Not with keras.layers.Resizing: its call defaults to training=True, which later batch
-    normalization takes over whenever the model is called without that argument.
+    keras.layers.Resizing is not used: its call defaults to training=True, which later batch
+    normalization layers inherit whenever the model is called without that argument.
     """
     return keras.ops.image.resize(x, shape[1:3], data_format="channels_last")

@@ -40,8 +40,8 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     Args:
         model: a built model.
         source: path or address of one of SOURCES.
-        excepted: patterns (see parts.py) of variables that keep their new values. If there are any,
-            weights that only the source has are ignored.
+        excepted: patterns (see parts.py) of variables that keep their initial values. If there are
+            any, weights that only the source has are ignored.
 
     Raises:
         ConfigError: the source cannot be read or is of another model; the message names the first
@@ -51,7 +51,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     excepted_ids = find_variables(model, excepted, "model.weights_except")
     variables = {
         key: variable
-        for key, variable in _keyed(parts(model)).items()
+        for key, variable in _variables_by_key(parts(model)).items()
         if id(variable) not in excepted_ids
     }
 
@@ -59,7 +59,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
         return key in arrays and arrays[key].shape == whole_shape(variables[key])
 
     # The head is restored as a whole, or not at all.
-    new_head = [key for key in _keyed(head_of(model)) if key in variables]
+    new_head = [key for key in _variables_by_key(head_of(model)) if key in variables]
     if all(map(fits, new_head)):
         new_head = []
     restored = {key: variable for key, variable in variables.items() if key not in new_head}
@@ -89,10 +89,10 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     suffix = f"; new: {', '.join(new)}" if new else ""
     log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
     if unused and excepted:
-        log.info(f"               not used from there: {listed(unused_layers)}")
+        log.info(f"               not used: {listed(unused_layers)}")
 
 
-def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
+def _variables_by_key(model_parts: Sequence[Part]) -> dict[str, Any]:
     """Returns the parts' variables by key, without LoRA's matrices."""
     variables: dict[str, Any] = {}
     for part in model_parts:
@@ -113,8 +113,8 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
 
     return ConfigError(
         f"model.weights={source} is of another model: it has {describe(array)} where {path} of "
-        f"this model has {describe(variable)}; choose the model that it was made with, or list in "
-        "model.weights_except what stays new"
+        f"this model has {describe(variable)}; choose the model that it was made with, or list the "
+        "variables that stay new in model.weights_except"
     )
 
 
@@ -154,7 +154,7 @@ def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
     # Newest first. Damaged checkpoints are skipped with a warning.
     for folder in reversed(store.list_checkpoints(path / "checkpoints")):
         try:
-            return folder, _of_checkpoint(store.read(folder).arrays, model)
+            return folder, _weights_of_checkpoint(store.read(folder).arrays, model)
         except CheckpointError as error:
             log.warning("%s", error)
     raise ConfigError(
@@ -167,7 +167,7 @@ def _read_keras(path: Path, model: Model) -> Arrays:
     # A run saves its model wrapped in preprocessing; the last layer is the trained model.
     if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], Model):
         loaded = loaded.layers[-1]
-    return _of_model(loaded, model)
+    return _weights_of_model(loaded, model)
 
 
 def _read_preset(path: Path, model: Model) -> Arrays:
@@ -177,38 +177,41 @@ def _read_preset(path: Path, model: Model) -> Arrays:
     folder = str(path.resolve())
     task = hub_layer(model, "Task")
     if task is not None and task_config(folder, type(task)):
-        return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
-    return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
+        source = type(task).from_preset(folder, preprocessor=None, dtype="float32")
+    else:
+        source = keras_hub.models.Backbone.from_preset(folder, dtype="float32")
+    return _weights_of_model(source, model)
 
 
-def _of_model(source: Model, model: Model) -> Arrays:
+def _weights_of_model(source: Model, model: Model) -> Arrays:
     """Returns the weights of the loaded model `source`, keyed as in `model`.
 
-    Backbones of keras-hub are matched wherever they are nested in the two models, and heads if they
-    have the same variables.
+    Backbones of keras-hub are matched wherever they are nested in the two models. Heads are matched
+    if they have the same variables.
     """
     backbone = hub_layer(model, "Backbone")
     source_backbone = hub_layer(source, "Backbone")
     if backbone is None or source_backbone is None:
-        return {key: variable.numpy() for key, variable in _keyed(parts(source)).items()}
+        return {key: variable.numpy() for key, variable in _variables_by_key(parts(source)).items()}
 
     # The backbone may be nested more deeply in one of the two, where its layers have other paths.
-    keys = {id(variable): key for key, variable in _keyed(parts(model)).items()}
+    keys = {id(variable): key for key, variable in _variables_by_key(parts(model)).items()}
 
-    def with_keys_of(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
-        own_keys = {key: keys[id(variable)] for key, variable in _keyed(own).items()}
+    def rekey(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
+        own_keys = {key: keys[id(variable)] for key, variable in _variables_by_key(own).items()}
         return {
-            own_keys.get(key, key): variable.numpy() for key, variable in _keyed(others).items()
+            own_keys.get(key, key): variable.numpy()
+            for key, variable in _variables_by_key(others).items()
         }
 
-    arrays = with_keys_of(parts(backbone), parts(source_backbone))
-    head = with_keys_of(
+    arrays = rekey(parts(backbone), parts(source_backbone))
+    head = rekey(
         head_of(hub_layer(model, "Task") or model), head_of(hub_layer(source, "Task") or source)
     )
     return arrays | head if head.keys() <= set(keys.values()) else arrays
 
 
-def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
+def _weights_of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint, keyed as in the model, with LoRA's matrices added to the kernels."""
     # A checkpoint's keys of weights are model/NUMBER/PATH; others belong to the optimizer and the ranks.
     weights = {
@@ -220,7 +223,7 @@ def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
         second = weights.pop(f"{path.removesuffix('_a')}_b")
         base = path.removesuffix("_a").replace("/lora_", "/")
         weights[base] = weights[base] + first @ second
-    keys = {variable.path: key for key, variable in _keyed(parts(model)).items()}
+    keys = {variable.path: key for key, variable in _variables_by_key(parts(model)).items()}
     return {keys.get(path, path): array for path, array in weights.items()}
 
 

@@ -59,14 +59,14 @@ def hub_model(
 ) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
-    The keras-hub model, which has a fit of its own, is wrapped in a plain keras.Model. A bare backbone
+    The keras-hub model, which has its own fit method, is wrapped in a plain keras.Model. A bare backbone
     gets a dense layer, on pooled features unless the task needs outputs at each position.
 
     Args:
         input_spec: tf.TensorSpec of one example, or a mapping of them by name.
         name: a class of keras_hub.models, such as BertTextClassifier.
         num_outputs: size of the output, such as the number of classes.
-        output_shape: shape of an example's output; None, as for task=custom: outputs are left as they are.
+        output_shape: shape of an example's output; None (for task=custom): outputs stay unchanged.
         image_shape: (height, width, channels), for image models.
         vocabulary_size: vocabulary size of the data set's tokenizer, for text models.
         preset: a folder written by keras-hub's save_to_preset. It gives the architecture;
@@ -112,9 +112,9 @@ def hub_model(
         else:
             network = _new_backbone(chosen, backbone_options, facts)
         _check_size(network, facts)
-        kind = _class_for_backbone(chosen, type(network))
+        cls = _class_for_backbone(chosen, type(network))
         if is_task:
-            network = _new_task(kind, network, folder, options, num_outputs)
+            network = _new_task(cls, network, folder, options, num_outputs)
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
         outputs = fit_outputs(network(named_inputs), named_inputs, output_shape, dropout, is_task)
     except ConfigError:
@@ -124,7 +124,7 @@ def hub_model(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
             "model.backbone, other options of model, or the shape of the examples"
         ) from error
-    return Model(inputs, outputs, name=kind.__name__)
+    return Model(inputs, outputs, name=cls.__name__)
 
 
 def _import_keras_hub():
@@ -144,7 +144,7 @@ def _classes() -> dict[str, Any]:
 
     bases = (models.Backbone, models.Task)
     classes = inspect.getmembers(models, inspect.isclass)
-    return {name: kind for name, kind in classes if issubclass(kind, bases)}
+    return {name: cls for name, cls in classes if issubclass(cls, bases)}
 
 
 def _find_class(name: str):
@@ -158,7 +158,7 @@ def _find_class(name: str):
     chosen = classes[name]
     if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
         raise ConfigError(
-            f"model.name={name} has a loss of its own, which runs do not use; choose another class"
+            f"model.name={name} has its own loss, which runs do not use; choose another class"
         )
     return chosen
 
@@ -170,54 +170,52 @@ def _class_for_backbone(chosen, backbone: type):
     """
     # A set, since keras-hub exports some classes under two names.
     suitable = {
-        kind
-        for kind in _classes().values()
-        if backbone in (kind, getattr(kind, "backbone_cls", None))
+        cls for cls in _classes().values() if backbone in (cls, getattr(cls, "backbone_cls", None))
     }
     if chosen in suitable:
         return chosen
-    matches = [kind for kind in suitable if issubclass(kind, chosen)]
+    matches = [cls for cls in suitable if issubclass(cls, chosen)]
     if len(matches) != 1:
         raise ConfigError(
             f"model.name={chosen.__name__} does not fit model.preset, which has a "
-            f"{backbone.__name__}; choose {', '.join(sorted(kind.__name__ for kind in suitable))}"
+            f"{backbone.__name__}; choose {', '.join(sorted(cls.__name__ for cls in suitable))}"
         )
     return matches[0]
 
 
 def _new_backbone(chosen, options: dict[str, Any], facts: Named) -> Model:
     """Builds the backbone of a class, with these options and the facts for which it has arguments."""
-    kind = getattr(chosen, "backbone_cls", chosen)
-    if kind is None or kind.__name__ == "Backbone":
-        subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
-        examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
+    cls = getattr(chosen, "backbone_cls", chosen)
+    if cls is None or cls.__name__ == "Backbone":
+        subclasses = {cls for cls in _classes().values() if issubclass(cls, chosen)}
+        examples = sorted(cls.__name__ for cls in subclasses - {chosen})[:4]
         raise ConfigError(
             f"model.name={chosen.__name__} is a base class; choose a subclass, such as "
             f"{', '.join(examples)}, or give model.preset"
         )
 
-    parameters = _user_parameters(kind)
-    _check_options(kind.__name__, "model.backbone", options, parameters)
+    parameters = _user_parameters(cls)
+    _check_options(cls.__name__, "model.backbone", options, parameters)
     known = {key: facts[key] for key in facts.keys() & parameters if facts[key] is not None}
     # Names are fixed, here and for tasks, so that variables have the same paths in every build. The
     # user's options take precedence over the data set's facts.
-    return kind(name="backbone", dtype=keras.config.dtype_policy(), **known | options)
+    return cls(name="backbone", dtype=keras.config.dtype_policy(), **known | options)
 
 
 def _new_task(
-    kind, backbone: Model, folder: str | None, options: dict[str, Any], num_outputs: int | None
+    cls, backbone: Model, folder: str | None, options: dict[str, Any], num_outputs: int | None
 ) -> Model:
     """Builds the task model. The user's options take precedence over the run's, and these over the preset's."""
-    parameters = _user_parameters(kind)
-    _check_options(kind.__name__, "model", options, parameters)
+    parameters = _user_parameters(cls)
+    _check_options(cls.__name__, "model", options, parameters)
     run_options: dict[str, Any] = {}
     if "num_classes" in parameters and num_outputs:
         run_options["num_classes"] = num_outputs
-    if "activation" in _parameters(kind):
+    if "activation" in _parameters(cls):
         run_options["activation"] = None  # The losses of runs take logits.
     fixed = {"backbone": backbone, "preprocessor": None, "name": "task", "compile": False}
-    saved = task_config(folder, kind) if folder else {}
-    task = kind.from_config(saved | run_options | options | fixed)
+    saved = task_config(folder, cls) if folder else {}
+    task = cls.from_config(saved | run_options | options | fixed)
 
     # Otherwise loading a saved model would compile the task, and Keras would warn about
     # an optimizer without variables.
@@ -226,15 +224,15 @@ def _new_task(
     return task
 
 
-def _user_parameters(kind: type) -> list[str]:
-    """Returns the arguments of a constructor that users can set."""
-    return [name for name in _parameters(kind) if name not in _RESERVED]
+def _user_parameters(cls: type) -> list[str]:
+    """Returns the names of a constructor's arguments that users can set."""
+    return [name for name in _parameters(cls) if name not in _RESERVED]
 
 
-def _parameters(kind) -> Mapping[str, inspect.Parameter]:
-    # Of __init__, not of the class: for an inherited __init__, Python 3.10 returns
-    # the signature of Keras's __new__.
-    return inspect.signature(kind.__init__).parameters
+def _parameters(cls) -> Mapping[str, inspect.Parameter]:
+    # The signature is that of __init__, not of the class: for an inherited __init__,
+    # Python 3.10 returns the signature of Keras's __new__.
+    return inspect.signature(cls.__init__).parameters
 
 
 def _check_options(name: str, setting: str, options: Named, known: Sequence[str]) -> None:
@@ -262,7 +260,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     """Makes symbolic inputs from the data set's tf.TensorSpecs, and maps them to the network's inputs.
 
     A single array is the tokens or the image. Other inputs of a text model are derived from the
-    tokens if the data set lacks them; see _derived.
+    tokens if the data set lacks them; see _derive_input.
 
     Returns the symbolic inputs in the structure of `spec`, and the network's inputs made from them.
     Raises ConfigError if the network's inputs have other names, or other numbers of axes.
@@ -279,7 +277,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
     named = dict(data_inputs)
     for name in expected:
         if name not in data_inputs:
-            derived = _derived(name, data_inputs, padding_token)
+            derived = _derive_input(name, data_inputs, padding_token)
             if derived is not None:
                 named[name] = derived
 
@@ -297,7 +295,7 @@ def _shapes(tensors: Named) -> str:
     return ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
 
 
-def _derived(name: str, inputs: Named, padding_token: int | None):
+def _derive_input(name: str, inputs: Named, padding_token: int | None):
     """Derives the input `name` from the matching tokens; returns None if it cannot be derived.
 
     The mask selects tokens that are not padding, all tokens belong to one segment, and all positions
@@ -366,25 +364,25 @@ def _preset_folder(preset: str) -> str:
     path = Path(preset)
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"model.preset={preset} is not a folder with {CONFIG_FILE}; give a folder that "
-            "save_to_preset of keras-hub wrote: nothing is downloaded"
+            f"model.preset={preset} is not a folder with {CONFIG_FILE}; give a folder written by "
+            "keras-hub's save_to_preset: nothing is downloaded"
         )
     # Absolute, since keras-hub would download a preset that it knows by name, such as bert_base_en.
     return str(path.resolve())
 
 
-def task_config(folder: str, kind: type) -> dict[str, Any]:
+def task_config(folder: str, cls: type) -> dict[str, Any]:
     """Returns the constructor options of a preset's task model; empty if it has none of this class."""
     path = Path(folder) / "task.json"
     saved = json.loads(path.read_text()) if path.is_file() else {}
-    if saved.get("class_name") != kind.__name__:
+    if saved.get("class_name") != cls.__name__:
         return {}
     parts = ("backbone", "preprocessor")
     return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
 def hub_layer(model: Model, class_name: str) -> Model | None:
-    """Returns the keras-hub layer of a class inside a model; None if it has none.
+    """Returns the layer of a keras-hub class inside a model; None if the model has none.
 
     Args:
         model: a built model.
@@ -394,5 +392,5 @@ def hub_layer(model: Model, class_name: str) -> Model | None:
     hub = sys.modules.get("keras_hub")
     if hub is None:
         return None
-    kind = getattr(hub.models, class_name)
-    return next((layer for layer in model._flatten_layers() if isinstance(layer, kind)), None)
+    cls = getattr(hub.models, class_name)
+    return next((layer for layer in model._flatten_layers() if isinstance(layer, cls)), None)

@@ -40,7 +40,7 @@ def image_input(image_shape: Shape, network: str, min_side: int) -> Any:
         min_side: the least height and width in pixels.
 
     Raises:
-        ConfigError: the images are smaller.
+        ConfigError: the images are smaller than `min_side`.
     """
     height, width, _ = image_shape
     if min(height, width) < min_side:
@@ -75,9 +75,7 @@ def check_counts(network: str, **counts: int) -> None:
     # A loop over a count below 1 would silently do nothing.
     for option, count in counts.items():
         if count < 1:
-            raise ConfigError(
-                f"{network} was given {option}={count}; it needs a whole number from 1"
-            )
+            raise ConfigError(f"{network} was given {option}={count}; it needs at least 1")
 
 
 def mlp(
@@ -108,7 +106,7 @@ def mlp(
 def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> Model:
     """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
-    1,199,882 parameters on 28x28x1 with 10 classes.
+    It has 1,199,882 parameters on 28x28x1 with 10 classes.
 
     Args:
         image_shape: (height, width, channels).
@@ -134,7 +132,7 @@ def cnn(image_shape: Shape, num_outputs: int, dropout: Sequence[float] = (0.25, 
 def resnet20(image_shape: Shape, num_outputs: int, blocks_per_stage: int = 3) -> Model:
     """Builds the residual network of He et al. 2015 for CIFAR-10, in three stages.
 
-    See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
+    See arXiv:1512.03385, section 4.2. It has 272,474 trainable parameters on 32x32x3 with 10 classes
     (Keras counts 1,568 more, the moving means and variances). Where a stage changes the shape, the
     shortcut is a 1x1 convolution: the paper's option B, as in most implementations. The paper's own
     CIFAR runs used option A, zero padding, with 2,752 fewer parameters.
@@ -188,10 +186,11 @@ def separable_cnn(
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
 ) -> Model:
-    """Builds separable convolutions between one plain convolution and one dense layer, for images of 8x8 or more.
+    """Builds a network of separable convolutions for images of 8x8 or more.
 
-    Separable convolutions as in Chollet 2017, arXiv:1610.02357; docs/separable.md trains this
-    network. 2,887,306 parameters on 28x28x1 with 10 classes.
+    A plain convolution comes before them, and a dense layer after them. The separable convolutions
+    follow Chollet 2017, arXiv:1610.02357. The network has 2,887,306 parameters on 28x28x1 with 10
+    classes; docs/separable.md trains it.
 
     Args:
         image_shape: (height, width, channels).
@@ -199,7 +198,7 @@ def separable_cnn(
         activation: Keras name of the activation of all hidden layers.
         initializer: Keras name of the initializer of the plain, pointwise and dense kernels.
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
-            KERNEL**2 = 9 inputs, but Keras takes its shape (3, 3, C, 1) for a fan-in of 9*C. With
+            KERNEL**2 = 9 inputs, but Keras computes a fan-in of 9*C from its shape (3, 3, C, 1). With
             lecun, he and glorot the variance of the signal therefore falls by a factor of order C in
             each such layer (keras issue 11773), and after five of them it is too small to train on.
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
@@ -217,7 +216,7 @@ def separable_cnn(
                 KERNEL,
                 padding="same",
                 activation=activation,
-                depthwise_initializer=_depthwise(depthwise_initializer),
+                depthwise_initializer=_depthwise_initializer(depthwise_initializer),
                 pointwise_initializer=initializer,
                 name=f"separable{block}_{number}",
             )(x)
@@ -228,7 +227,7 @@ def separable_cnn(
     return Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
 
 
-def _depthwise(name: str) -> keras.initializers.Initializer:
+def _depthwise_initializer(name: str) -> keras.initializers.Initializer:
     # A new object for each layer, since an object draws the same numbers in every call.
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
@@ -268,8 +267,8 @@ def application(
 def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
     """Builds ResNet-50 for RGB images with values in 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
-    See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
-    from keras.applications.ResNet50, which follows He et al. 2015, in these points:
+    See arXiv:1706.02677, section 5.1. It has 25,557,032 trainable parameters with 1000 classes, and
+    differs from keras.applications.ResNet50, which follows He et al. 2015, in these points:
     - a stage halves the image in its first 3x3 convolution, not in the 1x1 before it;
     - convolutions have no biases, since batch normalization follows them;
     - the last batch normalization of a block begins with a gamma of 0, so that the block begins as

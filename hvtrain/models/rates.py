@@ -64,7 +64,8 @@ def multiply_rates(
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
     apply_weight_decay = inner._apply_weight_decay
-    # Not read in decay: replicas of tf.distribute run it in turns, and one would read another's product.
+    # Read here, not in `decay`: replicas of tf.distribute run `decay` in turns, and one would read
+    # another's product.
     # An attribute is None if the optimizer does not decay weights.
     decays = {name: getattr(inner, name) for name in WEIGHT_DECAYS if getattr(inner, name, None)}
 
@@ -88,7 +89,7 @@ def multiply_rates(
 
 
 def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
-    """Changes an optimizer in place: it adds weight_decay x kernel to the gradient of each kernel.
+    """Makes an optimizer add weight_decay x kernel to the gradient of each kernel, changing it in place.
 
     This is the weight decay of PyTorch's SGD and of many papers, such as that on ResNet; it passes
     through the momentum. Keras's optimizer.weight_decay instead decays the weights themselves
@@ -118,7 +119,7 @@ def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
 
 
 def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
-    """Changes an optimizer in place: it keeps a moving average of the weights.
+    """Makes an optimizer keep a moving average of the weights, changing it in place.
 
     Args:
         optimizer: a Keras optimizer that is not built yet.

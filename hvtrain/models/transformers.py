@@ -32,13 +32,14 @@ def transformer(
 
     The architecture is that of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners"). The token embedding and the head share one matrix, in float32. With the
-    defaults, 128 tokens and a vocabulary of 2,048 it has 1,071,872 parameters.
+    defaults, 128 tokens and a vocabulary of 2,048, it has 1,071,872 parameters.
 
     Args:
         input_spec: spec of one example: a row of integer tokens of shape [length], or of any length up
             to `length`.
         vocabulary_size: vocabulary size of the data set's tokenizer.
-        causal: True: each position sees itself and earlier ones; False: all. A fact of dataset=text.
+        causal: True: each position sees itself and earlier ones; False: it sees all. A fact of
+            dataset=text.
         blocks: number of blocks.
         width: number of features at each position.
         heads: attention heads, which divide the width among them.
@@ -103,7 +104,7 @@ def transformer(
 
 
 def _block(x, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, is_text):
-    """Adds attention, over the positions in is_text or all, and then an MLP.
+    """Adds attention, over all positions or only those in is_text, and then an MLP.
 
     x has the shape [batch, length, width]; is_text is a mask of shape [batch, length], or None.
     """

@@ -7,7 +7,7 @@ the bytes that each of n ranks has to send.
 `python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
 training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
 keys `half-BYTES`, `gather-BYTES` and `bytes-BYTES` are other exchanges of training: sums in half precision,
-all-gathers, and, on two ranks, what bf16 and int8 do. benchmarks/allreduce.py has other methods.
+all-gathers, and, on two ranks, swaps of bytes as for bf16 and int8. benchmarks/allreduce.py has other methods.
 """
 
 import json
@@ -147,13 +147,13 @@ class Collectives:
         return lines
 
 
-def main(kind: type[Collectives] = Collectives) -> int:
+def main(collectives_class: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
     exit_at_signals()
     parser = Parser(
         "python -m hvtrain allreduce",
         description="""\
-Latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Writes
+Measures latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Writes
 allreduce.json, which plan --calibrate reads.""",
     )
     option = parser.add_argument
@@ -170,7 +170,7 @@ allreduce.json, which plan --calibrate reads.""",
     ).absolute()
     # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
-    collectives = kind(options.ranks, options.transport, threads, folder, sizes)
+    collectives = collectives_class(options.ranks, options.transport, threads, folder, sizes)
 
     make_output(folder)
     collectives.run(options.rounds)
@@ -187,7 +187,7 @@ allreduce.json, which plan --calibrate reads.""",
 
 @dataclass(frozen=True)
 class Method:
-    """A way to reduce, as a rank measures it.
+    """A way to reduce tensors, which a rank measures.
 
     Attributes:
         rank: This process's rank.

@@ -73,7 +73,7 @@ def main() -> int:
     print("\n".join(report.run_lines(run, options)), flush=True)
 
     # Measured after the lines above are printed, since measuring takes a while and may fail.
-    step_seconds = _measured(options, run) if options.measure else options.step_seconds
+    step_seconds = _measure_step(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine: Machine | None = None
     costs: list[Cost] = []
@@ -146,7 +146,7 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
     )
 
 
-def _measured(options: argparse.Namespace, run: "Forecast") -> float:
+def _measure_step(options: argparse.Namespace, run: "Forecast") -> float:
     """Measures the step time of the run on one rank of this machine, in seconds.
 
     If the data set is not on this machine, synthetic data of the same shape takes its place.

@@ -93,7 +93,7 @@ def forecast(
         ranks_per_host: Ranks on each host, which share its entry in train.batch_size.
         examples: Training examples of a data set that is not on this machine, and so is not opened;
             None: open the run's data set.
-        classes: The number of classes of such a data set, if its settings do not say.
+        classes: The number of classes of such a data set, if its settings do not give it.
 
     Raises:
         ConfigError, DataError: As the run itself would.

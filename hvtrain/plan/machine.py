@@ -21,8 +21,8 @@ class Measured:
 
     Attributes:
         num_ranks: Number of ranks.
-        num_bytes: Size of the tensor on each rank; for another kind of exchange, of a tensor of float32
-            for whose all-reduce a rank sends as many bytes.
+        num_bytes: Size of the tensor on each rank; for other kinds of exchange, the size of the float32
+            tensor whose all-reduce sends as many bytes per rank.
         seconds: Median time.
         kind: A key of Machine.exchanges; empty for an all-reduce of float32.
     """

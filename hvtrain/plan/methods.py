@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from hvtrain.models.memory import Footprint
 
 REPETITIONS = 5
-# A method must be at least this many times as fast to be worth its effect on the training.
+# A method must speed up a step by at least this factor to be worth its effect on the training.
 MIN_SPEEDUP = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
-# The float32 gradients in a piece of a message, wire_formats.PIECE_BLOCKS.
+# The bytes of the float32 gradients in a piece of a message, which has wire_formats.PIECE_BLOCKS blocks.
 PIECE_BYTES = 4096 * 1024 * 4
 
 # The compression, and PowerSGD's rank.
@@ -66,7 +66,7 @@ class Method:
         return self.compression in ("int8", "powersgd")
 
     def fits(self, config: RunConfig) -> bool:
-        """True if runs with these settings take the method (docs/networks.md)."""
+        """True if a run with these settings can use the method (docs/networks.md)."""
         if config.train.precision == "mixed_float16":
             return self.every == 1 and not self.keeps_errors
         return self.every == 1 or config.train.accumulate == 1
@@ -84,12 +84,12 @@ class Method:
         return parts
 
     def rank_bytes(self, footprint: "Footprint") -> int:
-        """Returns the bytes of a rank's own state, which checkpoints hold: errors, and slots of local steps."""
+        """Returns the bytes of a rank's own state in a checkpoint: its errors and, with local steps, its slots."""
         errors = footprint.gradient_bytes if self.keeps_errors else 0
         return errors + (footprint.slot_bytes if self.every > 1 else 0)
 
 
-# The mildest effect on the result first: of about equally fast methods, the first is advised.
+# Ordered by effect on the result, the mildest first: of about equally fast methods, the first is advised.
 # Sharding is last, since it saves memory, not time.
 METHODS = (
     Method("strategy=horovod", "uncompressed gradients"),
@@ -100,7 +100,7 @@ METHODS = (
     Method("strategy=local_sgd strategy.every=16", "ranks drift apart for 16 steps", every=16),
     Method(
         "strategy=diloco strategy.every=500",
-        "ranks drift apart for 500, for long runs",
+        "ranks drift apart for 500 steps; for long runs",
         every=500,
         has_outer=True,
     ),
@@ -123,7 +123,7 @@ class CompressionCost:
 
     Attributes:
         seconds: Time of compression in a step.
-        message_bytes: For each message, the bytes of a ring all-reduce that sends as much.
+        message_bytes: For each message, the bytes of an uncompressed message whose ring all-reduce sends as much.
     """
 
     seconds: float
@@ -173,7 +173,7 @@ def method_cost(
     rules: Rules,
     accumulate: int = 1,
 ) -> Cost:
-    """Predicts a step of num_ranks ranks with this method, as the mean over the steps between two reductions.
+    """Predicts the cost of a step with this method, as the mean over the steps between two reductions.
 
     Args:
         method: The method.
@@ -194,7 +194,7 @@ def method_cost(
         machine = machine.exchanges.get("bytes" if swaps else kind, machine)
         compressed = _compressed_work(work, compression, every, swaps)
 
-    # PowerSGD's second matrix is computed from the mean of the first, behind the rest of the backward
+    # PowerSGD's second matrix is computed from the mean of the first, after the rest of the backward
     # pass, so little of its messages is hidden.
     hides_messages = rules.overlap and every == 1 and method.compression != "powersgd"
     # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
@@ -232,7 +232,7 @@ def _compressed_work(work: Work, compression: CompressionCost, every: int, swaps
         work: The step without compression.
         compression: The cost of compression.
         every: Steps from one reduction to the next.
-        swaps: True if ranks swap each message in pieces of PIECE_BYTES before compression.
+        swaps: True if ranks swap each message in pieces, each of PIECE_BYTES when uncompressed.
     """
     messages = []
     for num_bytes, message in zip(compression.message_bytes, work.gradients):
@@ -267,21 +267,21 @@ def advice(costs: Mapping[Method, Cost]) -> str:
     Args:
         costs: The cost of each method that fits the run.
 
-    >>> def of(*seconds):
+    >>> def costs_of(*seconds):
     ...     costs = [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
     ...     return dict(zip(METHODS, costs))
-    >>> advice(of(1.0, 0.7, 0.9, 0.68, 0.9, 0.3, 0.2, 1.3)).split("; ")[0]
+    >>> advice(costs_of(1.0, 0.7, 0.9, 0.68, 0.9, 0.3, 0.2, 1.3)).split("; ")[0]
     'take strategy.compression=fp16, 1.4 times as fast'
-    >>> advice(of(1.0, 0.98, 1.0, 0.89, 1.0, 0.9, 0.9, 1.3))
+    >>> advice(costs_of(1.0, 0.98, 1.0, 0.89, 1.0, 0.9, 0.9, 1.3))
     'take strategy.compression=int8, 1.1 times as fast'
-    >>> advice(of(1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.95, 1.3))
+    >>> advice(costs_of(1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.95, 1.3))
     'none pays off: the reduction adds 400% to a step, and no method makes it 1.1 times as fast'
     """
     base = costs[METHODS[0]]
     speeds = {method: base.step_seconds / cost.step_seconds for method, cost in costs.items()}
 
     def mildest(methods: Sequence[Method], baseline: float) -> Method | None:
-        """Returns the first that is nearly as fast as the fastest; None if the fastest gains too little."""
+        """Returns the first method that is nearly as fast as the fastest; None if even that gains too little."""
         worthy = [method for method in methods if speeds[method] >= baseline * MIN_SPEEDUP]
         fastest = max((speeds[method] for method in worthy), default=0.0)
         return next((method for method in worthy if speeds[method] * MIN_SPEEDUP >= fastest), None)
@@ -294,7 +294,9 @@ def advice(costs: Mapping[Method, Cost]) -> str:
         parts.append(f"take {synchronous.settings}, {speed:.1f} times as fast")
     local = mildest([method for method in costs if method.every > 1], speed)
     if local:
-        parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
+        parts.append(
+            f"if ranks may drift apart, take {local.settings}, {speeds[local]:.1f} times as fast"
+        )
     if parts:
         return "; ".join(parts)
     return (

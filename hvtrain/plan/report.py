@@ -31,10 +31,10 @@ def format_bytes(num_bytes: float) -> str:
     >>> format_bytes(102_334_368), format_bytes(6.24e9), format_bytes(1_234_000), format_bytes(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
-    for unit, length in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= length:
-            digits = 0 if num_bytes >= 10 * length else 1
-            return f"{num_bytes / length:,.{digits}f} {unit}"
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= unit_bytes:
+            digits = 0 if num_bytes >= 10 * unit_bytes else 1
+            return f"{num_bytes / unit_bytes:,.{digits}f} {unit}"
 
     return f"{num_bytes / 1e3:,.1f} kB"
 
@@ -53,7 +53,7 @@ def launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
 
 
 def memory(forecast: Forecast, method: Method) -> dict[str, int]:
-    """Returns the bytes on a rank by purpose, without activations if these are unknown."""
+    """Returns a rank's bytes of memory by purpose, without activations if their size is unknown."""
     footprint = forecast.footprint
     num_ranks = forecast.plan.size
 
@@ -91,11 +91,11 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     )
-    # From the schedule itself, so that they are what the run will use.
+    # Taken from the schedule itself, so that these are the rates that the run will use.
     rates = (
         f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast)
     )
-    # The newest checkpoints, the best one, and those of keep_every_epochs. How many
+    # The newest checkpoints, the best one, and those of keep_every_epochs. The number that
     # keep_every_hours keeps cannot be predicted.
     num_checkpoints = config.checkpoint.keep + 1
     if config.checkpoint.keep_every_epochs:
@@ -109,11 +109,11 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
         ),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {counted(num_hosts, 'host')}"),
-        ("global batch", _global_batch(forecast)),
-        ("steps", _steps(forecast)),
+        ("global batch", _global_batch_text(forecast)),
+        ("steps", _steps_text(forecast)),
         ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
         ("", ", ".join(rates)),
-        ("memory", _memory(forecast)),
+        ("memory", _memory_text(forecast)),
         (
             "checkpoint",
             f"{format_bytes(size)}; {num_checkpoints} of them are kept: {format_bytes(num_checkpoints * size)}",
@@ -125,7 +125,7 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     return [f"{name:<15}{text}" for name, text in lines]
 
 
-def _global_batch(forecast: Forecast) -> str:
+def _global_batch_text(forecast: Forecast) -> str:
     plan = forecast.plan
     # If the ranks' batches differ, the global batch is not a product.
     if len(set(plan.batch_sizes)) > 1:
@@ -133,7 +133,7 @@ def _global_batch(forecast: Forecast) -> str:
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
 
 
-def _steps(forecast: Forecast) -> str:
+def _steps_text(forecast: Forecast) -> str:
     plan = forecast.plan
     # Examples that do not fill a batch on all ranks are left out of an epoch.
     left_out = ""
@@ -144,7 +144,7 @@ def _steps(forecast: Forecast) -> str:
     return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} per epoch, {epochs}{left_out})"
 
 
-def _memory(forecast: Forecast) -> str:
+def _memory_text(forecast: Forecast) -> str:
     parts = memory(forecast, method_of(forecast.config.strategy))
     total = format_bytes(sum(parts.values()))
 

@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rules:
-    """How ranks reduce.
+    """The rules by which ranks reduce gradients.
 
     The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
@@ -128,14 +128,14 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         ready = _ready_times(work, compute_seconds)
 
     computed_at = compute_seconds
-    # When the latest reduction ends, and the total time of all reductions.
+    # The end of the latest reduction, and the total time of all reductions.
     reduced_at = 0.0
     communication_seconds = 0.0
     buffers = []
     first = 0
     while first < len(sizes):
-        # After a reduction, Horovod starts a waiting one at once; when
-        # idle, it waits for its next cycle.
+        # After a reduction, Horovod immediately starts the next one that is ready; when idle, it
+        # waits for its next cycle.
         begin = reduced_at
         if ready[first] >= reduced_at:
             begin = ready[first] + rules.cycle_seconds / 2
@@ -192,7 +192,7 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
 
 
 def _delay(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """Returns when work due at `moment` ends if computation is slower for `seconds` from `begin`.
+    """Returns the time at which work due at `moment` ends if computation is slower for `seconds` from `begin` on.
 
     >>> _delay(1.0, 2.0, 1.0, 0.2), _delay(10.0, 2.0, 1.0, 0.2), round(_delay(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
@@ -208,7 +208,7 @@ def _delay(moment: float, begin: float, seconds: float, interference: float) -> 
 
 @cache
 def expected_maximum(count: int) -> float:
-    """Returns the expected maximum of `count` independent standard normal numbers.
+    """Returns the expected maximum of `count` independent standard normal variables.
 
     Integrates the maximum's distribution function by the midpoint rule. The result grows like
     sqrt(2 ln n) (David and Nagaraja 2003, "Order Statistics", chapter 3).
@@ -226,7 +226,7 @@ def expected_maximum(count: int) -> float:
 def slowdown(num_ranks: int, deviation: float) -> float:
     """Returns the expected step time of the slowest of num_ranks ranks, relative to the mean.
 
-    All ranks wait for that one. Step times are assumed to be normally distributed, with this
+    All ranks wait for the slowest. Step times are assumed to be normally distributed, with this
     relative deviation. The heavier tail that Chen et al. (2016, "Revisiting Distributed Synchronous
     SGD", arXiv:1604.00981) measured on real clusters is not modeled.
 

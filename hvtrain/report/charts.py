@@ -66,7 +66,7 @@ def write_panels(
     """Draws the panels into one picture, row by row.
 
     Args:
-        panels: at least one; a panel whose axes say enough has the title "".
+        panels: at least one; a panel whose axis labels suffice has the title "".
         path: a PNG file. Readers see either the old picture or the new one, never part of it.
         max_columns: maximum number of panels in a row.
         panel_size: width and height of a panel, in inches.
@@ -119,7 +119,7 @@ def page_svg(
 
 
 def _adapt_svg(text: str, title: str) -> str:
-    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids and fonts."""
+    """Adapts an SVG to a page: adds a label and CSS colors; drops the XML header, group ids and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
     # Ids must be unique on a page, and nothing refers to those of groups.
@@ -187,7 +187,7 @@ def svg(chart: Chart) -> str:
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
-    """Draws a core.figures.Scatter, in its form in review.json, as an SVG element for a page."""
+    """Draws a core.figures.Scatter, given as in review.json, as an SVG element for a page."""
 
     def draw(axes):
         x, y = zip(*figure["points"])
@@ -206,7 +206,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
-    """Draws all charts into one picture on white. There must be at least one."""
+    """Draws all charts into one picture on a white background. There must be at least one chart."""
     panels = [(chart.title, partial(_draw, chart)) for chart in charts]
     write_panels(panels, path, 3, (4.4, 2.9))
 
@@ -256,7 +256,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
 def _draw(chart: Chart, axes) -> None:
     for series in chart.series:
         axes.plot(
-            # Nothing for a run that lacks this metric.
+            # Unpacks to nothing for a run that lacks this metric.
             *zip(*series.points),
             # If there are more curves than colors, the colors repeat with dashed lines.
             color=SERIES[series.color % len(SERIES)],

@@ -50,8 +50,8 @@ def report_runs() -> int:
     parser = Parser(
         "python -m hvtrain report",
         description="""\
-Rewrites the report of a run, report.html and curves.png, from the files in its folder, even if the run is still going
-or has failed. Several runs are compared on one page: a sortable table of figures, charts with a curve for each run, and
+Rewrites the report of a run, report.html and curves.png, from the files in its folder, even if the run is unfinished or
+has failed. Several runs are compared on one page: a sortable table of figures, charts with a curve for each run, and
 the settings that differ.""",
     )
     parser.add_argument(
@@ -60,10 +60,10 @@ the settings that differ.""",
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help=f"the page; default: RUN/{REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
+        help=f"the page; default: RUN/{REPORT_FILE}, or {COMPARISON_FILE} in the current folder for several runs",
     )
     options = parser.parse_args()
-    # run=RUN is accepted too, as in the commands on a finished run.
+    # run=RUN is accepted too, as in the commands for finished runs.
     folders = [folder.removeprefix("run=") for folder in options.runs]
     runs = [read_run(path_of(folder)) for folder in folders]
 
@@ -83,7 +83,7 @@ the settings that differ.""",
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the HTML page that compares several runs."""
-    # A run is shown by its folder's path, relative to the innermost folder that has all of them.
+    # A run is labeled with its folder's path, relative to the innermost folder that contains all runs.
     common = os.path.commonpath([run.folder.parent for run in runs])
     labels = [str(run.folder.relative_to(common)) for run in runs]
 
@@ -222,13 +222,13 @@ def table(rows: list[Row]) -> list[str]:
     # Text is aligned to the left, numbers to the right.
     lines = aligned([header, *map(_cells, rows)], "<<>>><<")
     if any(row["resumable"] for row in rows):
-        lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
+        lines += ["", "* to resume such a run, repeat its command with run.dir=RUN"]
 
     return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Returns the texts of a run in the columns of table(); empty where the value is unknown."""
+    """Returns a run's cells in the columns of table(); a cell is empty if its value is unknown."""
     state = row["state"]
     if row["progress"] is not None and state != "finished":
         state += f" {row['progress']:.0%}"

@@ -40,12 +40,12 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:  # Matplotlib and templates may raise anything.
         log.warning(
-            f"{REPORT_FILE} is not written: {in_one_line(error)}; python -m hvtrain report {folder} tries again"
+            f"{REPORT_FILE} is not written: {in_one_line(error)}; run python -m hvtrain report {folder} to try again"
         )
 
 
 def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
-    """Writes a run's page, and beside it its curves if it has any. Returns the paths of these files."""
+    """Writes a run's page and, if the run has curves, their picture beside it. Returns the paths of the files."""
     write_atomic(path, html(run, with_diff))
     charts = run_charts(run)
     if not charts:
@@ -73,7 +73,7 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a template as a page in the style of this folder.
+    """Renders a template as a page with the style sheet of this folder.
 
     Text in the values is escaped, except SVG, which the templates mark as safe.
 

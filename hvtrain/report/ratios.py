@@ -16,7 +16,7 @@ COVERAGE = 0.95
 class Ratio:
     """Median ratio over the rounds, and an interval that contains the true median with probability `coverage`.
 
-    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest has less.
+    The interval is the narrowest with a coverage of at least 0.95; with fewer than 6 rounds, even the widest has less.
     """
 
     median: float
@@ -25,7 +25,7 @@ class Ratio:
     coverage: float
 
     def __str__(self) -> str:
-        """The median and the interval, with the coverage if that is below 95 percent.
+        """Returns the median and the interval, with the coverage if that is below 95 percent.
 
         >>> str(Ratio(0.9, 0.8, 1.0, 0.75))
         '0.900 [0.800, 1.000, 75% sure]'
@@ -41,8 +41,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     fewer than k of n tosses of a coin show heads, and above the k-th largest as often.
 
     Args:
-        numerators: one measurement by round.
-        denominators: the other measurement, of the same rounds.
+        numerators: the first measurement of each round.
+        denominators: the second measurement of each round.
 
     Raises:
         ValueError: the two differ in length.
@@ -61,7 +61,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
 
 
 def _coverage(count: int, cut: int) -> float:
-    """Probability that the true median lies between the sorted values `cut` and `count - 1 - cut` (from 0)."""
+    """Returns the probability that the true median lies between the sorted ratios `cut` and `count - 1 - cut`."""
     return 1 - 2 * sum(comb(count, k) for k in range(cut + 1)) / 2**count
 
 

@@ -186,7 +186,7 @@ def read_run(folder: Path) -> RunFiles:
         rank_seconds=read_rank_seconds(folder),
         starts=starts,
         # A damaged review is read as empty, so only its part of the page is missing. Without a
-        # result, it is of a shorter run's weights.
+        # result, the file describes the weights of an earlier, shorter run.
         review=read_json(folder / REVIEW_FILE, list) if result else [],
         messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
         state=_state(folder, result, messages),
@@ -223,7 +223,7 @@ def _read_result(folder: Path) -> Record:
 
 
 def _read_config(folder: Path) -> Record:
-    """Reads a run's settings from config.yaml; empty if it cannot be read."""
+    """Returns a run's settings from config.yaml; empty if the file cannot be read."""
     import yaml
 
     try:

@@ -29,7 +29,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.system.resources import free_bytes, peak_bytes, reset_peak, resident_bytes
 from hvtrain.system.secrets import without_secrets
-from hvtrain.training.callbacks.guard import explain_errors, named
+from hvtrain.training.callbacks.guard import explain_errors, ranks_in_words
 from hvtrain.training.callbacks.repeated_step import step_without_update
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.run import Run, RunState, describe, summary
@@ -69,13 +69,13 @@ def try_sizes(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
-    """Tries train.batch_size, twice as much, and so on; returns the trials (every rank).
+    """Tries train.batch_size, then twice that size, and so on; returns the trials (every rank).
 
     Args:
         config: the settings of the run, made by commands.as_search.
         strategy: the strategy of the ranks.
         state: the state of the run.
-        largest: the largest size to try; None: until one does not fit.
+        largest: the largest size to try; None: sizes are tried until one does not fit.
         limit_bytes: as in batch_sizes.lacking_host.
         overrides: settings on the command line, for the suggested commands.
 
@@ -140,11 +140,11 @@ class BatchSearch:
         self._has_gpu = bool(tf.config.list_logical_devices("GPU"))
 
     def try_doubling(self, first: int, largest: int | None) -> str:
-        """Tries `first`, twice as much, and so on up to `largest`. Returns why it ended."""
+        """Tries `first`, then twice that size, and so on up to `largest`. Returns why the search ended."""
         size = first
         while largest is None or size <= largest:
-            # Comes from gathered values, so it is the same on every rank, and all leave the loop
-            # together.
+            # The reason comes from gathered values, so it is the same on every rank, and all ranks
+            # leave the loop together.
             reason = self.try_size(size)
             if reason:
                 return reason
@@ -155,7 +155,7 @@ class BatchSearch:
         return f"{size} is above --largest {largest}"
 
     def try_size(self, size: int) -> str:
-        """Trains some steps with this size and adds a trial. Returns "", or the reason why it could not."""
+        """Trains some steps with this size and adds a trial. Returns "", or why the size could not be tried."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
@@ -165,10 +165,10 @@ class BatchSearch:
         except ConfigError as error:
             return str(error).partition(";")[0]
 
-        return self._lacking_memory(size) or self._measure(replace(run, plan=plan), size)
+        return self._memory_shortage(size) or self._measure(replace(run, plan=plan), size)
 
-    def _lacking_memory(self, size: int) -> str:
-        """Predicts the memory for this size. Returns "", or which host lacks it."""
+    def _memory_shortage(self, size: int) -> str:
+        """Predicts the memory for this size. Returns "", or a message that names the host without enough memory."""
         # With a GPU, activations do not use the host's memory. The GPU's memory is not predicted: running
         # out of it raises an error, which the process survives.
         first_slope = 0 if self._has_gpu else footprint(self.model, 1).activation_bytes or 0
@@ -186,7 +186,7 @@ class BatchSearch:
         )
 
     def _measure(self, run: Run, size: int) -> str:
-        """Trains by the run's plan and adds a trial. Returns "", or which ranks lack memory."""
+        """Trains by the run's plan and adds a trial. Returns "", or a message that names the ranks out of memory."""
         # From here on, the peaks are those of this size.
         reset_peak()
         if self._has_gpu:
@@ -195,7 +195,7 @@ class BatchSearch:
         fits_by_rank = self.comm.gather(self._fits(run))
         exhausted = [rank for rank, fits in enumerate(fits_by_rank) if not fits]
         if exhausted:
-            return f"train.batch_size={size} exceeds the memory of {named(exhausted)}"
+            return f"train.batch_size={size} exceeds the memory of {ranks_in_words(exhausted)}"
 
         stopwatch = Stopwatch()
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
@@ -214,15 +214,15 @@ class BatchSearch:
         # machine can only slow a call down.
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
-        gc.collect()  # Memory left in reference cycles would count in the peak of the next size.
+        gc.collect()  # Memory left in reference cycles would count toward the next size's peak.
 
         return ""
 
     def _fits(self, run: Run) -> bool:
         """True if a step without reduction and update fits into this rank's memory.
 
-        Each rank tries it alone, because a rank that fails in a joint step leaves the others waiting for
-        its gradients. The memory for the reduction itself does not depend on the batch.
+        Each rank tries the step alone, because a rank that fails in a joint step leaves the others waiting
+        for its gradients. The memory for the reduction itself does not depend on the batch.
         """
         model = self.model
 

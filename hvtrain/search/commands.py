@@ -1,6 +1,6 @@
 """`python -m hvtrain find_lr` and `find_batch`: trial runs on all ranks, with some settings changed.
 
-find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015,
+find_lr trains some steps at an increasing learning rate, and suggests a rate (Smith 2015,
 arxiv.org/abs/1506.01186). The module range_test trains and judges the losses.
 
 find_batch trains some steps with ever larger batches, and reports which sizes fit and which is
@@ -22,7 +22,7 @@ from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, p
 
 
 def find_lr() -> int:
-    """Trains the run with growing learning rates, and prints the suggested one on rank 0."""
+    """Trains the run with increasing learning rates, and prints the suggested one on rank 0."""
     parser = _trial_parser(
         "find_lr",
         """\
@@ -45,9 +45,9 @@ A schedule's warm-up and decay are applied to this rate.""",
             f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range"
         )
     config = as_trial(
-        _composed(options),
+        _compose_run(options),
         options.steps,
-        # Replaces the user's schedule, whose warm-up would hold the rate down.
+        # Replaces the user's schedule, whose warm-up would keep the rate low.
         schedule={
             "_target_": "hvtrain.core.schedule.RangeTest",
             "lowest": options.lowest,
@@ -57,7 +57,7 @@ A schedule's warm-up and decay are applied to this rate.""",
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.range_test import try_rates
-    runner.on_all_ranks(config, try_rates)
+    runner.run_attempts(config, try_rates)
     return 0
 
 
@@ -118,49 +118,49 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
     return parser
 
 
-def _composed(options: argparse.Namespace) -> RunConfig:
+def _compose_run(options: argparse.Namespace) -> RunConfig:
     """Composes the user's run, with the folder from --output."""
     if options.output and any(text.startswith("run.dir=") for text in options.overrides):
         raise ConfigError("run.dir=DIR and --output DIR are the same setting; give one of them")
     return composed([*options.overrides, *options.output])
 
 
-# So low that the weights hardly change and no size diverges.
+# Low enough that the weights hardly change, so that no size diverges.
 LEARNING_RATE = 1e-9
 # Calls of the graph for each size, of --steps steps each. The first one is the warm-up.
 CALLS = 4
 
 
 def find_batch() -> int:
-    """Trains the run with growing batch sizes, and prints the largest and the fastest on rank 0."""
+    """Trains the run with increasing batch sizes, and prints the largest and the fastest on rank 0."""
     parser = _trial_parser(
         "find_batch",
         """\
 Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or exceeds the
 data set. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
-that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
-A size that would exceed the memory of the host or of its container is not begun.""",
+that fits, and the fastest: the smallest within 3% of the highest examples/s. Writes batch.json and a picture,
+batch.png. A size that would exceed the memory of the host or of its container is not tried.""",
         """\
   python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
   horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
 """,
     )
     add_number(parser, "--first", at_least(1), "first size, in examples per rank", 1)
-    add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
+    add_number(parser, "--largest", at_least(1), "largest size to try; default: no limit")
     add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    help_text = "memory that the ranks of a host may use together; default: what is free"
+    help_text = "memory that the ranks of a host may use together; default: all free memory"
     add_number(parser, "--memory", positive, help_text, metavar="GIB")
     options = parser.parse_with_overrides()
-    config = as_search(_composed(options), options.first, options.steps)
+    config = as_search(_compose_run(options), options.first, options.steps)
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.batch_search import try_sizes
-    # None means that only the free memory is the limit.
+    # With None, the free memory is the only limit.
     limit_bytes = options.memory and int(options.memory * 2**30)
     attempt = partial(
         try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides
     )
-    runner.on_all_ranks(config, attempt)
+    runner.run_attempts(config, attempt)
     return 0
 
 

@@ -44,10 +44,10 @@ class Suggestion:
     lowest_at: float
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def smooth(losses: Sequence[float]) -> list[float]:
     """Returns the exponential moving average of the losses, bias-corrected for its start at zero as in Adam.
 
-    >>> smoothed([2.0, 2.0, 2.0])
+    >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
     """
     average = 0.0
@@ -65,7 +65,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     # Checked first, since no comparison with NaN is true.
     if losses and not math.isfinite(losses[-1]):
         return True
-    averages = smoothed(losses)[IGNORED_STEPS:]
+    averages = smooth(losses)[IGNORED_STEPS:]
     if not averages:
         return False
     lowest = min(averages)
@@ -85,7 +85,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
     >>> 0.01 < suggest(rates, losses).rate < 0.04
     True
     """
-    averages = np.array(smoothed(list(takewhile(math.isfinite, losses))))
+    averages = np.array(smooth(list(takewhile(math.isfinite, losses))))
     finite_rates = np.array(rates[: len(averages)])
     # A slope needs a neighbor on each side.
     if len(averages) <= IGNORED_STEPS + 2:
@@ -106,7 +106,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
 class Recorder(RunCallback):
     """Records the rate and the loss over all ranks at each step; stops when the loss diverges (every rank).
 
-    Of consecutive steps with the same rate it keeps the last, since there is no slope between them.
+    Of consecutive steps with the same rate, only the last is kept, since no slope is defined between them.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -172,7 +172,7 @@ def write(
     folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion | None
 ) -> None:
     """Writes range.csv and range.png (chief only)."""
-    averages = smoothed(losses)
+    averages = smooth(losses)
     header = ("learning_rate", "loss", "smoothed_loss")
     write_atomic(folder / "range.csv", csv_text([header, *zip(rates, losses, averages)]))
 
@@ -186,8 +186,8 @@ def write(
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         # The last loss is left out: only it can be infinite or NaN, which no axis can show.
         if len(averages) > 1:
-            # Scaled to the first half, so that a loss that diverges later does not flatten the curve; it
-            # is cut off.
+            # Scaled to the first half: a loss that diverges later is cut off, instead of flattening the
+            # rest of the curve.
             first_half = averages[: len(averages) // 2]
             axes.set_ylim(min(0.0, *averages[:-1]), max(0.0, 1.1 * max(first_half)))
         axes.legend()

@@ -107,7 +107,7 @@ def _check_line(location: str, line) -> None:
     # optuna accepts neither a log range from 0 or below, nor one with steps.
     if line.get("log") and (low <= 0 or "step" in line):
         raise ConfigError(
-            f"{location}: log needs a low above 0, and no step; change the range or leave out log"
+            f"{location} is {line!r}, but log needs a low above 0 and no step; change the range or leave out log"
         )
     step = line.get("step", high - low)
     # If steps do not reach `high`, optuna would lower it, at most with a warning.
@@ -183,7 +183,7 @@ class Goal:
             starts: the content of the run's starts.json.
 
         Raises:
-            ConfigError: they differ, and the user gave no direction.
+            ConfigError: the directions differ, and the user gave none.
         """
         # The newest start counts, since an earlier one may have had other settings.
         if self.is_explicit or not starts or starts[-1].get("best") != self.metric:
@@ -219,7 +219,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
     first_epoch = 1
     if name.startswith("val_"):
         interval = config.train.validate_every_epochs
-        # A data set without num_validation may come with a validation split of its own.
+        # A data set without num_validation may come with its own validation split.
         if interval is None or config.dataset.get("num_validation") == 0:
             raise ConfigError(
                 f"dataset.num_validation=0 or train.validate_every_epochs=null leaves no {name} at the end of epochs; "

@@ -77,8 +77,8 @@ class Study:
         }
         self._study = _open_study(folder, facts)
 
-        # The folder is locked, so no other process is running these: a sweep that was killed has
-        # left them behind.
+        # The folder is locked, so no other process is running these trials: a sweep that was killed
+        # has left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
@@ -124,8 +124,8 @@ class Study:
     def try_next(self, run: RunTrial) -> Any:
         """Chooses settings for the next trial, runs it, and returns it when it has ended.
 
-        A LostRankError from `run` makes it a failed trial. After any other exception, which is raised
-        again, its settings are tried again later.
+        If `run` raises LostRankError, the trial counts as failed. Any other exception is raised again, and
+        the trial's settings are tried again later.
         """
         trial = self._study.ask(self._distributions)
 
@@ -139,7 +139,7 @@ class Study:
             # The settings may be the cause, such as a batch that does not fit, so this is a result.
             trial.set_user_attr(ERROR, str(error))
             return self._study.tell(trial, state=self._states.FAIL)
-        except BaseException:  # A Ctrl-C, a signal, or a mistake of the user that ends the sweep.
+        except BaseException:  # Ctrl-C, a signal, or a user error that ends the sweep.
             self._try_again_later(trial)
             raise
 
@@ -149,7 +149,7 @@ class Study:
         return self._study.tell(trial, value)
 
     def _try_again_later(self, trial) -> None:
-        # A later trial gets the same settings, and a run folder of its own.
+        # A later trial gets the same settings, and its own run folder.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
@@ -200,7 +200,7 @@ def _open_study(folder: Path, facts: Values):
             study.set_user_attr(name, value)
         elif known[name] != value:
             raise ConfigError(
-                f"--output {folder} holds a sweep of other settings ({name}: {known[name]} there, {value} here); "
+                f"--output {folder} holds a sweep of other settings ({name}: {known[name]}, not {value}); "
                 "choose another folder, or give the same settings"
             )
 
@@ -225,7 +225,7 @@ def trial_record(trial: Any, settings: Values, folder: Path) -> dict[str, Any]:
     }
 
 
-def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
+def sort_trials(trials: Sequence[Trial], direction: str) -> list[Trial]:
     """Sorts trials: first the finished ones from best to worst, then the pruned ones, then the failed ones."""
     sign = -1 if direction == MAX else 1
     # Trials of equal value keep the order in which they ran.
@@ -240,11 +240,11 @@ def as_overrides(settings: Values) -> list[str]:
 
 
 def results_table(results: Results) -> list[list[str]]:
-    """Returns the table of trials as rows of cells: the header, then the trials from the best on."""
+    """Returns the table of trials as rows of cells: the header, then the trials from best to worst."""
     names = results["space"]
     rows = [["trial", results["metric"], "epochs", "s", *names]]
 
-    for trial in ranked(results["trials"], results["direction"]):
+    for trial in sort_trials(results["trials"], results["direction"]):
         value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
@@ -260,7 +260,7 @@ def _epochs(trial: Trial) -> int:
 
 
 def short_value(value: Any) -> str:
-    """Formats a setting's value for a table, floats with four digits."""
+    """Formats a setting's value for a table, floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else override_value(value)
 
 
@@ -352,7 +352,7 @@ def _draw_setting(axes, results: Results, name: str) -> None:
             axes.set_xscale("log")
         return
 
-    # Choices need not be numbers, so each gets a position of its own.
+    # Choices need not be numbers, so each gets its own position.
     _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
     labels = [short_value(choice) for choice in choices]
     has_long_label = max(map(len, labels)) > 6

@@ -30,9 +30,9 @@ from hvtrain.search.study import (
     ShouldPrune,
     Study,
     as_overrides,
-    ranked,
     result_lines,
     short_value,
+    sort_trials,
     trial_record,
     write_picture,
     write_results,
@@ -50,14 +50,14 @@ POLL_SECONDS = 0.5
 
 def main() -> int:
     """Checks the request, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
-    # Copied first, since composing may change sys.argv, and sweep.json has the command as it was given.
+    # Copied first, since composing may change sys.argv, and sweep.json must hold the original command.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
     # optuna is not a dependency of hvtrain, since no run needs it.
     if not find_spec("optuna"):
         raise ConfigError(
-            "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
+            "sweep needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
         )
 
     space = read_space(path, overrides)
@@ -77,7 +77,7 @@ def main() -> int:
         **facts,
     }
     shared_arguments = ["-np", str(options.np), *options.hosts, "--", *overrides]
-    # The same for the same command, which therefore continues the sweep.
+    # The same command gets the same folder, and therefore continues the sweep.
     default_folder = f"sweeps/{space.path.stem}-{config.run.name}"
     folder = local_folder(options.output or default_folder, "--output")
     prune_after = None if options.no_pruning else options.prune_after
@@ -93,7 +93,7 @@ def main() -> int:
 def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
     """Splits the arguments into SPACE of sweep=SPACE, N of trials=N, and the settings of the runs.
 
-    Raises ConfigError for a missing or invalid one.
+    Raises ConfigError if SPACE is missing, N is invalid, or run.dir is given.
     """
     # The rest goes to Hydra, which knows the settings.
     values, overrides = take_values(arguments, "sweep", "trials", "run.dir")
@@ -106,7 +106,9 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
     trials = values.get("trials", "20")
     # isdecimal also refuses signs, underscores and spaces, which int would accept.
     if not trials.isdecimal() or int(trials) < 1:
-        raise ConfigError(f"trials={trials} is not a whole number of at least 1")
+        raise ConfigError(
+            f"trials={trials} is not a whole number of at least 1; give one, such as trials=20"
+        )
 
     return values["sweep"], int(trials), overrides
 
@@ -116,7 +118,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(
-                f"{argument} was given, but {space.path} searches that setting; leave it out here or there"
+                f"{argument} was given, but {space.path} searches that setting; remove it from the command or the file"
             )
 
     return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]
@@ -130,7 +132,7 @@ def _lock_folder(lock: RunLock, folder: Path) -> None:
         lock.take(folder, wait_seconds=0.0)
     except BusyError as error:
         raise BusyError(
-            f"--output {folder} is in use by another sweep; wait for its end, or choose another"
+            f"--output {folder} is in use by another sweep; wait for its end, or choose another folder"
         ) from error
     except OSError as error:
         raise ConfigError(
@@ -148,7 +150,7 @@ trials that lag behind the median of the others. Writes sweep.csv, sweep.json an
 trains with the best settings again. trials: the number of results to reach, earlier ones included; default: 20.""",
         epilog=f"""\
 {RUN_SETTINGS}
-SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
+SPACE is a name from conf/sweep or from the folder sweep of --config-dir, or a YAML file:
   optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
   model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
   optimizer: {{choices: [adam, sgd]}}
@@ -177,7 +179,11 @@ The same command continues a sweep that was interrupted; see docs/sweep.md.
     add_number(parser, "--prune-after", at_least(1), help_text, 5)
     option("--no-pruning", action="store_true", help="let every trial train to its end")
     add_number(parser, "--seed", at_least(0), "seed for choosing settings", 0)
-    option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
+    option(
+        "--output",
+        metavar="DIR",
+        help="folder of the results; default: sweeps/SPACE-RUN, with the name of the run",
+    )
 
     return parser
 
@@ -205,7 +211,7 @@ class Trials:
     def run(self) -> int:
         """Runs trials until there are enough results, and returns the exit code.
 
-        However it ends, the files contain all results.
+        The files contain all results, even after an error or an interruption.
         """
         exit_at_signals()
         self._collect()
@@ -233,7 +239,7 @@ class Trials:
         print("", *result_lines(self.results), "", f"results in {self.folder}: {files}", sep="\n")
         if exit_code:
             sys.stderr.write(
-                "hvtrain: interrupted; all trials so far are kept, and the same command continues\n"
+                "hvtrain: interrupted; all trials so far are kept, and the same command continues the sweep\n"
             )
             return exit_code
 
@@ -311,7 +317,7 @@ class Trials:
             for trial in self.study.trials()
         ]
         finished = [trial for trial in trials if trial["state"] == FINISHED]
-        best = next(iter(ranked(finished, self.goal.direction)), None)
+        best = next(iter(sort_trials(finished, self.goal.direction)), None)
         if best:
             # The command that trains with these settings again. Secrets are hidden, since it is
             # printed and saved; the user has to fill them in.

@@ -3,8 +3,8 @@
 The mean of the ranks' means is the joint mean only if all ranks divide by the same number. With
 masks, ignored labels or weighted means, the denominator depends on the batch, so the ranks average
 their denominators. This costs one message with a single number, which depends only on masks and
-weights and can be sent while the model computes. Unlike a correction sent with the gradients, it is
-exact for several losses, for accumulated gradients and for the loss in the logs.
+weights and can be sent while the model computes. Unlike a correction sent with the gradients, this
+is exact for several losses, for accumulated gradients and for the loss in the logs.
 """
 
 from collections.abc import Callable
@@ -84,8 +84,8 @@ def refuse_joint_batch(loss: Any, strategy: str) -> None:
     """Raises ConfigError for a loss that needs all ranks' examples, which this strategy lacks."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
-            f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} "
-            "compares those of all; choose strategy=horovod"
+            f"strategy={strategy} gives a loss one replica's examples, but {type(loss).__name__} "
+            "compares the examples of all replicas; choose strategy=horovod"
         )
 
 
@@ -135,7 +135,7 @@ def _denominator(
 
 
 def scale_gradient(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
-    """Returns the same value as the loss, with a gradient multiplied by the batch's weight."""
+    """Returns a tensor with the value of the loss, and with its gradient multiplied by batch_weight."""
     scaled = loss * tf.cast(batch_weight, loss.dtype)
     return scaled + tf.stop_gradient(loss - scaled)
 
@@ -144,9 +144,9 @@ class ExactLoss(keras.metrics.Mean):
     """Mean loss that does not depend on how an evaluation's examples are batched.
 
     It replaces the model's own loss metric, which weights each batch by its number of examples. If
-    the loss divides by another number (of unmasked elements, or the sum of weights), an evaluation
-    weights each batch by that number. The result, over all batches of all ranks, is the sum of the
-    losses divided by the sum of the denominators.
+    the loss divides by another number (that of unmasked elements, or the sum of weights), an
+    evaluation weights each batch by that number. The result, over all batches of all ranks, is the
+    sum of the losses divided by the sum of the denominators.
 
     Args:
         loss: a loss that joint_loss returned.

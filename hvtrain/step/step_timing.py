@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# From this many steps between two pauses on, the wait after a pause is a small part of the total.
+# With at least this many steps between two pauses, the wait after a pause is a small part of the total.
 FEW_STEPS = 20
 # Factor by which steps must have become slower; a smaller change may be noise.
 LEAST_SLOWDOWN = 1.5
@@ -49,7 +49,7 @@ class StepTimes(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """How often this process's steps have got their batch, had gradients ready and reduced, and ended."""
+    """Numbers of this process's steps that got their batch, had gradients ready, had them reduced, and ended."""
 
     arrived: int
     ready: int
@@ -107,7 +107,7 @@ class StepMarks:
     def now(self, after: Any) -> tf.Tensor:
         """Returns the time in seconds; 0 if not timed.
 
-        It is read once `after`, any structure of values and operations, is computed.
+        The clock is read once `after`, any structure of values and operations, is computed.
         """
         # Grouped on the values' own device, so that one signal goes to
         # the CPU, not one for each value.
@@ -274,7 +274,7 @@ def seconds_per_step(times: Sequence[StepTimes]) -> float:
 def slowdown_cause(
     before: Sequence[StepTimes], now: Sequence[StepTimes], devices: Sequence[str]
 ) -> str:
-    """Says what has made steps slower; empty unless they take LEAST_SLOWDOWN times as long.
+    """Returns what has made steps slower; empty unless they take at least LEAST_SLOWDOWN times as long as before.
 
     Args:
         before: Each rank's mean times of a step in an earlier epoch.

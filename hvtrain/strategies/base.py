@@ -37,7 +37,7 @@ STOP_SECONDS = 2.0
 
 
 class Timeline:
-    """`strategy.timeline`: traces the reductions; here there are none. Every rank calls both methods."""
+    """`strategy.timeline`: traces the reductions; a single process has none. Every rank calls both methods."""
 
     def start(self, path: Path) -> None:
         """Starts tracing; the chief writes the file, to be opened in chrome://tracing."""
@@ -47,7 +47,7 @@ class Timeline:
 
 
 class Membership:
-    """`strategy.membership`: lets ranks leave and join during a run; here none do."""
+    """`strategy.membership`: lets ranks leave and join during a run; in this base class, none do."""
 
     # Steps between commits of the state to every rank's memory; 0: never.
     commit_steps = 0
@@ -76,7 +76,7 @@ class Strategy:
     # Number of the plan's ranks that this process represents: it trains on their batches as one.
     # Known after start.
     num_replicas = 1
-    # What the batch of a step is divided among.
+    # The units among which the batch of a step is divided, for messages.
     unit = "ranks"
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches = False
@@ -88,7 +88,7 @@ class Strategy:
     can_restart = True
     # How a run under this strategy differs from the same run under others; for the summary and the record.
     differences: Sequence[str] = ()
-    # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
+    # Steps from one synchronization of the ranks' weights to the next, and the number of synchronizations so far.
     sync_every = 1
     num_synchronizations = 0
     # For each worker of parameter servers, the number of this start's steps that used its gradient.
@@ -226,14 +226,14 @@ class Strategy:
                 step += num_steps
                 callback_list.on_train_batch_end(step - begin - 1, logs)
 
-            # Also if a callback has cut the epoch short.
+            # Called even if a callback has cut the epoch short.
             self.settle()
             # As in Keras's fit: the metrics if a step returns exactly these, otherwise the last step's result.
             metrics = model.get_metrics_result()
             logs = dict(metrics if set(metrics) == set(logs) else logs)
             callback_list.on_epoch_end(epoch, logs)
 
-        # Only at the end, since it overwrites the weights with their moving average, if there is one.
+        # Called only at the end, since this overwrites the weights with their moving average, if there is one.
         model.optimizer.finalize_variable_values(model.trainable_variables)
         callback_list.on_train_end(logs)
 

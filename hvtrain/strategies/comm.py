@@ -39,7 +39,7 @@ class Comm:
         return [np.asarray(array, np.float64) for array in arrays]
 
     def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's; of sharded variables, each rank's own part."""
+        """Sets weights and optimizer state to the chief's; each rank gets only its own part of sharded variables."""
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         """Returns sharded variables as whole arrays on the chief, and an empty dict on the other ranks.

@@ -31,7 +31,7 @@ class LocalSGDStrategy(HorovodStrategy):
 
     Args:
         every: steps from one synchronization to the next.
-        warmup_steps: number of first steps in which gradients are reduced, as with strategy=horovod.
+        warmup_steps: number of initial steps in which gradients are reduced, as with strategy=horovod.
         within_hosts: average gradients over the ranks of each host in every step, so that weights
             differ only between hosts.
         horovod: bucket_mib, share_gpus and pin_cores of HorovodStrategy.
@@ -42,7 +42,7 @@ class LocalSGDStrategy(HorovodStrategy):
     compresses = False
     can_restart = False
     # The process set of this host's ranks; None before within_hosts needs it. Horovod takes each set
-    # only once, so later attempts share it, and so does the second run that bisect repeats.
+    # only once, so later attempts share it, and so does the second of the two runs that bisect repeats.
     host_set: Any = None
 
     def __init__(
@@ -67,14 +67,14 @@ class LocalSGDStrategy(HorovodStrategy):
 
     def start(self) -> Topology:
         if self.within_hosts:
-            # Must be set before Horovod starts. Only then is it known which ranks share a host.
+            # Must be set before Horovod starts; which ranks share a host is known only afterwards.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
         if self.within_hosts and not self.host_set:
-            self._join_hosts(topology)
+            self._make_host_sets(topology)
         return topology
 
-    def _join_hosts(self, topology: Topology) -> None:
+    def _make_host_sets(self, topology: Topology) -> None:
         """Makes a process set of each host's ranks (every rank)."""
         hosts = self.comm.gather((topology.host, topology.local_size))
         for host, local_size in sorted(set(hosts)):
@@ -114,7 +114,7 @@ class LocalSGDStrategy(HorovodStrategy):
         return distributed
 
     def make_local(self, optimizer: Optimizer, **options: Any) -> Optimizer:
-        """Wraps the optimizer. Not collective."""
+        """Returns the optimizer, wrapped to take local steps. Not collective."""
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
     # Each rank's loss is its own mean: a mean over the joint batch would take a message in

@@ -104,7 +104,7 @@ def evaluate_shard(
         return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
 
 
-def batched(spec: Any) -> Any:
+def add_batch_axis(spec: Any) -> Any:
     """Returns the spec of a batch, given the spec of its elements."""
     return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
 
@@ -133,7 +133,7 @@ def forward_of(model: keras.Model) -> Callable[[Any], Any]:
 
 
 def evaluate_blank(model: keras.Model, batch_spec: Any, num_batches: int) -> Collection[str]:
-    """Evaluates batches of one example of zeros; returns the metrics' names. Not collective."""
+    """Evaluates batches that each hold one example of zeros; returns the metrics' names. Not collective."""
     batches = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1)).repeat(num_batches)
     return model.evaluate(batches, verbose=0, return_dict=True)
 

@@ -188,7 +188,8 @@ LOST_PROCESS_ERRORS = (
 class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
     """Lets TensorFlow reduce the gradients, over a cluster of the ranks; Horovod does everything else.
 
-    So any of Horovod's launchers can start it, and checks, watchdog and checkpoints are the same.
+    So any of Horovod's launchers can start it, and checks, watchdog and checkpoints are those of
+    strategy=horovod.
 
     Args:
         communication: "ring", "nccl", or "auto", which leaves the choice to TensorFlow.
@@ -228,13 +229,13 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
 
 @functools.cache
 def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Strategy:
-    """Makes the ranks a TensorFlow cluster, and returns TensorFlow's strategy over it (every rank).
+    """Joins the ranks into a TensorFlow cluster, and returns TensorFlow's strategy for it (every rank).
 
     Cached, because a process can do this only once, before TensorFlow has initialized a device.
 
     Raises:
         ConfigError: the environment describes a cluster already.
-        RankError: the ranks do not reach each other, or TensorFlow has initialized its devices.
+        RankError: the ranks cannot reach each other, or TensorFlow has already initialized its devices.
     """
     refuse_own_cluster(MULTI_WORKER)
     if size > 1:
@@ -257,7 +258,7 @@ def refuse_own_cluster(strategy: str) -> None:
     """Raises ConfigError if the environment describes a cluster already."""
     if "TF_CONFIG" in os.environ:
         raise ConfigError(
-            f"TF_CONFIG is set, but strategy={strategy} builds its cluster from the launcher's ranks; unset it"
+            f"TF_CONFIG is set, but strategy={strategy} builds its cluster from the launcher's ranks; unset TF_CONFIG"
         )
 
 
@@ -268,14 +269,14 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     initializes a device.
 
     Raises:
-        RankError: the ranks do not reach rank 0.
+        RankError: the ranks cannot reach rank 0.
     """
     chief_address, listener = agree_on_address(rank, exchange)
     if listener:
         listener.close()  # Only the address was needed, not the port.
     if chief_address is None:
         raise RankError(
-            f"strategy={strategy} needs an address of rank 0 that all ranks can reach, and none was found; check the "
+            f"strategy={strategy} needs an address of rank 0 that all ranks can reach, but none was found; check the "
             "network between the hosts and their firewalls"
         )
     chief_host, _ = chief_address

@@ -21,7 +21,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import join_cluster, serve, worker_ranks
-from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, reader
+from hvtrain.strategies.worker_step import ServerState, StepResults, Workers, compute, reader
 from hvtrain.system.text import counted
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -154,22 +154,22 @@ class ParameterServerStrategy(Strategy):
         return {name: metrics.get(name, value) for name, value in zip(self._names, self._latest)}
 
     @tf.autograph.experimental.do_not_convert
-    def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+    def on_worker(self, batch: Any, seed_offset: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """Computes and stores the results of a batch, on the worker that calls it.
 
         Returns the values of the logs, sorted by name, as one float32 vector.
         """
         # A part's sum times this ratio, averaged over the parts, is the batch's sum.
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
-        with self.state.traced():
-            computed = compute(self.model, batch, number, self.check_finite)
+        with self.state.tracing():
+            computed = compute(self.model, batch, seed_offset, self.check_finite)
             self.store(computed, worker)
         self._names = sorted(computed.result)
         # In one tensor, because each value would need its own fetch from the worker.
         means = [tf.reduce_mean(computed.result[name]) for name in self._names]
         return tf.stack([tf.cast(mean, tf.float32) for mean in means] or [0.0])
 
-    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+    def store(self, computed: StepResults, worker: tf.Tensor) -> None:
         """Applies the results to the servers' variables."""
         variables, gradients = zip(*computed.gradients)
         self.model.optimizer.apply(gradients, variables)
@@ -180,13 +180,13 @@ class ParameterServerStrategy(Strategy):
             variable.assign(value)
 
     def begin(self, worker: int, parts: list[Any]) -> None:
-        """Gives a free worker its own part of the batch or, if there is only one, that part."""
+        """Gives a free worker its own part of the batch or, if the batch is not split, the only part."""
         index = worker % len(parts)
-        # Differs between steps and between parts, so that each draws its own dropout.
-        number = tf.constant(self.step * len(parts) + index, tf.int64)
+        # Differs between steps and between parts, so that each draws its own dropout masks.
+        seed_offset = tf.constant(self.step * len(parts) + index, tf.int64)
         function = self._functions[index]
         sender = tf.constant(worker, tf.int64)
-        self.workers.call(worker, self.step, function, parts[index], number, sender)
+        self.workers.call(worker, self.step, function, parts[index], seed_offset, sender)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker as soon as one is free."""
@@ -195,7 +195,7 @@ class ParameterServerStrategy(Strategy):
         self.begin(self.workers.free[0], parts)
 
     def record_finished(self) -> None:
-        """Waits until a call has finished; counts such calls, and keeps a result for the logs."""
+        """Waits until a call has finished; counts the finished calls, and keeps the last result for the logs."""
         for worker, _, result in self.workers.finished():
             self._latest = result
             self.steps_by_worker[worker] += 1
@@ -239,8 +239,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981). A worker with a larger batch has a
     proportionally larger weight in the mean.
 
-    Next to each variable, on its server, each worker has a row of its own for its results. So a
-    step uses the same workers for all variables, adds in the order of the workers, and includes no
+    Next to each variable, on its server, each worker has its own row for its results. So a step uses
+    the same workers for all variables, adds their rows in the order of the workers, and includes no
     late gradient.
 
     Args:
@@ -291,7 +291,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         self._apply = tf.function(self.on_servers, autograph=False).get_concrete_function(arrived)
         return do_steps
 
-    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+    def store(self, computed: StepResults, worker: tf.Tensor) -> None:
         """Writes the results into the worker's rows."""
         self._computed = computed
         for variable, value in (*computed.gradients, *computed.counts, *computed.statistics):
@@ -302,7 +302,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     def _rows_of(self, variable: keras.Variable) -> tf.Variable:
         """Returns the variable's rows [workers, ...], which are on its server."""
-        # Dense, also for the gradients of embeddings.
+        # Rows are dense, even for the gradients of embeddings.
         if id(variable) not in self._rows:
             with tf.init_scope(), tf.device(variable.value.device):
                 blank = tf.zeros([self.num_replicas, *variable.shape], variable.dtype)
@@ -317,7 +317,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             arrived: [workers], 1 for each worker whose results count, otherwise 0.
         """
         weights = arrived * tf.constant(reduced(self.part_sizes))
-        with self.state.traced():
+        with self.state.tracing():
             trained = [variable for variable, _ in self._computed.gradients]
             means = [self._mean(variable, weights) for variable in trained]
             self.model.optimizer.apply(means, trained)
@@ -332,21 +332,21 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
             values = rows.read_value()
             factors = tf.cast(weights, values.dtype)
             factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
-            # A late worker may be writing its row. That must not count, even if it
-            # is not finite (0 x NaN is NaN).
+            # A late worker may be writing its row. That row must not count, even if it is not finite
+            # (0 x NaN is NaN).
             return tf.reduce_sum(tf.where(factors > 0, values * factors, 0), axis=0)
 
     def _mean(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
         total = self._sum(variable, weights)
         with tf.device(self._rows_of(variable).device):
-            number = tf.reduce_sum(tf.cast(weights, tf.float64))
+            total_weight = tf.reduce_sum(tf.cast(weights, tf.float64))
             # In float64, which represents every 32-bit integer exactly.
             if total.dtype.is_integer:
-                return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
-            return total / tf.cast(number, total.dtype)
+                return tf.cast(tf.cast(total, tf.float64) / total_weight, total.dtype)
+            return total / tf.cast(total_weight, total.dtype)
 
     def do_step(self, parts: list[Any]) -> None:
-        """Takes one step. Every free worker begins its part at once, and a late one when it is free."""
+        """Takes one step. Every free worker begins its part immediately, and a late one as soon as it is free."""
         arrived: set[int] = set()
         for worker in self.workers.free:
             self.begin(worker, parts)
@@ -368,7 +368,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 self._apply(mask)
 
     def wait(self) -> None:
-        """Returns at once: late workers change only their own rows."""
+        """Returns immediately: late workers change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         refuse_joint_batch(loss, self.name)
@@ -382,7 +382,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         if self.num_replicas == 1:
             return denominator
         raise ConfigError(
-            f"strategy={self.name} averages the workers' gradients, and this loss divides by what "
-            "a batch holds (a mask, ignored labels, or weights), which would make the mean wrong; "
-            "choose strategy=horovod"
+            f"strategy={self.name} averages the workers' gradients, but this loss divides by a number "
+            "that depends on the batch (a mask, ignored labels, or weights), which would make the mean "
+            "wrong; choose strategy=horovod"
         )

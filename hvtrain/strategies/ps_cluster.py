@@ -43,7 +43,7 @@ class Cluster:
     # Host and device of each process, by rank.
     hosts: list[str]
     devices: list[str]
-    # What the processes use as Horovod's controller: "MPI" or "Gloo".
+    # Horovod's controller: "MPI" or "Gloo".
     launcher: str
     # TensorFlow's strategy, only on the coordinator.
     replicas: tf.distribute.ParameterServerStrategy | None = None
@@ -52,7 +52,7 @@ class Cluster:
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
         """Returns the watchdog over all processes (every process).
 
-        The first call starts it and leaves Horovod. Raises RankError if it did not start.
+        The first call starts it and leaves Horovod. Raises RankError if the watchdog does not start.
         """
         if self.watchdog:
             return self.watchdog
@@ -83,7 +83,7 @@ _servers: list[tf.distribute.Server] = []
 
 
 def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
-    """Returns the roles of `size` processes. Raises ConfigError if that is too few.
+    """Returns the roles of `size` processes. Raises ConfigError if there are too few processes.
 
     >>> roles_of(4, 1, "parameter_server").names
     ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
@@ -91,7 +91,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
     if size < num_ps + 2:
         raise ConfigError(
             f"strategy={strategy} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps "
-            f"and a worker), but the launcher started {size}; start it with horovodrun -np "
+            f"and a worker), but the launcher started {size}; start the run with horovodrun -np "
             f"{num_ps + 3} for two workers, or python -m hvtrain launch -np 2 --num-ps {num_ps}"
         )
     return Roles(num_workers=size - num_ps - 1, num_ps=num_ps)
@@ -114,11 +114,11 @@ def join_cluster(
         num_ps: number of parameter servers.
         strategy: name of the strategy, for messages.
         share_gpus: let several workers of a host use one GPU.
-        check_workers: called with the number of workers; raises ConfigError if it does not fit.
+        check_workers: called with the number of workers; raises ConfigError if the settings do not fit that number.
 
     Raises:
         ConfigError: too few processes, or TF_CONFIG is set.
-        RankError: the processes do not reach each other, or TensorFlow has initialized its devices.
+        RankError: the processes cannot reach each other, or TensorFlow has initialized its devices.
     """
     global _cluster
     if _cluster is None:
@@ -133,7 +133,7 @@ def join_cluster(
 
 
 def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
-    """Starts this process's server and, on the coordinator, connects to all of them (every process)."""
+    """Starts this process's server or, on the coordinator, connects to all servers (every process)."""
     rank = hvd.rank()
     _ensure_inter_op_threads()
     hosts, gpus = choose_devices(roles, share_gpus)
@@ -159,8 +159,8 @@ def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
 def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int | None]]:
     """Returns the host and the GPU of each rank (every process).
 
-    The coordinator and parameter servers get no GPU. Workers are counted by host: the first one on a
-    host gets its first GPU, whatever its rank.
+    The coordinator and parameter servers get no GPU. Workers are counted by host: the first worker on a
+    host gets the host's first GPU, whatever the worker's rank.
     """
     num_visible = len(physical_gpus())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), num_visible)
@@ -180,29 +180,29 @@ def serve(cluster: Cluster) -> None:
     """Serves until the coordinator ends, then ends this process (parameter servers and workers).
 
     Exits with 0 if the coordinator succeeded, and with its exit code if it failed. If another process
-    failed or is lost, it raises the error that all processes report.
+    failed or was lost, raises the error that all processes report.
     """
     watchdog = cluster.watch(0.0, None)
 
-    def note(number, *_):
+    def note(signum, *_):
         console.note_signal()
         if console.BY_HAND in os.environ:
-            watchdog.signal_rank_0(number)
+            watchdog.signal_rank_0(signum)
 
     # Signals do not end this process: the coordinator saves and stops, and this process ends after it.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):
-        # A process in this phase never counts as the one that others wait for, and this one only
-        # serves.
+        # A process in this phase never counts as the one that others wait for, and this process
+        # only serves.
         reason = watchdog.wait()
 
     if reason is None:
         # Python would take seconds to shut down, and this process has nothing left to do.
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
-        # The coordinator reports its failure. Waits, so that the launcher sees it end first.
+        # The coordinator reports its failure. Wait, so that the launcher sees it end first.
         console.signal_arrived.wait(console.SECONDS_FOR_ANOTHER_RANK)
         processes.exit_now(reason.code or 1)
     else:
@@ -217,25 +217,25 @@ def _ensure_inter_op_threads() -> None:
     if hvd.rank() == 0:
         print(
             f"hvtrain: {INTER_OP_VARIABLE}=1 would make parameter servers hang; "
-            f"{MIN_INTER_OP_THREADS} are used instead",
+            f"{MIN_INTER_OP_THREADS} threads are used instead",
             flush=True,
         )
 
 
-def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int) -> None:
+def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, local_size: int) -> None:
     """Starts this process's server.
 
     Args:
         spec: addresses of all processes.
         name: name of this process, such as "ps 0" or "worker 1".
-        gpu: index of a worker's GPU on this host.
-        num_here: number of processes on this host.
+        gpu: index of this process's GPU on the host; None: no GPU.
+        local_size: number of processes on this host.
     """
     num_cores = os.cpu_count() or 1
     # The servers on a host share its cores; by TensorFlow's default each would use all of them.
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=max(MIN_INTER_OP_THREADS, num_cores),
-        intra_op_parallelism_threads=max(1, num_cores // max(1, num_here - 1)),
+        intra_op_parallelism_threads=max(1, num_cores // max(1, local_size - 1)),
     )
     if gpu is None:
         config.device_count["GPU"] = 0

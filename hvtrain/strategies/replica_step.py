@@ -49,7 +49,7 @@ class ReplicaReducer(Reducer):
             that they reduce the same gradients.
 
     Raises:
-        ConfigError: in a call, for gradients that overwrite their variables, as with float8.
+        ConfigError: when called with gradients that overwrite their variables, as with float8.
     """
 
     strategy: Any = None
@@ -102,12 +102,12 @@ class ReplicaReducer(Reducer):
         return reduced
 
 
-def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
+def mean_over_replicas(value: tf.Tensor) -> tf.Tensor:
     """Returns a scalar's mean over all replicas, in float32; outside replicas, the scalar."""
-    number = tf.cast(number, tf.float32)
+    value = tf.cast(value, tf.float32)
     if not tf.distribute.has_strategy():
-        return number
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, number)
+        return value
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, value)
 
 
 def replica_loss(
@@ -231,7 +231,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
 
 @contextmanager
 def initializing_devices(strategy: str) -> Iterator[None]:
-    """Turns TensorFlow's error, if its devices are initialized already, into a RankError."""
+    """Turns TensorFlow's error for devices that are already initialized into a RankError."""
     try:
         yield
     except RuntimeError as error:

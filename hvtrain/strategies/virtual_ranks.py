@@ -108,13 +108,13 @@ class VirtualRanksStrategy(HorovodStrategy):
             seed.assign(value)
         first_part = self.topology.rank * self.num_replicas
 
-        def step_of_part(number, part):
+        def train_on_part(part_number, part):
             """Returns the result of the model's step on this part, and its gradients."""
             gradients: list[Any] = []
             # The part's random numbers depend on its number and on the step alone.
             draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
             for seed in seeds:
-                offset = tf.stack([tf.constant(number * SEED_STRIDE, tf.int64), draws])
+                offset = tf.stack([tf.constant(part_number * SEED_STRIDE, tf.int64), draws])
                 seed.assign(seed + tf.cast(offset % 2**32, tf.uint32))
             with replaced(optimizer, "apply", lambda values, _=None: gradients.extend(values)):
                 return model.train_step(part), gradients
@@ -125,8 +125,8 @@ class VirtualRanksStrategy(HorovodStrategy):
             values_before = [tf.identity(variable) for variable in restored]
             reducer.parts = []
             parts = split_batch(batch, self.num_replicas)
-            for number, part in enumerate(parts, first_part + 1):
-                result, gradients = step_of_part(number, part)
+            for part_number, part in enumerate(parts, first_part + 1):
+                result, gradients = train_on_part(part_number, part)
                 # All parts begin with the same statistics, to which the mean change is added below.
                 changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])
@@ -147,7 +147,8 @@ class VirtualRanksStrategy(HorovodStrategy):
 def _sums(parts: list[list[Any]], num_gradients: int) -> list[Any]:
     """Returns the sums of this rank's gradients over its parts, to pass to the optimizer.
 
-    OrderedReducer replaces them by the means over all parts; they only show whether all are finite.
+    OrderedReducer replaces the sums with the means over all parts. The sums only show whether all
+    gradients are finite.
     """
     return [
         None if values[0] is None else tf.add_n([tf.convert_to_tensor(value) for value in values])

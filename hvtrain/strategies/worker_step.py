@@ -21,7 +21,7 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import replaced, split_batch
 
 
-class Computed(NamedTuple):
+class StepResults(NamedTuple):
     """The results of the model's train step on a batch, each with its variable."""
 
     gradients: list[tuple[keras.Variable, Any]]
@@ -33,11 +33,13 @@ class Computed(NamedTuple):
     result: dict[str, tf.Tensor]
 
 
-def compute(model: keras.Model, batch: Any, seed_offset: tf.Tensor, check_finite: bool) -> Computed:
+def compute(
+    model: keras.Model, batch: Any, seed_offset: tf.Tensor, check_finite: bool
+) -> StepResults:
     """Calls the model's train step in a graph, and returns the changes that it would have made.
 
     Args:
-        model: a compiled model; its variables stay as they are.
+        model: a compiled model; its variables do not change.
         batch: a batch, as the train step takes it.
         seed_offset: added to the random seeds; an int64 scalar that differs between steps and between workers.
         check_finite: True if the computation must fail with NOT_FINITE unless all gradients are finite.
@@ -75,8 +77,8 @@ def compute(model: keras.Model, batch: Any, seed_offset: tf.Tensor, check_finite
             gradients = [map_values(tf.identity, gradient) for gradient in gradients]
     weights = model.non_trainable_weights
     new_values = [(variable, scope.get_current_value(variable)) for variable in weights]
-    return Computed(
-        # None: a gradient that does not exist, or a weight that the step left alone.
+    return StepResults(
+        # None: a gradient that does not exist, or a weight that the step did not assign.
         gradients=[pair for pair in zip(variables, gradients) if pair[1] is not None],
         counts=[(variable, scope.get_current_value(variable)) for variable in metrics],
         statistics=[pair for pair in new_values if pair[1] is not None],
@@ -144,7 +146,7 @@ class Workers:
                 output = function(*arguments)
             return output.numpy()  # Waits for the worker, and raises the error if its step failed.
 
-        # In a thread for each worker, since a call of a remote function blocks its thread.
+        # The pool has a thread for each worker, since calling a remote function blocks the thread.
         self.calls[self._pool.submit(run)] = worker, step
 
     def finished(self) -> Iterator[tuple[int, int, Any]]:
@@ -175,7 +177,7 @@ class ServerState:
 
     Args:
         model: a built and compiled model, with all metrics built.
-        replicas: makes the variables.
+        replicas: TensorFlow's strategy, which creates the variables.
     """
 
     def __init__(self, model: keras.Model, replicas: tf.distribute.ParameterServerStrategy) -> None:
@@ -186,7 +188,7 @@ class ServerState:
         if factor is not None:
             small.append(factor)
         variables = [*small, *model.variables, *model.optimizer.variables]
-        # Each once, by identity: == on Keras variables compares their values.
+        # Removes duplicates by identity, since == on Keras variables compares their values.
         self.variables = list({id(variable): variable for variable in variables}.values())
         self._num_small = len(small)
 
@@ -215,7 +217,7 @@ class ServerState:
             self._known[index] = value.numpy()
 
     def push(self) -> None:
-        """Copies to the servers those variables of the model that changed since the last copy."""
+        """Copies to the servers the model's variables that have changed since the last copy."""
         for index, variable in enumerate(self.variables):
             value = variable.numpy()
             # Compared as bytes, because NaN differs from itself.
@@ -224,7 +226,7 @@ class ServerState:
                 self._known[index] = np.array(value)
 
     @contextmanager
-    def traced(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         """Makes the model and its optimizer use the servers' variables, for tracing functions."""
         optimizer = self.model.optimizer
         update_step = optimizer.update_step

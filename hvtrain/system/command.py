@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
             dest="hosts",
             type=lambda path: ["--hostfile", path],
             metavar="FILE",
-            help="the same from a file with lines such as: s1 slots=4",
+            help="the hosts, from a file with lines such as: s1 slots=4",
         )
         return hosts
 
@@ -144,7 +144,7 @@ def add_number(
         options: a parser, or an argument group of one.
         name: the option, with its dashes.
         parse: parses the number: at_least(low), not_negative or positive.
-        help_text: what the number is.
+        help_text: the description of the option in --help.
         default: the number if the option is not given.
         metavar: the placeholder for the number in the help.
     """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # Set for each rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
 # starts; MPICH and Intel MPI; srun. A Slurm batch script has a SLURM_PROCID too, but is not a task
-# of a step, so the size is that of the step.
+# of a job step, so the size is read from the step's variable.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Holds the command line of a process that was started by hand. A signal to such a process reaches
@@ -82,10 +82,7 @@ _error_output = 2
 
 
 def launched_rank() -> int:
-    """Returns this process's rank according to its launcher, even before Horovod starts.
-
-    0 without a launcher.
-    """
+    """Returns this process's rank according to its launcher, even before Horovod starts; 0 without a launcher."""
     return _first_number(_RANK_VARIABLES) or 0
 
 
@@ -100,7 +97,7 @@ def _first_number(names: Sequence[str]) -> int | None:
 
 
 def is_launched() -> bool:
-    """True when a launcher started this process."""
+    """True if a launcher started this process."""
     return launched_size() is not None
 
 
@@ -212,7 +209,7 @@ def take_signals(
 
 
 @contextmanager
-def signals_held() -> Iterator[Callable[[], None]]:
+def hold_signals() -> Iterator[Callable[[], None]]:
     """Holds signals back while a process is started, until the block calls release() or ends.
 
     Python drops exceptions that a handler raises inside the hooks around a fork, so Ctrl-C would be
@@ -262,13 +259,13 @@ def read_verdict(line: str) -> Verdict | None:
     return None
 
 
-def end_before_training(number: int, *_: object) -> None:
+def end_before_training(signum: int, *_: object) -> None:
     """Handles a signal that arrives before there is anything to save.
 
-    It ends the process, with a message on rank 0.
+    Ends the process, with a message on rank 0.
     """
     rank = launched_rank()
-    text = f"{signal.Signals(number).name} arrived {UNSAVED}"
+    text = f"{signal.Signals(signum).name} arrived {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
     if rank == 0:
         lines += f"hvtrain: {text}\n"
@@ -303,7 +300,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 
 def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -> threading.Timer:
-    """Calls the action after that time, and returns its timer.
+    """Calls the action after this many seconds, and returns the timer.
 
     The timer's thread does not keep the process alive.
     """
@@ -314,14 +311,14 @@ def call_later(seconds: float, action: Callable[..., object], *arguments: Any) -
 
 
 def say_stopping() -> None:
-    """Prints what the first Ctrl-C does.
+    """Tells the user what the first Ctrl-C does.
 
-    It writes in a separate thread, because the signal may have interrupted a write in this one; and
-    through sys.stderr, because a live display replaces it to stay below the text.
+    Writes in a separate thread, because the signal may have interrupted a write in this one. Writes
+    through sys.stderr, because a live display replaces that to stay below the text.
     """
 
     def say():
-        sys.stderr.write("\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
+        sys.stderr.write("\nhvtrain: Ctrl-C: saving and stopping; press it again to exit now\n")
         sys.stderr.flush()
 
     threading.Thread(target=say).start()

@@ -1,7 +1,7 @@
 """Progress bars on a terminal. Rank 0 sends each drawing as a line of JSON to its launcher.
 
-The launcher shows it. A rank cannot draw itself, since the launcher marks its lines and mixes them
-with those of other ranks.
+The launcher shows the drawings. A rank cannot draw on the terminal itself, since the launcher marks
+the rank's lines and mixes them with those of other ranks.
 """
 
 import atexit

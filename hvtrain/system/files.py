@@ -29,7 +29,7 @@ def writing(
     path: Path,
     temporary: Path,
     needed_bytes: int,
-    kind: type[UserError] = StorageError,
+    error_type: type[UserError] = StorageError,
     name: str | None = None,
 ) -> Iterator[None]:
     """Context in which the caller writes `temporary` and renames it to `path`.
@@ -40,8 +40,8 @@ def writing(
         path: The file or folder that `temporary` becomes.
         temporary: The temporary path, which is removed first if it exists.
         needed_bytes: The size of the result, for the message.
-        kind: The type of error that an OSError becomes; its message has the space needed and the space
-            free.
+        error_type: The type of error that an OSError becomes; its message has the space needed and the
+            space free.
         name: The name of the result in the message; default: the path.
     """
     try:
@@ -50,10 +50,11 @@ def writing(
     except OSError as error:
         with suppress(OSError):
             remove(temporary)
-        raise kind(_why_not_written(name or path, path.parent, error, needed_bytes)) from error
+        message = _failure_message(name or path, path.parent, error, needed_bytes)
+        raise error_type(message) from error
 
 
-def _why_not_written(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
+def _failure_message(name: str | Path, folder: Path, error: OSError, needed_bytes: int) -> str:
     needed = f"{needed_bytes:,} bytes needed"
     with suppress(OSError):  # A lost mount does not even report its free space.
         while not folder.exists():
@@ -98,13 +99,13 @@ def append_text(path: Path, text: str) -> None:
             # Part of a line may have been written, which the next text would continue.
             with suppress(OSError):
                 os.truncate(path, size)
-        raise StorageError(_why_not_written(path, path.parent, error, len(data))) from error
+        raise StorageError(_failure_message(path, path.parent, error, len(data))) from error
 
 
-def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
-    """Raises an error of the given kind if `path`, inside a run folder, is a symbolic link."""
+def refuse_link(path: Path, error_type: type[UserError], advice: str) -> None:
+    """Raises an error of the given type if `path`, inside a run folder, is a symbolic link."""
     if path.is_symlink():
-        raise kind(f"{path} is a symbolic link, and may lead out of the run folder; {advice}")
+        raise error_type(f"{path} is a symbolic link, and may lead out of the run folder; {advice}")
 
 
 def remove(path: Path) -> None:
@@ -172,13 +173,13 @@ def read_file(path: Path) -> str:
     return read_bytes(path).decode()
 
 
-def read_json(path: Path, kind: type[Json]) -> Json:
+def read_json(path: Path, json_type: type[Json]) -> Json:
     """Reads a JSON list or dict; empty if the file is missing, damaged or of another type."""
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(read_file(path))
-        if isinstance(content, kind):
+        if isinstance(content, json_type):
             return content
-    return kind()
+    return json_type()
 
 
 def json_text(content: Any, indent: int | None = 1) -> str:

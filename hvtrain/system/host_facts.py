@@ -176,9 +176,9 @@ def horovod_facts() -> dict[str, Any]:
 
 
 def all_interfaces() -> list[dict[str, str]]:
-    """Returns name, address and network ("10.0.0.0/24") of each IPv4 address of this host.
+    """Returns each IPv4 address of this host, with its interface's name and its network ("10.0.0.0/24").
 
-    An interface may have several.
+    An interface may have several addresses.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         # The kernel fills the buffer with a struct ifreq for each

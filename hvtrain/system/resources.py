@@ -123,7 +123,7 @@ def _free_in_groups() -> Iterator[int]:
         cached = (f"{prefix}active_file", f"{prefix}inactive_file")
         group = root / path.strip("/")  # Inside a container this group may be the root.
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            with suppress(OSError, ValueError):  # The group is not here, or has no limit ("max").
+            with suppress(OSError, ValueError):  # The group is missing, or has no limit ("max").
                 limit = int((folder / limit_file).read_text())
                 used = int((folder / usage_file).read_text())
                 stat = (folder / "memory.stat").read_text()

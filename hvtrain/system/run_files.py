@@ -95,11 +95,11 @@ class RunRecord:
     sample: str | None = None
     # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
     changes: list[dict[str, Any]]
-    # How the strategy makes this run differ from the same run under others,
-    # for example by stale gradients.
+    # How the strategy makes this run differ from the same run under other
+    # strategies, for example by stale gradients.
     differences: list[str]
-    # How many ranks, replicas of one process, or workers of parameter servers computed gradients at
-    # the same time.
+    # Number of ranks, replicas of one process, or workers of parameter servers that computed
+    # gradients at the same time.
     num_replicas: int | None
     # Seconds of the run by purpose, over all its starts (training/callbacks/run_context.py).
     goodput: dict[str, float]

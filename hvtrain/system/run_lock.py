@@ -59,7 +59,7 @@ class RunLock(AbstractContextManager["RunLock"]):
                 file.seek(0)
                 holder = file.read(200).strip() or "another process"
                 file.close()
-                advice = "wait for its end,"
+                advice = "wait until it ends,"
                 if claim.exists():
                     advice += f" remove {claim} if that run is gone,"
                 raise BusyError(
@@ -102,7 +102,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """Returns True while a run uses the folder. Locks the file for a moment, and creates none."""
+    """Returns True while a run uses the folder. Locks the file for a moment, but does not create it."""
     try:
         # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
@@ -139,8 +139,8 @@ def _create_claim(claim: Path) -> bool:
             process, host, started = claim.read_text("utf-8")[:300].split()
             # A later process may have the same number, especially in a restarted container.
             if host == socket.gethostname() and start_of(int(process)) != started:
-                # Only one process gets past this. Otherwise another one that has read the
-                # same claim would remove the new one.
+                # Only one process gets past this line. Otherwise another process that has
+                # read the same claim would remove the new claim.
                 claim.with_name(f"{claim.name}-{process}-{started}").touch(exist_ok=False)
                 claim.unlink()
                 return _create_claim(claim)

@@ -35,13 +35,13 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def counted(number: int, noun: str) -> str:
-    """Formats a number with its noun.
+def counted(count: int, noun: str) -> str:
+    """Formats a count with its noun.
 
     >>> counted(1, "rank"), counted(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def format_known(value: float | None, form: str, missing: str = "-") -> str:

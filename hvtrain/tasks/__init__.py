@@ -1,4 +1,4 @@
-"""Tasks: the loss, the metrics and the outputs of a model. A user chooses one as `task=`."""
+"""Tasks: the loss, the metrics and the outputs of a model. A user chooses one with `task=`."""
 
 from hvtrain.tasks.classification import Binary, Classification, Multilabel
 from hvtrain.tasks.custom import Custom

@@ -1,4 +1,4 @@
-"""Tasks with classes: one of several, yes or no, or any number of labels; and their figures."""
+"""Classification tasks (one class of several, yes or no, any number of labels) and their figures."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Classification(ClassTask):
             (Szegedy et al. 2015, arXiv:1512.00567, section 7).
 
     Raises:
-        ConfigError: label_smoothing is not from 0 to below 1.
+        ConfigError: label_smoothing is below 0, or not below 1.
 
     Example:
 
@@ -64,7 +64,7 @@ class Classification(ClassTask):
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task.label_smoothing={label_smoothing} is out of range; "
-                "it must be from 0 to below 1"
+                "it must be at least 0 and below 1"
             )
         self.label_smoothing = label_smoothing
 
@@ -287,7 +287,7 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
 def _class_figures(
     reviewed: ReviewedExamples, targets: np.ndarray, logits: np.ndarray, source: Source
 ) -> list[Figure]:
-    """Returns a figure of the confusions and, if there are errors, one of the worst.
+    """Returns a figure of the confusions and, if there are errors, a figure of the worst errors.
 
     The worst errors are those with the lowest probability of the true class.
 

@@ -40,7 +40,7 @@ class Custom(Task):
     name = "custom"
     target = "anything"
     output_is_free = True
-    output = "as the model's builder says"
+    output = "defined by the model's builder"
 
     def __init__(
         self, *args: Any, loss_weights: Mapping[str, float] | None = None, **kwargs: Any
@@ -55,9 +55,9 @@ class Custom(Task):
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
                 f"task.loss_weights names {', '.join(loss_weights)} and task.loss has "
-                f"{', '.join(outputs) or 'no outputs by name'}; give each output a loss"
+                f"{', '.join(outputs) or 'no named outputs'}; give each output a loss"
             )
-        # Keras needs a weight for each.
+        # Keras needs a weight for each output.
         self.loss_weights = {output: loss_weights.get(output, 1.0) for output in outputs}
 
     def output_shape(self, source: Source) -> None:
@@ -82,8 +82,8 @@ class Custom(Task):
         if not needed <= set(names):
             raise ConfigError(
                 f"the task has a loss or metrics for the outputs {', '.join(sorted(needed))}, and "
-                f"{name} gives {', '.join(names) or 'no outputs by name'}; let it return a dict of "
-                "outputs by these names"
+                f"{name} gives {', '.join(names) or 'no named outputs'}; let it return a dict of "
+                "outputs with these names"
             )
         if self.metrics:
             specs = keras.tree.map_structure(

@@ -37,7 +37,7 @@ Columns = dict[str, np.ndarray]
 def draw(*specs: Any) -> tuple[Any, ...]:
     """Draws NUM_CHECKED examples with the shapes and types of nested tf.TensorSpecs.
 
-    Integers and booleans are 0 or 1, floats are between 0 and 1, and axes of unknown size get 4.
+    Integers and booleans are 0 or 1, floats are between 0 and 1, and axes of unknown size get size 4.
     """
     # The same seed on all ranks, so that all of them accept or refuse a metric.
     rng = np.random.default_rng(0)
@@ -51,15 +51,15 @@ def draw(*specs: Any) -> tuple[Any, ...]:
     return keras.tree.map_structure(draw_part, specs)
 
 
-def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_classes(shape: tuple[int, ...], num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws NUM_CHECKED examples of class indices of this shape, and a logit per class for each index."""
     rng = np.random.default_rng(0)
-    targets = rng.integers(classes, size=(NUM_CHECKED, *shape), dtype=np.int32)
-    return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
+    targets = rng.integers(num_classes, size=(NUM_CHECKED, *shape), dtype=np.int32)
+    return targets, rng.normal(size=(*targets.shape, num_classes)).astype(np.float32)
 
 
 def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
-    """Finds the first example with a True in a boolean array [examples, ...]; adds its problem.
+    """Returns the first example with True in an array [examples, ...], and its problem; None if there is none.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')
@@ -71,7 +71,7 @@ def first_fault(is_wrong: np.ndarray, problem: Callable[[int], str]) -> Fault:
 
 
 def out_of_range(targets: np.ndarray, limit: int, ignored: int | None = None) -> Fault:
-    """Finds the first example with a target outside 0 ... limit - 1, other than `ignored`.
+    """Returns the first example with a target, other than `ignored`, outside 0 ... limit - 1, and its problem.
 
     >>> out_of_range(np.array([[0, 2], [255, 3]]), 3, ignored=255)
     (1, 'has the target 3, outside 0 ... 2')
@@ -161,7 +161,7 @@ def _last_operation(node: Any, index: int) -> str:
     return operation.type.lower()
 
 
-def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
+def check_additive(metric: Metric, name: str, targets: Any, outputs: Any) -> None:
     """Checks that a metric gives one number, from a state that is a sum over examples.
 
     An evaluation sums the ranks' states. The result equals the state of a single process on all
@@ -214,7 +214,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any) -> None
 
 def _check_k(metric: Metric, name: str, num_outputs: int) -> None:
     """Raises ConfigError for a metric that takes the k largest outputs of an example if it has no more than k."""
-    # Without a threshold, F1Score takes the largest output for yes.
+    # Without a threshold, F1Score counts the largest output as positive.
     is_score = isinstance(metric, FBetaScore) and metric.threshold is None
     k = metric.k if isinstance(metric, TOP_K) else int(is_score)
     if k >= num_outputs:
@@ -295,8 +295,8 @@ class ReviewedExamples(NamedTuple):
     """Some examples of a split, in its order, with the model's outputs for them.
 
     Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
-    examples. `num_examples` is how many these are, and `total` how many the whole split has, of which
-    every `step`-th one is taken.
+    examples. `num_examples` is the number of these examples, and `total` that of the whole split, of
+    which every `step`-th example is taken.
     """
 
     inputs: Any
@@ -329,7 +329,7 @@ class ReviewedExamples(NamedTuple):
 
 
 def as_numpy(output: Any) -> np.ndarray:
-    """Converts a model's output to an array of float32, or of whole numbers or booleans as they are."""
+    """Converts a model's output to a NumPy array: floats to float32; integers and booleans keep their type."""
     array = keras.ops.convert_to_numpy(output)
     if array.dtype.kind in "iub":
         return array

@@ -25,7 +25,7 @@ SHOWN_TOKENS = 64
 
 
 class Language(ClassTask):
-    """Predicting a token at each position: the next one (causal) or a hidden one (masked), as the data set says.
+    """Predicting a token at each position: the next one (causal) or a hidden one (masked), depending on the data set.
 
     The model outputs a logit for each token of the vocabulary at each position. Positions with weight
     0 do not count. The perplexity is exp(loss) over all tokens that count.

@@ -100,7 +100,7 @@ class Retrieval(Task):
         metrics: Default: recall at 10.
 
     Raises:
-        ConfigError: On prepare(), the catalogue has more than MAX_ITEMS items.
+        ConfigError: In prepare(), if the catalogue has more than MAX_ITEMS items.
     """
 
     name = "retrieval"

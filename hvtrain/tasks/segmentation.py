@@ -45,7 +45,7 @@ class Segmentation(ClassTask):
     name = "segmentation"
     target = "a mask [height, width] of whole numbers"
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
-    head = "keras.layers.Conv2D({0}, 1) and the size of the image"
+    head = "keras.layers.Conv2D({0}, 1) at the size of the image"
     best = "mean_iou"
     target_rank = 2
     has_classes = True

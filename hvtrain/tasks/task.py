@@ -12,7 +12,7 @@ from keras import Model
 from keras.losses import Loss
 from keras.metrics import Metric
 
-from hvtrain.config.instantiate import declared
+from hvtrain.config.instantiate import select_facts
 from hvtrain.core.figures import Figure
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
@@ -24,7 +24,7 @@ from hvtrain.tasks.examples import (
     Columns,
     Fault,
     ReviewedExamples,
-    check_adds_up,
+    check_additive,
     check_logits,
     check_loss,
     copy_metrics,
@@ -130,7 +130,7 @@ class Task(ABC):
             if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
-                f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
+                f"task={self.name} needs {self.target} as the target of each example, and {source.name} "
                 f"gives {types}; choose {advice} or another {source.target_setting}"
             )
 
@@ -253,7 +253,8 @@ class Task(ABC):
             if isinstance(metric, Mapping):
                 return {name: completed(item, f"{setting}.{name}") for name, item in metric.items()}
             if isinstance(metric, partial):
-                facts = declared(metric.func, metric.keywords, source.facts(), setting, source.name)
+                options = metric.keywords
+                facts = select_facts(metric.func, options, source.facts(), setting, source.name)
                 metric = metric(**facts)
                 _check_type(setting, metric, Metric)
             return logits_metric(metric, setting) if self.gives_logits else metric
@@ -347,9 +348,9 @@ class Task(ABC):
                         f"task.metrics.{name} needs targets and an output of this name; rename it or leave it out"
                     )
                 for inner, item in metric.items():
-                    check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name])
+                    check_additive(item, f"{name}.{inner}", targets[name], outputs[name])
             else:
-                check_adds_up(metric, name, targets, outputs)
+                check_additive(metric, name, targets, outputs)
 
 
 class ClassTask(Task):

@@ -37,7 +37,7 @@ COLORS = (
     layers.RandomSharpness,
     layers.Solarization,
 )
-# Layers that bring images into another range.
+# Layers that change the range of images.
 SCALING = (layers.Rescaling, layers.Normalization)
 CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
@@ -70,7 +70,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     if in_step and config.train.jit_compile:
         raise ConfigError(
             "data.augment_on=device and train.jit_compile=true exclude each other, since XLA cannot compile most "
-            "layers of augmentation; choose data.augment_on=cpu"
+            "augmentation layers; choose data.augment_on=cpu"
         )
 
     # Layers work on float32, whatever the model's precision.
@@ -99,7 +99,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     source.augmentation = Augmentation(
         chosen, tuple(inputs.shape), targets, keeps_integers, in_step
     )
-    source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
+    source.raw_batches = True  # Layers take images as the files store them; the step normalizes.
 
 
 def describe_augmentation(config: RunConfig, source: Source) -> str:
@@ -145,8 +145,8 @@ def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Mas
     others = weights if task.targets_are_masks else (targets, weights)
     if moves_pixels and are_per_pixel(image, others):
         raise ConfigError(
-            f"augment moves images, and not the targets or weights of {source.name} that are images; leave out all "
-            "layers but those that change colors"
+            f"augment has layers that move pixels, but not those of the targets or weights of {source.name}; use only "
+            "layers that change colors"
         )
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)
@@ -160,13 +160,13 @@ def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Mas
 
 
 def _refuse_scaling(setting: str, members: list[keras.Layer], has_range: bool) -> None:
-    """Raises ConfigError if layers rescale the training images: those of validation are not augmented.
+    """Raises ConfigError if layers rescale the training images, since validation images are not augmented.
 
     Args:
         setting: The setting that the layers belong to.
         members: The layers, in order.
-        has_range: The setting names value_range, which says that images return to it: within a layer of
-            the user's, or by a second Rescaling.
+        has_range: True if the setting has value_range: the images are then scaled back to that range, by
+            the user's own layer or by a second Rescaling.
     """
     num_scaling = sum(isinstance(member, SCALING) for member in members)
     has_own_layer = any(not type(member).__module__.startswith("keras.") for member in members)

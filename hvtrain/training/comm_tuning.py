@@ -33,13 +33,13 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-# The time of a setting is the median of ROUNDS rounds of up to STEPS steps. Long
-# steps are fewer, so that the rounds take SECONDS_FOR_STEPS in all if possible.
+# The time of a setting is the median of ROUNDS rounds of up to STEPS steps. If steps are
+# long, a round has fewer, so that all rounds take SECONDS_FOR_STEPS if possible.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
-# A setting is chosen only if its time is below this share of the best so
-# far; a smaller gain may be noise.
+# A setting is chosen only if its time is below this share of the best time
+# so far; a smaller gain may be noise.
 WORTHWHILE = 0.97
 
 
@@ -61,9 +61,11 @@ class CommSettings(NamedTuple):
 
 def default_settings(bucket_mib: float) -> CommSettings:
     """Returns the settings that apply without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
-    if "HOROVOD_FUSION_THRESHOLD" in os.environ:
+    threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+    if threshold is not None:
         raise ConfigError(
-            "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
+            f"comm.tune=true and HOROVOD_FUSION_THRESHOLD={threshold} exclude each other; unset the variable, "
+            "since buckets take its place"
         )
     cycle_ms = float(os.environ.get(CYCLE_TIME, 1.0))  # Horovod's default is 1 ms.
     return CommSettings(cycle_ms, float(bucket_mib))
@@ -130,7 +132,7 @@ def _search(
 ) -> tuple[CommSettings, dict[CommSettings, float]]:
     """Returns the fastest settings, and the seconds per step of all settings tried.
 
-    A time is that of the slowest rank, so all ranks make the same choice.
+    Each time is that of the slowest rank, so all ranks make the same choice.
     """
     seconds: dict[CommSettings, float] = {}
 

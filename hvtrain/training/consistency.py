@@ -34,7 +34,7 @@ _PACKAGES = (
 
 # Settings that cannot change a single bit of the weights. checkpoint.every_* can: before a
 # checkpoint, moving statistics are averaged over the ranks.
-_NOT_IN_BITS = re.compile(
+_IRRELEVANT_TO_BITS = re.compile(
     r"(run|checkpoint(?!\.every_)|guard|watchdog|profile|tracker|metrics)\."
     r"|resume|verbose|tracebacks|notify|train\.(max_time|steps_per_execution)"
 )
@@ -83,7 +83,7 @@ def software(config: RunConfig) -> dict[str, str]:
 
 
 def facts_of(run: Run) -> Facts:
-    """Returns the facts on which a run's bits may depend, for its receipts (chief only)."""
+    """Returns the facts on which the bits of a run's weights may depend, for its receipts (chief only)."""
     programs = software(run.config)
     git = host_facts.checkout(Path.cwd()) or {}
     code = {name: value for name, value in programs.items() if name.startswith("code of ")}
@@ -102,7 +102,9 @@ def facts_of(run: Run) -> Facts:
             **{name: run.meta[name] for name in ("batch_sizes", "steps_per_epoch", "uneven")},
         },
         "settings": {
-            name: value for name, value in run.config.flat.items() if not _NOT_IN_BITS.match(name)
+            name: value
+            for name, value in run.config.flat.items()
+            if not _IRRELEVANT_TO_BITS.match(name)
         },
         "code": {
             **code,
@@ -120,9 +122,9 @@ def facts_of(run: Run) -> Facts:
 
 
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
-    """Returns the data set's manifest (every rank).
+    """Checks that all hosts have the same data, and returns the data set's manifest (every rank).
 
-    If hosts have different copies of the data, raises RankError on all ranks; without `refuse` only warns.
+    Raises RankError on all ranks if copies of the data differ; without `refuse` it only warns.
     """
     manifest = comm.all_or_raise(source.manifest)
     # Digests suffice if all agree; a manifest may list thousands of files.
@@ -174,8 +176,8 @@ def check_first_batches(run: Run, start_step: int) -> None:
         if first_rank.setdefault(rank_digest, rank) != rank:
             raise DataError(
                 f"ranks {first_rank[rank_digest]} and {rank} read the same first batch of {source.name}; "
-                "each must read its own part, such as topology.share or dataset.shard(num_shards, shard); or set "
-                "same_on_all_ranks on the data set if that is intended"
+                "each must read its own part, for example by topology.share or dataset.shard(num_shards, shard); "
+                "if equal batches are intended, set same_on_all_ranks on the data set"
             )
 
 

@@ -163,20 +163,22 @@ class Sender(Copies):
                 "%s lacks a copy of a checkpoint: %s; training continues, %s",
                 self._host,
                 error,
-                "without copies" if self._is_lost else "and the next one tries again",
+                "without copies"
+                if self._is_lost
+                else "and the copy is retried with the next checkpoint",
             )
 
     def _send_checkpoint(self, path: Path) -> None:
-        """Sends a checkpoint, with the run's small files as they are now. Raises StorageError or OSError."""
+        """Sends a checkpoint with the run's small files. Raises StorageError or OSError if that fails."""
         names = [CONFIG_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
-        small = [
+        small_files = [
             *(self._folder / name for name in names),
             *(self._folder / fitted.FOLDER).glob("[!.]*"),
         ]
         # As Latin-1, which maps each byte to one character, so that JSON can hold them.
         records = {
             str(file.relative_to(self._folder)): read_bytes(file).decode("latin-1")
-            for file in small
+            for file in small_files
             if is_own_file(file)
         }
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
@@ -205,7 +207,7 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
     Args:
         folder: The run folder on this host.
         connection: To rank 0.
-        config: Which checkpoints to keep.
+        config: The settings that determine which checkpoints to keep.
     """
     checkpoints = folder / "checkpoints"
     writer.sweep(checkpoints)
@@ -256,7 +258,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
 
 
 def _pieces(stream: BinaryIO, sizes: dict[str, int]) -> Pieces:
-    """Yields (name, piece of content) for the files that follow in the stream. Raises ConnectionError at its end."""
+    """Yields (name, piece of content) for the stream's next files. Raises ConnectionError if the stream ends."""
     for name, num_left in sizes.items():
         while num_left:
             piece = stream.read(min(num_left, PIECE_BYTES))

@@ -170,7 +170,7 @@ class _Search:
         while saved is None:
             candidates = self.comm.gather(self.comm.all_or_raise(self._candidate))
             candidates = [candidate for candidate in candidates if candidate]
-            self.candidates = _of_run(candidates, self.run_id)
+            self.candidates = _candidates_of_run(candidates, self.run_id)
             if not self.candidates:
                 break
             # The lowest rank on a tie, so that rank 0 is not sent what it already has.
@@ -214,7 +214,10 @@ class _Search:
         return self._checkpoint if self.needs_arrays else None
 
     def _candidate(self) -> Candidate | None:
-        """Returns this rank's candidate, or None if it has no checkpoint. Raises CheckpointError for a link."""
+        """Returns this rank's candidate, or None if it has no checkpoint.
+
+        Raises CheckpointError if the folder of checkpoints is a symbolic link.
+        """
         topology = self.comm.topology
         refuse_link(self.checkpoints, CheckpointError, "make it a folder")
         paths: list[Path] = []
@@ -261,7 +264,7 @@ class _Search:
 
         name = folder_name(checkpoint.step)
         meta = checkpoint.meta
-        # Matching checksums prove that the files are whole, not that a run wrote them.
+        # Matching checksums prove that the files are intact, not that a run wrote them.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if checked_run_id(meta.get("run_id")) is None:
             missing.append("run_id")
@@ -297,7 +300,7 @@ class _Search:
         lines = [line for rank_lines in self.comm.gather(own_lines) for line in rank_lines]
         if lines and not saved:
             raise CheckpointError(
-                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start over"
+                f"{lines[0]}; no other checkpoint in {self.checkpoints} is intact; choose another run.dir to start over"
             )
         if topology.is_chief:
             for line in lines:
@@ -331,7 +334,7 @@ def read_records(folder: Path) -> dict[str, bytes]:
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
 
 
-def _of_run(candidates: list[Candidate], run_id: str | None) -> list[Candidate]:
+def _candidates_of_run(candidates: list[Candidate], run_id: str | None) -> list[Candidate]:
     """Returns the candidates of the run with this identifier; all of them if it is None."""
     if run_id is None:
         return candidates

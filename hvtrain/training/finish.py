@@ -109,7 +109,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     """
     comm = run.strategy.comm
     folder = run.folder
-    # A start that trained nothing has no speed, so older results stay if they are of the same step.
+    # A start that trained nothing has no speed, so older results are kept if they are of the same step.
     steps_before = comm.on_chief(lambda: steps_of_result(folder))
     log.info("test: %s", metrics_in_words(record.metrics))
     if record.first_step == record.num_steps == steps_before:
@@ -235,7 +235,7 @@ def load_weights(
 ) -> dict[str, Any] | None:
     """Sets the weights to those of a checkpoint or, with train.ema, to their averages (chief only).
 
-    With is_last, a finished run's weights are those that it was tested with, which callbacks may have restored.
+    With is_last, a finished run's model gets the weights that it was tested with, which callbacks may have restored.
     Returns the manifest of the training data, if the checkpoint has it.
 
     Raises:
@@ -289,10 +289,10 @@ def write_review(run: Run, model: keras.Model) -> None:
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """Returns test examples, or else validation examples, with the model's outputs.
+    """Returns test examples, or else validation examples, with the model's outputs; None if there are none.
 
-    There are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty. They are
-    the first ones or, if single examples can be opened, evenly spread: then at least half as many.
+    There are as many as the task reviews, or fewer if time or memory runs out. If single examples can
+    be opened, at least half as many are spread evenly over the split; otherwise they are the first ones.
     """
     source = run.source
     limit = run.task.num_reviewed

@@ -4,9 +4,9 @@ Rank 0 prepares it, and a process that outlives rank 0 sends it with apprise.
 
 That process is `python -m hvtrain.training.notice PID`, with the process ID of rank 0. It reads rank 0's
 messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then notices {"kind",
-"body", "is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or at once if "is_last" is
-true. It answers twice on its standard output: with the indices of the addresses that apprise does not know, and then
-with the indices of those that did not accept the notice.
+"body", "is_last"}. It sends the newest notice ("lost" if there is none) when rank 0 ends, or immediately if "is_last"
+is true. It answers twice on its standard output: with the indices of the addresses that apprise does not know, and
+then with the indices of those that did not accept the notice.
 
 No launcher knows of this process: it has a session of its own, no parent, and none of the environment variables by
 which launchers find the processes to kill. It ends at most SECONDS_TO_SEND after rank 0.
@@ -40,14 +40,14 @@ MAX_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a
 # end them.
 _LAUNCHER_PREFIXES = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
-# By the kind of a notice.
+# Titles of notices, by kind.
 TITLES = {
     "finished": "{} has finished",
     "stopped": "{} was stopped",
     "failed": "{} has failed",
-    "lost": "{} has ended, and did not say why",
+    "lost": "{} has ended for an unknown reason",
 }
-# apprise's types; that of the other kinds is "failure".
+# apprise's types of notices, by kind; "failure" for all other kinds.
 _TYPES = {"finished": "success", "stopped": "warning"}
 
 
@@ -79,7 +79,7 @@ class Notice:
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # apprise may write secrets there, and launchers wait until it is closed.
+            # apprise may write secrets to stderr, and launchers wait until stderr is closed.
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -107,7 +107,8 @@ class Notice:
             self._sender = None
         if unknown:
             raise ConfigError(
-                f"notify: {self._name(unknown[0])} is not an address that apprise takes; see docs/notices.md"
+                f"notify: {self._address_name(unknown[0])} is not an address that apprise supports; "
+                "see docs/notices.md"
             )
 
     def send_success(self, text: str) -> None:
@@ -143,7 +144,8 @@ class Notice:
                 failed = list(range(len(self._addresses)))
             for index in failed:
                 log.warning(
-                    f"the notice could not be sent to {self._name(index)}; test it with the command apprise"
+                    f"the notice could not be sent to {self._address_name(index)}; "
+                    "test the address with the command apprise"
                 )
         self._sender = None
 
@@ -167,7 +169,7 @@ class Notice:
         line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
         return json.loads(line) if line else None
 
-    def _name(self, index: int) -> str:
+    def _address_name(self, index: int) -> str:
         return f"address {index + 1} of {len(self._addresses)} ({shown_address(self._addresses[index])})"
 
 
@@ -211,7 +213,7 @@ def sender_main() -> None:
 
 
 def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
-    """Yields messages until the pipe is closed or the process ends, whose forked children may keep the pipe open."""
+    """Yields messages until the pipe is closed or the process ends, since its children may keep the pipe open."""
     end = []
     # The process may be gone, and Linux before 5.3, or a Python built with
     # older headers, lacks pidfd_open.
@@ -229,7 +231,7 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 
 
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
-    """Sends the notice to all servers at once; returns the indices of those that did not accept it in time."""
+    """Sends the notice to all servers in parallel; returns the indices of those that did not accept it in time."""
     # One slow server must not keep the others waiting.
     pool = ThreadPoolExecutor(len(servers))
     futures = [pool.submit(server.notify, **notice) for server in servers]
@@ -242,7 +244,7 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
 
 
 def write_answer(indices: list[int]) -> None:
-    """Sends an answer to rank 0, if it is still there to read it."""
+    """Sends an answer to rank 0, unless rank 0 has closed the pipe."""
     with suppress(BrokenPipeError):
         os.write(1, json.dumps(indices).encode() + b"\n")
 

@@ -45,7 +45,7 @@ def prepare_step(
     compute_metrics = model.compute_metrics
     augmentation = source.augmentation
     mixes = augmentation and augmentation.mixes
-    batch_weight: list[Any] = []  # That of the step being traced, until its loss uses it.
+    batch_weight: list[Any] = []  # The weight in the step being traced, until the loss uses it.
     # By thread: a strategy may trace the steps of several replicas alternately.
     hard_targets: dict[int, Any] = {}
 
@@ -137,7 +137,8 @@ def _balanced_weights(setting: str, source: Source) -> list[float]:
     targets = source.whole_targets().get("train")
     if targets is None:
         raise ConfigError(
-            f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
+            f"{setting} needs the number of examples of each class, which {source.name} does not give; "
+            "give a weight for each class"
         )
     num_classes = _num_classes(source)
     counts = count_classes(np.asarray(targets), num_classes)

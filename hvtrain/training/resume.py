@@ -69,15 +69,15 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             num_ranks=checkpoint.meta["world_size"],
             plan_ranks=checkpoint.meta["num_ranks"],
             callbacks=checkpoint.callbacks(),
-            unlogged=checkpoint.unlogged(),
+            unlogged=checkpoint.unlogged_results(),
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
         memories[:] = redistribute_memories(
-            size, [_part(state, of_memory=True) for state in states]
+            size, [_filter_state(state, of_memory=True) for state in states]
         )
         return (
             start,
-            redistribute_states(size, [_part(state, of_memory=False) for state in states]),
+            redistribute_states(size, [_filter_state(state, of_memory=False) for state in states]),
             any(memories),
         )
 
@@ -86,7 +86,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     start = replace(start, rank_state=rank_states[own_rank])
     model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
-    # After the broadcast, which would replace it with the chief's.
+    # After the broadcast, which would replace this rank's memory with the chief's.
     if has_memory and model_state.keeps_memory(model):
         received = [
             send_arrays(memory, 0, comm, rank == own_rank) for rank, memory in enumerate(memories)
@@ -100,7 +100,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     return start
 
 
-def _part(state: Arrays, of_memory: bool) -> Arrays:
+def _filter_state(state: Arrays, of_memory: bool) -> Arrays:
     """Returns only the arrays of the optimizer's rank memory (see model_state.rank_memory), or all others."""
     return {
         name: array
@@ -205,7 +205,7 @@ def redistribute_states(size: int, states: list[Arrays]) -> list[Arrays]:
 
 
 def redistribute_memories(size: int, memories: list[Arrays]) -> list[Arrays]:
-    """Redistributes the optimizer's rank memories over `size` ranks, by the rule that begins each array's name.
+    """Redistributes the optimizer's rank memories over `size` ranks, by the rule at the start of each array's name.
 
     - same: equal on all ranks, and saved by the chief only.
     - mean: slots of local steps. All ranks get their mean.

@@ -66,7 +66,7 @@ class ResumePoint:
     """The checkpoint to resume from.
 
     Every rank has its meta. Only the chief has the checkpoint with its arrays; in an elastic job, every rank
-    does. host is the host on whose disk it is; empty if it was in memory.
+    has it. host is the host on whose disk the checkpoint is; empty if it was in memory.
     """
 
     name: str
@@ -311,14 +311,14 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         if start.ended or start.step >= plan.num_steps:
             lines["resumed"] += "; nothing is left to train"
         lines["changed"] = "; ".join(
-            f"{name} {_shown(before)} -> {_shown(now)}"
+            f"{name} {_format_setting(before)} -> {_format_setting(now)}"
             for name, (before, now) in run.changed.items()
         )
 
     return {name: text for name, text in lines.items() if text}
 
 
-def _shown(value):
+def _format_setting(value):
     return "null" if value is None else value  # As in YAML and on the command line.
 
 

@@ -1,6 +1,6 @@
 """Creates or reopens a run folder, locks it, cleans it up, and describes the run for later readers.
 
-Nothing here needs TensorFlow.
+This module does not need TensorFlow.
 """
 
 import logging
@@ -88,8 +88,8 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
         parent: Where the folder is created if run.dir is not set.
 
     Raises:
-        ConfigError: The folder cannot be written, another run is using it, it holds files that are
-            not a run's, or it holds checkpoints although resume=never.
+        ConfigError: The folder cannot be written, another run is using it, it holds files that do
+            not belong to a run, or it holds checkpoints although resume=never.
     """
     folder = state.folder or state.store.folder
     is_default = not folder and not config.run.dir
@@ -98,7 +98,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
     try:
         state.is_new_folder |= is_default or not folder.exists()
         if is_default:
-            # Runs that begin in the same second also get folders of their own.
+            # Even runs that begin in the same second get separate folders.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"
         refuse_foreign_files(folder)
@@ -127,7 +127,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
-    state.settings = CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
+    state.settings = CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable_settings(config)))
     # On a resume, config.yaml keeps the settings of the earlier starts until the runner has
     # accepted this one.
     if not (folder / CONFIG_FILE).exists():
@@ -146,18 +146,18 @@ def refuse_foreign_files(folder: Path) -> None:
     # The first line distinguishes a run's config.yaml from any other.
     first_line = CONFIG_HEADER.splitlines()[0]
     try:
-        is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
+        is_run_config = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
-        is_of_a_run = False
+        is_run_config = False
 
     # A run folder whose config.yaml was edited or lost still has its checkpoints.
-    if not is_of_a_run and not store.list_checkpoints(folder / "checkpoints"):
+    if not is_run_config and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
             f"run.dir={folder} is not a run folder, and a run would replace its {others[0]}; choose another run.dir"
         )
 
 
-def reusable(config: RunConfig) -> dict[str, Any]:
+def reusable_settings(config: RunConfig) -> dict[str, Any]:
     """Returns the settings with which another run can start: without run.dir and notify."""
     # Another run needs a folder of its own, and the addresses in notify may contain passwords.
     return {**config.record, "run": {**config.record["run"], "dir": None}, "notify": None}

@@ -50,7 +50,7 @@ def export(
 
 
 def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:
-    """Saves the model with its preprocessing. Raises StorageError.
+    """Saves the model with its preprocessing. Raises StorageError if the file cannot be written.
 
     The model is compiled again with the same loss and metrics, so that the file does not need
     hvtrain. If Keras cannot serialize the model's custom classes, or its tables do not fit into memory,
@@ -76,8 +76,8 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
     """Returns a model from raw examples to logits; its last layer is the trained model.
 
-    Both models are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if
-    not compiled.
+    The result and `model` are compiled again, with SGD. If a loss or metric is the user's own, both models
+    are saved as if not compiled.
     """
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
@@ -93,8 +93,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
             "the saved model is not compiled: a program that loads it may not have your %s",
             ", ".join(users_names),
         )
-        # Of both: even with compile=False, Keras would compile the
-        # inner model when it loads the file.
+        # For both models: even with compile=False, Keras would compile
+        # the inner one when it loads the file.
         model.get_compile_config = dict
         whole.get_compile_config = dict
     return whole

@@ -36,7 +36,7 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     """
     # Checkpoints contain layer names, which Keras numbers from the start of a session.
     keras.utils.clear_session()
-    # NumPy takes 32 bits.
+    # A seed of NumPy has 32 bits.
     keras.utils.set_random_seed((config.seed + rank) % 2**32)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -67,7 +67,7 @@ def open_data(
 
 
 def open_source(config: RunConfig) -> Source:
-    """Opens the data set. Raises ConfigError or DataError."""
+    """Opens the data set that the settings name. Raises ConfigError or DataError if that fails."""
     forget_copies()
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
@@ -98,7 +98,7 @@ def open_task_and_layers(config: RunConfig, source: Source, is_resized: bool) ->
     if config.data.bucket_by_length and source.lengths("train") is None:
         raise ConfigError(
             f"data.bucket_by_length={config.data.bucket_by_length} needs examples of different lengths, and "
-            f"{source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
+            f"{source.name} gives none; choose dataset=text dataset.examples=documents, or leave the setting out"
         )
     if config.augment:
         open_augmentation(config, source, task)

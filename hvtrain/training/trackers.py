@@ -47,7 +47,7 @@ class Tracker(ABC):
     Any method may raise: the run continues without the tracker.
     """
 
-    # Modules that it imports.
+    # Names of the modules that the tracker imports.
     needs: tuple[str, ...] = ()
 
     def check(self, name: str) -> None:

@@ -190,7 +190,7 @@ class Connections:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
-            # A connection may have been closed (its number is -1) after an earlier message,
+            # A connection may have been closed (its fileno() is -1) after an earlier message,
             # or to make room for a stranger.
             elif key.data.socket.fileno() >= 0:
                 yield from self._read(key.data)
@@ -240,7 +240,7 @@ class Connections:
                 self._selector.unregister(self.listener)
             return
 
-        # If there are too many, the oldest stranger is dropped: ranks prove themselves at once.
+        # If there are too many, the oldest stranger is dropped: ranks prove themselves immediately.
         if len(self._selector.get_map()) > MAX_STRANGERS + self.size:
             self.drop(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
@@ -255,11 +255,11 @@ class Connections:
                 if message.get("kind") == Kind.GONE:
                     self.drop(connection)
                 yield connection, message
-            elif not self._joins(connection, message):
+            elif not self._try_join(connection, message):
                 self.drop(connection)
                 return
 
-    def _joins(self, connection: Connection, message: Message) -> bool:
+    def _try_join(self, connection: Connection, message: Message) -> bool:
         """Assigns the connection to a rank if the message proves the rank; returns False if it does not."""
         rank = message.get("rank")
         answer = message.get("proof")

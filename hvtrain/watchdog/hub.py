@@ -178,7 +178,7 @@ class Hub:
         if seconds and not self._has_warned:
             log.warning(
                 f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends after "
-                "watchdog.abort_seconds without progress"
+                f"{self._rules.abort_seconds:g} s without progress (watchdog.abort_seconds)"
             )
         # After progress, the next stall is warned about again.
         self._has_warned = seconds > 0
@@ -247,7 +247,7 @@ class Hub:
         processes.exit_now(RESTART_HELPS)
 
 
-def _signal_this_process(number: int) -> None:
+def _signal_this_process(signal_number: int) -> None:
     """Sends this process a signal that another rank reported, unless one has arrived directly."""
     if not console.signal_arrived.is_set():
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal_number)

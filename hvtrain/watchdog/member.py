@@ -193,7 +193,7 @@ class Member(Watchdog):
         return self._final_reason()
 
     def _final_reason(self) -> StopReason | None:
-        """Returns the reason, unless the watchdog's thread is about to say why and to end this process."""
+        """Returns the reason; never returns if the watchdog's thread is about to end this process."""
         while self._is_ending and self._thread.is_alive():
             time.sleep(0.2)
         self._is_leaving = self._reason is not None
@@ -344,7 +344,7 @@ class Member(Watchdog):
         elif not self._is_ending:
             self._judge_hub(now - self._beat_sent_at, status.has_stepped)
 
-    def _judge_hub(self, silent: float, has_stepped: bool) -> None:
+    def _judge_hub(self, silence: float, has_stepped: bool) -> None:
         """Ends the process if rank 0, which judges all others, has been silent for too long.
 
         The ranks wait in turn: the first one wakes rank 0, which can then tell the rest.
@@ -355,11 +355,11 @@ class Member(Watchdog):
         elif not has_stepped:
             limit *= PATIENCE_AT_START
         turn = min(self._rank - 1, 10) * self.rules.beat_seconds
-        if silent < limit + turn:
+        if silence < limit + turn:
             return
 
         self._is_ending = True
-        text = f"rank 0 has not answered since {wall_clock(silent)}"
+        text = f"rank 0 has not answered since {wall_clock(silence)}"
         # None if rank 0 is on another machine.
         hub = self._hub if self._hub and self._hub.is_here() else None
         state = hub.state() if hub else ""
@@ -371,8 +371,8 @@ class Member(Watchdog):
         stacks = {self._rank: self.stacks.text()}
         if hub and state != ENDED:
             stacks[0] = hub.wake_for_stacks()
-        where = processes.write_stacks(self.folder, stacks)
-        self._end(self._loss_reason(f"{text}; {where}".removesuffix("; "), 0), first=1)
+        stacks_note = processes.write_stacks(self.folder, stacks)
+        self._end(self._loss_reason(f"{text}; {stacks_note}".removesuffix("; "), 0), first=1)
 
     def _end(self, reason: StopReason, first: int) -> None:
         """Prints the reason, without delay on rank `first`, and ends the process."""

@@ -1,4 +1,4 @@
-"""Processes on this host, for the watchdog: inspects and wakes others, and ends its own.
+"""Inspects and wakes other processes on this host, and ends its own, for the watchdog.
 
 Writing a last message and Python stacks must not delay the end of a process for long.
 """
@@ -264,6 +264,6 @@ def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) ->
 
 
 def exit_now(code: int) -> None:
-    """Ends the process at once, without cleaning up, since its main thread may be blocked forever."""
+    """Ends the process immediately, without cleaning up, since its main thread may be blocked forever."""
     within(1.0, sys.stdout.flush, None)
     os._exit(code)

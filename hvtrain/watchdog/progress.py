@@ -35,7 +35,7 @@ class Status:
         phase: what the rank is doing.
         phase_seconds: how long it has been in this phase.
         idle_seconds: seconds since it last made any progress.
-        has_stepped: it has completed a step.
+        has_stepped: whether it has completed a step.
     """
 
     step: int
@@ -133,7 +133,7 @@ class Progress:
 
         marks = self._marks()
         phase = self._current_phase(marks)
-        # Also by the marks, since one call may run several steps.
+        # The marks count too, since one call may run several steps.
         step = max(self._step, self._steps_before + marks[3])
         seen = (step, self._num_reports, *marks)
         if seen != self._seen or (phase not in WAITING and self._works_on_files()):
@@ -204,7 +204,7 @@ class Rules:
 
 @dataclass
 class RankState:
-    """A rank's process, its last status, and when rank 0 heard that, by its own time.monotonic()."""
+    """A rank's process, its last status, and when rank 0 received that status, by rank 0's time.monotonic()."""
 
     rank: int
     host: str
@@ -245,7 +245,7 @@ class Snapshot:
     rules: Rules
 
     def silence(self, state: RankState) -> float:
-        """Seconds since the rank's last report."""
+        """Returns the seconds since the rank's last report."""
         return self.now - state.heard_at
 
     def stalled_seconds(self, limit: float) -> float:
@@ -309,12 +309,12 @@ class Snapshot:
                 self._describe_rank(state, {}) for _, state in sorted(states.items())[:3]
             )
             return f"ranks wait for each other at different places: {text}; do all run the same program?"
-        return f"all {len(self.ranks)} ranks wait in {self._since(self.ranks[0])}; is a link between hosts down?"
+        return f"all {len(self.ranks)} ranks wait in {self._phase_text(self.ranks[0])}; is a link between hosts down?"
 
     def _describe_rank(self, state: RankState, processes: Mapping[int, str]) -> str:
         silence = self.silence(state)
         if silence <= self.rules.silent_seconds:
-            return f"{state.name} hangs in {self._since(state)}"
+            return f"{state.name} hangs in {self._phase_text(state)}"
 
         process = processes.get(state.rank)
         cause = f", it is {process}" if process else ""
@@ -323,7 +323,7 @@ class Snapshot:
             f"last seen in {state.status.phase}, step {_step(state)}"
         )
 
-    def _since(self, state: RankState) -> str:
+    def _phase_text(self, state: RankState) -> str:
         return (
             f"{state.status.phase} since step {_step(state)} "
             f"({wall_clock(state.status.phase_seconds + self.silence(state))})"

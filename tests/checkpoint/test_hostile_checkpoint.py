@@ -275,7 +275,7 @@ def test_links_in_the_cache_of_keras_are_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(
         DataError,
-        match="fallback is not a folder of this user; set KERAS_HOME to a writable folder",
+        match="fallback belongs to another user or is a link; set KERAS_HOME to a writable folder",
     ):
         mnist().num_examples("train")
     assert precious.read_text() == "data"

@@ -170,7 +170,7 @@ def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
     written(tmp_path, 10)
     (tmp_path / "step-00000010" / "state.safetensors").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"no other checkpoint in .* is whole; choose another run.dir"
+        CheckpointError, match=r"no other checkpoint in .* is intact; choose another run.dir"
     ):
         newest(tmp_path)
 
@@ -280,7 +280,7 @@ def test_an_error_in_the_background(on_error, tmp_path, caplog):
     writing.finish()
     assert not writing.failed
     assert (
-        "; training continues (checkpoint.on_error=warn), the next save tries again"
+        "; training continues (checkpoint.on_error=warn), and the next save tries again"
         in caplog.messages[0]
     )
     assert caplog.messages[1].startswith(

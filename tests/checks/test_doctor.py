@@ -110,7 +110,7 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
     assert re.search(r"^keras 3\.1\.4, s1 3\.\d+\.\d+$", failures["packages", "s2"])
     assert failures["code", "s3"] == "differs from s1 in core/step_plan.py"
     assert failures["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
-    assert failures["horovod", "s3"] == "has no library of Horovod for TensorFlow"
+    assert failures["horovod", "s3"] == "has no Horovod library for TensorFlow"
     assert failures["data set", "s3"].startswith("differs from s1 in train/dog/2.png")
 
 
@@ -268,7 +268,9 @@ def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
         failures["shared memory", "s2"]
         == "/dev/shm has 16 MiB free of 16 MiB; its slots need 128 MiB"
     )
-    assert failures["open files", "s3"] == "a process may open 512; 6 ranks need 1024"
+    assert failures["open files", "s3"] == (
+        "a process may open 512 files; each of 6 ranks needs 1024"
+    )
 
 
 @pytest.mark.nightly

@@ -105,11 +105,11 @@ def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, mo
     )
     assert code == 0, output
     assert (
-        "look at: train: 2 of 40 examples repeat an earlier one, 1 with another target; example 7 is example 2\n"
+        "look at: train: 2 of 40 examples repeat an earlier one, 1 with another target; example 7 repeats example 2\n"
         in output
     )
     assert (
-        "look at: test: 2 of 2 examples are in train too; example 0 is example 5 of train\n"
+        "look at: test: 2 of 2 examples are in train too; example 0 repeats example 5 of train\n"
         in output
     )
     assert "look at: test has no 2\n" in output

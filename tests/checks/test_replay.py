@@ -115,7 +115,7 @@ def test_local_steps_meet_where_an_interrupted_run_saved():
     taking = object.__new__(DigestRecording)
     taking.strategy = SimpleNamespace(settle=lambda: calls.append("settle"))
     taking.weights = SimpleNamespace(average_untrained=lambda: calls.append("average"))
-    taking._take = lambda: calls.append("take")
+    taking._record_digests = lambda: calls.append("take")
     taking._save({})
     assert calls == ["settle", "average", "take"]
 
@@ -360,5 +360,5 @@ def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(
 
     path.write_text("damaged\n")
     trained(45, 46)
-    assert "no receipt of step 46: StorageError: " in caplog.text
+    assert "the receipt of step 46 was not written: StorageError: " in caplog.text
     assert path.read_text() == "damaged\n"

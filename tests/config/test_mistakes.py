@@ -41,15 +41,16 @@ SUGGESTIONS = {
     "task.loss.fromlogits=true": "unknown setting 'task.loss.fromlogits'; did you mean 'task.loss.from_logits'?",
     "modle=cnn": "unknown setting 'modle'; did you mean 'model'?",
     "Model=cnn": "unknown setting 'Model'; did you mean 'model'?",
-    "gpus=4": "unknown setting 'gpus'; the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ...",
-    "train.workers=4": "unknown setting 'train.workers'; the number of ranks is the launcher's: horovodrun -np 2 ...",
+    "gpus=4": "unknown setting 'gpus'; the launcher sets the number of ranks: horovodrun -np 2 python -m hvtrain ...",
+    "train.workers=4": "unknown setting 'train.workers'; the launcher sets the number of ranks: horovodrun -np 2 ...",
     "optimizer.amsgrad=true": "unknown setting 'optimizer.amsgrad'; optimizer has learning_rate, ...",
     "task.metrics.top3._target_=keras.metrics.TopKCategoricalAccuracy": (
-        "unknown setting 'task.metrics.top3._target_'; task.metrics has accuracy; a plus adds a new one: "
+        "unknown setting 'task.metrics.top3._target_'; task.metrics has accuracy; add a new one with a plus: "
         "+task.metrics.top3._target_=VALUE"
     ),
     "task=custom task.metrics={error:{_target_:keras.metrics.MeanAbsoluteError}}": (
-        "unknown setting 'task.metrics.error'; task.metrics has none; a plus adds a new one: +task.metrics.error=VALUE"
+        "unknown setting 'task.metrics.error'; task.metrics has no settings; add a new one with a plus: "
+        "+task.metrics.error=VALUE"
     ),
     "dataset.dir=/data": "unknown setting 'dataset.dir'; dataset.dir is a setting of dataset=cifar10, ...",
     "optimizer.rho=0.9": (
@@ -112,7 +113,7 @@ FORM = {
     "--batch-size 64": "unknown option --batch-size; did you mean 'train.batch_size'?",
     "--model cnn": "unknown option --model; did you mean 'model'?",
     "--nonsense": "unknown option --nonsense; see python -m hvtrain --help",
-    "-np 2": "unknown option -np; the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ...",
+    "-np 2": "unknown option -np; the launcher sets the number of ranks: horovodrun -np 2 python -m hvtrain ...",
     "--cfg all": "argument --cfg/-c: invalid choice: 'all' (choose from ...",
     "--config-dir nowhere": "--config-dir nowhere is not a folder; give the one that holds your groups, such as model/",
     "--multirun seed=1,2": "--multirun asks for several runs in one process; use one command for each run instead",
@@ -146,7 +147,7 @@ VALUES = {
     "train=[3]": "train=[3] is not a group of settings; write train.NAME=VALUE for each",
     "optimizer.learning_rate=-1": "optimizer.learning_rate=-1 is not a finite number above 0; give the rate ...",
     "optimizer.learning_rate=fast": "optimizer.learning_rate=fast is not a finite number above 0; give the rate ...",
-    "model._target_=cnn": "model._target_='cnn' names nothing to call; it must be a dotted path such as ...",
+    "model._target_=cnn": "model._target_='cnn' names no class or function; it must be a dotted path such as ...",
     "dataset=image_folder": "dataset.dir is not set and has no default; give dataset.dir=VALUE",
     "train.accumulate=2 train.steps=5": "train.steps=5 is not a multiple of train.accumulate=2; choose 4 or 6",
     "train.epochs='\x1b[31m'": "...",

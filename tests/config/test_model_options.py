@@ -7,7 +7,7 @@ import pytest
 
 from hvtrain.config.choices import run_settings
 from hvtrain.config.compose import compose
-from hvtrain.config.instantiate import build, declared
+from hvtrain.config.instantiate import build, select_facts
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.training.resume import changed_settings
@@ -73,7 +73,7 @@ def test_the_builder_never_gets_them():
 
 
 def test_a_setting_takes_precedence_over_a_fact():
-    given = declared(lambda **options: None, ["num_classes"], SHAPE, "model", "toys")
+    given = select_facts(lambda **options: None, ["num_classes"], SHAPE, "model", "toys")
     assert given == {"image_shape": (8, 8, 1)}
 
 

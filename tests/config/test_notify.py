@@ -9,7 +9,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
-from hvtrain.training.run_folder import reusable
+from hvtrain.training.run_folder import reusable_settings
 
 MAIL = "mailto://me:hunter2@host:25?to=a@b.org,c@d.org&mode=insecure"
 SLACK = "slack://hunter2/B1/C1"
@@ -37,7 +37,7 @@ def test_records_have_no_secret(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
     config = from_dict(compose([f"notify=[{MAIL},{SLACK}]"]))
     assert config.record["notify"] == ["***", "***"]
-    assert reusable(config)["notify"] is None, "so that config.yaml starts another run"
+    assert reusable_settings(config)["notify"] is None, "so that config.yaml starts another run"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"data": {"uneven": "cut"}}, "data.uneven=cut is not one of auto, trim, pad, error"),
         (
             {"callbacks": {"stop": {"patience": 3}}},
-            "callbacks.stop._target_=None names nothing to call",
+            "callbacks.stop._target_=None names no class or function",
         ),
         ({"train": {"deterministic": 1}}, "train.deterministic=1 is not true or false"),
         (
@@ -149,7 +149,7 @@ def test_whole_learning_rate_becomes_a_float():
             "checkpoint.every_minutes=nan is out of range",
         ),
         ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
-        ({"model": {"units": 3}}, "model._target_=None names nothing to call"),
+        ({"model": {"units": 3}}, "model._target_=None names no class or function"),
         ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a finite number"),
         (
             {"optimizer": {"_target_": "a.b", "learning_rate": 0}},

@@ -498,7 +498,7 @@ def test_data_and_targets_that_do_not_fit_are_refused():
         "+augment.rand_augment.value_range=[0,255]",
     )
     with pytest.raises(
-        ConfigError, match="augment moves images, and not the targets or weights of arrays that"
+        ConfigError, match="not those of the targets or weights of arrays; use only layers that"
     ):
         opened(from_arrays(images, images / 255.0), Regression(), "augment=random_flip")
     opened(from_arrays(images, images / 255.0), Regression(), "augment=random_color_jitter")

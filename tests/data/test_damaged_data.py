@@ -165,8 +165,8 @@ def error(ranks, name: str) -> str:
 @pytest.mark.nightly
 def test_what_is_skipped_is_told(ranks):
     folder, found, output = ranks
-    assert "skipped 1 examples that could not be read; names in logs/" in output
-    assert "skipped 2 examples that could not be read; names in logs/" in output
+    assert "skipped 1 examples that could not be read; their names are in logs/" in output
+    assert "skipped 2 examples that could not be read; their names are in logs/" in output
     record = found[0]["skipped"]["record"]
     assert (record["skipped_examples"], record["num_steps"]) == (2, 8)
     logged = (folder / "skipped" / "logs" / "rank-0001.log").read_text()
@@ -182,10 +182,10 @@ def test_a_changed_data_set_is_refused_on_resume(ranks):
     first, second = sorted((ranks[0] / "records").glob("train-*"))
     size = (ranks[0] / "other-records" / first.name).stat().st_size
     assert error(ranks, "skipped/again").endswith(
-        f"the data set is not the one of checkpoint step-00000008: train holds 40 examples, was 64; "
+        f"the data set is not the one that checkpoint step-00000008 was trained on: train holds 40 examples, was 64; "
         f"train: {first.name} has {size} bytes, was {first.stat().st_size}; train: {second.name} is gone; "
         f"train: train-a.tfrecord is new; restore that data set, or choose another run.dir, "
-        f"or go on anyway with guard.data=false"
+        f"or continue anyway with guard.data=false"
     )
 
 
@@ -198,7 +198,7 @@ def test_a_changed_data_set_is_gone_on_with_when_told(ranks):
     )
     assert changed in error(ranks, "changed/again")
     assert found[0]["changed/told"]["record"]["num_steps"] == 12
-    assert changed in output and "going on because of guard.data=false" in output
+    assert changed in output and "continuing because of guard.data=false" in output
 
 
 @pytest.mark.nightly

@@ -152,7 +152,7 @@ def test_bad_options_are_refused():
     with pytest.raises(ConfigError, match=r"standardize=zscore is not one of per_pixel"):
         from_arrays(images, labels, standardize="zscore")
     with pytest.raises(
-        ConfigError, match=r"num_validation=9 leaves nothing of 9 training examples"
+        ConfigError, match=r"num_validation=9 leaves none of the 9 training examples"
     ):
         from_arrays(images, labels, num_validation=9).num_examples("train")
     with pytest.raises(ConfigError, match=r"shift_pixels=-1 is out of range"):

@@ -260,7 +260,7 @@ REFUSED_FOLDERS = [
     (
         "train/a/1.png train/a/2.png",
         {"validation_fraction": 0.1},
-        "validation_fraction=0.1 takes 0 images, and leaves training images of 1 of 1 classes: they have 2 to 2",
+        "validation_fraction=0.1 takes 0 images, and leaves training images of 1 of 1 classes: each class has 2 to 2",
     ),
     (
         "train/a/1.png train/b/1.png train/b/2.png",
@@ -353,7 +353,7 @@ REFUSED_MASKS = [
         "1.png needs one mask, .* but has 1_gt.png and 1_mask.png",
     ),
     ({"2_mask.png": LABELS}, TWO, "1.png needs one mask, such as .*1.png, but has none"),
-    ({"1.png": IN_COLORS}, TWO, "is in colors; give the color of each class"),
+    ({"1.png": IN_COLORS}, TWO, "is in color; give the color of each class"),
     (
         {"1.png": IN_COLORS + np.array([0, 0, 1], np.uint8)},
         RED,
@@ -792,7 +792,7 @@ def test_images_as_targets_do_not_move_with_their_inputs():
 
 
 def test_names_that_training_lacks_are_refused():
-    with pytest.raises(DataError, match=r"y_test holds eel, none of the classes \(ant, bee, cow\)"):
+    with pytest.raises(DataError, match=r"test holds eel, not among the classes \(ant, bee, cow\)"):
         from_arrays(X, NAMES, X[:1], np.array(["eel"]))
 
 

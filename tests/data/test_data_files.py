@@ -97,7 +97,7 @@ def test_a_truncated_gzip_file_is_named(mnist_folder):
 def test_idx_labels_are_checked(mnist_folder):
     path = mnist_folder / "t10k-labels-idx1-ubyte"
     path.write_bytes(idx_bytes(np.arange(9)))
-    with pytest.raises(DataError, match=r"holds 10 images but .*t10k-labels-idx1-ubyte 9 labels"):
+    with pytest.raises(DataError, match=r"holds 10 images but .*labels-idx1-ubyte holds 9 labels"):
         mnist(dir=str(mnist_folder)).num_examples("train")
     path.write_bytes(idx_bytes(np.array([0, 1, 2, 10, 4, 5, 6, 11, 8, 9])))
     with pytest.raises(

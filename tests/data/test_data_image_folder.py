@@ -154,7 +154,7 @@ def test_a_file_of_labels(tmp_path):
     source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     assert source.whole_targets()["test"].tolist() == [0, 0]
     (tmp_path / "test/IMG 1.png").rename(tmp_path / "test/IMG 10.png")
-    with pytest.raises(DataError, match=r"no names of files.* 10 may come before or after 2"):
+    with pytest.raises(DataError, match=r"no file names.* 10 may come before or after 2"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     with pytest.raises(DataError, match=r"gone.csv cannot be read: .*No such file"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(tmp_path / "gone.csv"))

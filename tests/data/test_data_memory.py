@@ -109,13 +109,13 @@ def test_equal_texts_have_equal_digests():
         (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),
             {"w_train": AGES},
-            r"w_test and w_train belong together; give both or none",
+            r"w_test and w_train belong together; give or omit both",
         ),
-        ((AGES * 1.0, AGES), {"flip": True}, r"flip are for images, and x_train holds none"),
+        ((AGES * 1.0, AGES), {"flip": True}, r"options for images \(flip\) were given, but"),
         (
             (AGES * 1.0, AGES),
             {"images": True},
-            r"x_train holds examples of shape \(\); images \[h, w\]",
+            r"x_train holds examples with shape \(\); images \[h, w\]",
         ),
     ],
 )

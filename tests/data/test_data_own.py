@@ -179,7 +179,7 @@ def test_what_is_no_pipeline_of_examples_is_refused(then, message):
 def test_functions_with_wrong_arguments_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"takes no shard and no num_shards; declare shard and num_shards, and return that",
+        match=r"takes no shard and no num_shards; declare shard and num_shards, and return only",
     ):
         from_dataset(lambda: None)
     with pytest.raises(
@@ -212,11 +212,11 @@ def test_arguments_that_a_function_does_not_name_are_not_taken_for_heeded():
 def test_shards_that_are_not_parts_of_the_whole_are_refused():
     with pytest.raises(
         DataError,
-        match=r"the 2 shards of train hold 61 \+ 61 examples, but the whole 61; the function must return",
+        match=r"train hold 61 \+ 61 examples, but the whole split holds 61; the function",
     ):
         pipelines.data("ignoring").shard_sizes("train", 2)
     with pytest.raises(
-        DataError, match=r"the 2 shards of train hold 31 \+ 9 examples, but the whole 61"
+        DataError, match=r"2 shards of train hold 31 \+ 9 examples, but the whole split holds 61"
     ):
         pipelines.data("short").shard_sizes("train", 2)
     whole = from_dataset(lambda shard, num_shards: numbers(0, 1), name="whole", num_examples=20)
@@ -333,7 +333,7 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], r"__len__ gives no number of batches"),
+        ([], r"the PyDataset has no batches or no __len__; define __len__"),
         ([np.zeros(3)], r"batch 0 is a ndarray; \(inputs, targets\) or"),
         (
             [(np.zeros(3), np.zeros(2))],

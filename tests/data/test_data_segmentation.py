@@ -181,7 +181,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         first_batch()
     write(mask, np.full((16, 24, 3), (0, 0, 1), "uint8"))
     with pytest.raises(
-        DataError, match=r"train2.png is in colors; give the color of each class, as in"
+        DataError, match=r"train2.png is in color; give the color of each class, as in"
     ):
         first_batch()
     mask.write_bytes(b"nothing")

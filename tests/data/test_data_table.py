@@ -144,7 +144,7 @@ def test_an_embedded_table():
             {"features": {"city": "float"}},
             r"people.\w+: the column city holds '\w+', which cannot be read as float",
         ),
-        ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
+        ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave none of the 60 rows"),
         ({"target_is": "number"}, r"dataset.target_is=number, but the column plan holds"),
         ({"target_is": "names"}, r"dataset.target_is=names is not one of class, number, null"),
     ],

@@ -262,7 +262,7 @@ def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
             {"length": 1000},
             r"of tales, validation; lower it, give more text, or change dataset.validation_share",
         ),
-        ({"test_share": 1.0}, r"dataset.test_share=1.0: each must be 0 or more, their sum less"),
+        ({"test_share": 1.0}, r"dataset.test_share=1.0: each must be 0 or more, and their sum"),
         ({"masked_share": 0}, r"dataset.masked_share=0 is not between 0 and 1"),
         (
             {"test_share": 0.5, "validation_share": 0.5},

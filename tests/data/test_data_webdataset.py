@@ -331,7 +331,7 @@ def test_shards_that_were_joined_by_cat_are_refused(tmp_path):
     path = write_shard(tmp_path / "train.tar", members_of(*random_images(4), range(4)))
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(
-        DataError, match=r"goes on after its end at byte 8,192: `cat` does not join tar files; wr"
+        DataError, match=r"continues after its end at byte 8,192: `cat` does not join tar files; wr"
     ):
         opened(tmp_path).num_examples("train")
 
@@ -523,7 +523,7 @@ def test_two_ranks_train_the_weights_of_the_same_images_in_folders(ranks):
         ("shards/again", "train holds 39 examples, was 40; restore that data set"),
         (
             "damaged",
-            "train-000001.tar: is not a whole tar file (unexpected end of data): it is truncated or damaged",
+            "train-000001.tar: is not a complete tar file (unexpected end of data): it is truncated or damaged",
         ),
     ],
 )

@@ -160,7 +160,7 @@ CASES = [
     Case("an infinite number in a list", columns(x=[[number, 2.0] for number in [np.inf, *NUMBERS[1:]]]), f"x: vector of 2 numbers (1 gap, {FILLED})", [[number, 2.0] for number in GAP], options=MEDIAN),
     Case("names", text(NAMES), "x: 3 names", NAMES, pandas={}),
     Case("names with gaps", text(["", "NA", *NAMES[2:]]), "x: 3 names (2 gaps, filled with the most frequent value Ulm)", ["Ulm", "Ulm", *NAMES[2:]], options=MEDIAN),
-    Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, a name of their own)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
+    Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, counted as a name)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
     Case("categories of Arrow", columns(x=pa.array(NAMES).dictionary_encode()), "x: 3 names", NAMES),
     Case("codes with leading zeros", text(f"{number % 7:03d}" for number in range(ROWS)), "x: 7 names", [f"{number % 7:03d}" for number in range(ROWS)], pandas={"dtype": {"x": str}}),
     Case("several choices in a cell", text(f'"{cell}"' for cell in CHOICES), "x: 5 names", CHOICES, pandas={"dtype": {"x": str}}),
@@ -450,7 +450,7 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
         "y holds '?', which is not a number and counts as a gap",
         "rows left out because of gaps: 1",
         "test: x holds 'odd', which is not a number and counts as a gap",
-        "test: 97% of the rows have a c that training did not have; the model knows nothing of them",
+        "test: 97% of the rows have a c that training did not have; the model has learned nothing about it",
         "test: rows left out because of gaps: 1",
     ]
 

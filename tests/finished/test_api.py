@@ -178,14 +178,14 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     data.write_text(rows + "900,x,yes\n" * 30)
     fitted = tmp_path / "run" / "preprocessing"
     fitted.rename(tmp_path / "away")
-    with pytest.raises(DataError, match="is not the one of checkpoint"):
+    with pytest.raises(DataError, match="is not the one that checkpoint"):
         predicted(f"input={new}")  # It would be preprocessed as the data are today.
     (tmp_path / "away").rename(fitted)
     data.write_text(rows + "900,w,yes\n" * 30)
     assert predicted(f"input={new}") == before
     with pytest.raises(
         DataError,
-        match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data",
+        match=r"is not the one that checkpoint .*train holds 70 examples, was 40; .*guard.data",
     ):
         predicted("split=test")
     assert predicted("guard.data=false").count("\n") == 21
@@ -195,7 +195,7 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     assert "test: 33% of the rows have a kind that training did not have" in printed
     data.write_text(data.read_text() + "1,x,perhaps\n")
     with pytest.raises(
-        DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"
+        DataError, match=r"target holds perhaps, which is not one of the run's classes \(no, yes\)"
     ):
         predicted("guard.data=false")
     assert predicted(f"input={new}") == before
@@ -211,7 +211,7 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
         assert (
             written(monkeypatch, capsys, tales[0], "prompt=The statement", "--tokens", "5") == text
         )
-        with pytest.raises(DataError, match="the data set is not the one of checkpoint"):
+        with pytest.raises(DataError, match="the data set is not the one that checkpoint"):
             hvtrain.load(tales[0])
     finally:
         more.unlink()

@@ -231,7 +231,7 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
     (folder / "other.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"would replace .*other.json, which is another model's; choose"
+        ConfigError, match=r"would replace .*other.json, which belongs to another model; choose"
     ):
         export_words(
             monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "other.keras"
@@ -249,7 +249,7 @@ def test_files_beside_are_named_after_the_model_and_never_those_of_another(tmp_p
     ]
     (tmp_path / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(
-        ConfigError, match=r"would replace .*tokenizer.model, which is another model's; choose"
+        ConfigError, match=r"would replace .*tokenizer.model, which belongs to another model; "
     ):
         exported.companion_files(tmp_path / "lr0.1", "savedmodel", "{}", assets)
 
@@ -296,7 +296,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
-        match=r"format=onnx needs tf2onnx and onnxruntime, .* --no-deps -r scripts/lock/export.txt",
+        match=r"format=onnx needs tf2onnx and onnxruntime; .* --no-deps -r scripts/lock/export.txt",
     ):
         export_words(
             monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "none.onnx"
@@ -306,7 +306,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "format= is missing; give one of keras, savedmodel, onnx, tflite, hf"),
+        ([], "format= needs a value; give one of keras, savedmodel, onnx, tflite, hf"),
         (["format=torch"], "format=torch is not one of keras"),
         (
             ["format=onnx", "--output", "model.keras"],
@@ -316,14 +316,14 @@ def test_missing_packages_are_named(folder, monkeypatch):
             ["format=savedmodel", "--output", "a.b"],
             "--output a.b does not fit format=savedmodel; give a folder",
         ),
-        (["format=hf", "repo=digits"], "repo=digits is not hf://USER/NAME"),
+        (["format=hf", "repo=digits"], "repo=digits is not a Hub address; give hf://USER/NAME"),
         (
             ["format=hf", "repo=hf://me/digits"],
             "repo=hf://me/digits needs the package huggingface_hub (",
         ),
         (
             ["format=keras", "repo=hf://me/digits"],
-            "repo=hf://me/digits goes with format=hf; add it, or leave repo out",
+            "repo=hf://me/digits needs format=hf; add format=hf, or leave repo out",
         ),
         (
             ["format=onnx", "--output", "no/m.onnx"],

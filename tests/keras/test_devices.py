@@ -33,7 +33,7 @@ def test_a_host_whose_driver_is_broken_is_named():
     """Or the first collective ends in Horovod's "Mismatched CPU/GPU device selection"."""
     with pytest.raises(
         RankError,
-        match=r"ranks on s2 see no GPU, but those on s1, s3 do; see what nvidia-smi says on s2",
+        match=r"ranks on s2 see no GPU, but those on s1, s3 do; check s2 with nvidia-smi",
     ):
         choose_gpus([*host("s1", "01", 2), *host("s2", "", 2), *host("s3", "0", 1)])
 

@@ -226,7 +226,7 @@ def test_powersgd_sends_float64_as_it_is_and_counts_it_so():
 
 
 def test_an_average_in_the_place_of_the_name_is_refused():
-    with pytest.raises(TypeError, match="which is name here; pass average=False"):
+    with pytest.raises(TypeError, match=r"which is name in hvtrain.keras; pass average=False"):
         hvd.allreduce(1.0, False)
 
 
@@ -292,9 +292,7 @@ def test_weights_are_not_compared_with_ranks_outside_of_the_process_set(wrap):
     optimizer._hvtrain.reducer.process_set = SimpleNamespace(process_set_id=1)
     callback = hvd.WeightCheckCallback()
     callback.set_model(SimpleNamespace(optimizer=optimizer))
-    with pytest.raises(
-        ValueError, match="process set leaves out some, whose weights are their own"
-    ):
+    with pytest.raises(ValueError, match="process set leaves out some, whose weights may differ"):
         callback.on_train_begin()
 
 

@@ -144,7 +144,7 @@ def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
         "table users takes 0.0 GiB, and a .keras file is written in memory"
         in ranks[0]["saved"]["too large"]
     )
-    assert "an .h5 file would get the rows of one; save the model as" in ranks[0]["saved"]["as h5"]
+    assert "an .h5 file would get only one rank's rows; save" in ranks[0]["saved"]["as h5"]
     assert [rank["saved"]["reloaded"] for rank in ranks] == [0.0] * len(ranks)
 
 
@@ -164,7 +164,9 @@ def test_an_error_about_ids_becomes_one_line():
     layer = ShardedEmbedding(5, 2, name="t")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         tf.function(layer)(tf.constant([3, 7]))
-    line = "table t has rows 0 to 4, but got ids from 3 to 7; give it more rows, or check the data"
+    line = (
+        "table t has rows 0 to 4, but got ids from 3 to 7; add rows to the table, or check the data"
+    )
     assert wrong_ids(caught.value) == line
 
 

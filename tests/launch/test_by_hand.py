@@ -96,7 +96,7 @@ def test_who_is_missing_is_named_to_all():
         waiting.join(timeout=30)
         assert re.fullmatch(
             r"coordinator 0 at 127.0.0.1:\d+ has ended while (coordinator 0, )?ps 0, worker 1 had not connected; "
-            "look at its output",
+            "look at the output of coordinator 0",
             results[2],
         ), "and not 60 s later"
 
@@ -142,7 +142,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         for thread in (comes(0), comes(1)):
             thread.join()
         assert results[0] == results[1] == [["s1", "10.0.0.1"]] * 2
-    dropped = "hvtrain: 127.0.0.1 sent a request that no rank sends to this launch's port; it was dropped\n"
+    dropped = "hvtrain: dropped a request from 127.0.0.1 to this launch's port, since no rank sends such requests\n"
     assert capfd.readouterr().err == dropped * (not sent.startswith(b"\x00"))
 
 
@@ -152,7 +152,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         ("s1", 0, 1, ConfigError, "--coordinator s1 is not HOST:PORT; give rank 0's host and a free port: s1:2222"),
         ("localhost:0", 0, 1, ConfigError, "--coordinator localhost:0 is not HOST:PORT"),
         ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 .* or give its address$"),
-        ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
+        ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np sets the"),
         ("192.0.2.1:FREE", 0, 1, ConfigError, "cannot listen on port .* of 192.0.2.1: Cannot .* host of worker 0"),
         ("localhost:USED", 0, 1, ConfigError, r"cannot listen on port \d+ of .*: Address already in use; give all"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to \S+ in time \(0.2 s\); start"),

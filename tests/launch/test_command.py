@@ -126,7 +126,7 @@ def test_a_cluster_file_without_settings_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"mine.yaml holds no settings; write lines such as"):
         cluster_files.choose(["cluster=mine"], [tmp_path])
     (tmp_path / "cluster/mine.yaml").write_text("kind: ssh\nnodes: 2\n")
-    with pytest.raises(ConfigError, match=r"^nodes: ssh has no such settings; choose cluster="):
+    with pytest.raises(ConfigError, match=r"^nodes: ssh has no such setting; choose cluster="):
         cluster_files.choose(["cluster=mine"], [tmp_path])
 
 

@@ -154,7 +154,7 @@ def test_settings_keep_their_type_and_texts_stay_texts():
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_rank=many is not a whole number"):
         choose(["cluster=slurm", "cluster.gpus_per_rank=many"], [])
     with pytest.raises(
-        ConfigError, match=r"cluster.time: ssh has no such settings; choose cluster=slurm\|mpijob"
+        ConfigError, match=r"cluster.time: ssh has no such setting; choose cluster=slurm\|mpijob"
     ):
         choose(["cluster.time=1"], [])
     with pytest.raises(ConfigError, match="those of the run come after --"):

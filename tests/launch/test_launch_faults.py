@@ -80,7 +80,7 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
 def test_sigterm_is_a_preemption(lab, tmp_path, how, hosts):
     """The ranks are told to save, also where all of them are on another host; code 75."""
     code, output = signalled(lab, line(how, hosts, *fate(tmp_path, "wait", "0")), tmp_path, "TERM")
-    assert (code, last_line(output)) == (75, f"hvtrain: preempted, saved; {AGAIN}"), output
+    assert (code, last_line(output)) == (75, f"hvtrain: preempted after saving; {AGAIN}"), output
     assert not left(lab)
 
 

@@ -49,7 +49,7 @@ def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
         output = refused(lab, tmp_path, how)
         start_file.unlink()
         assert re.search(
-            rf"host s2 has {version} in \S+ and host s1 has \S+; recreate the environment there",
+            rf"host s2 has {version} in \S+ and host s1 has \S+; recreate the environment on s2",
             output,
         )
 

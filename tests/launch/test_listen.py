@@ -211,7 +211,7 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
          "FIRST FAILURE rank 0 host s1: no such file; give dataset.dir"),
         (End("0", 1), {0: Verdict(None, "another rank did"), 1: Verdict(1, "ValueError: x")}, (), (), 1,
          "FIRST FAILURE rank 1 host s2: ValueError: x"),
-        (End("0", 75), {}, (), (), 75, f"preempted, saved; {AGAIN}"),
+        (End("0", 75), {}, (), (), 75, f"preempted after saving; {AGAIN}"),
         (End("0", 75), {0: Verdict(0, f"it arrived {UNSAVED}")}, (), (), 75, f"it arrived {UNSAVED}; {AGAIN}"),
         (End("0", 75), {0: Verdict(1, "rank 1 makes no progress")}, (), (), 75,
          f"FIRST FAILURE rank 1 host s2: rank 1 makes no progress; {AGAIN}"),

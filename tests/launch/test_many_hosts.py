@@ -271,7 +271,7 @@ def test_hosts_that_cannot_be_reached_are_one_line(lab):
     try:
         for hosts, message in {
             "s1,s9": "host s9 has no IPv4 address here; add it to /etc/hosts or DNS",
-            "s1,s3": "nothing answers ssh on host s3, port 22; start sshd there, or give -p its port",
+            "s1,s3": "nothing answers ssh on host s3, port 22; start sshd there, or give -p PORT",
             "s1,s4": "host s4 does not let you in without a password: Permission denied",
         }.items():
             code, output = lab.launch("-np", "2", "-H", hosts, "--", "model=mlp")

@@ -180,7 +180,7 @@ def test_what_cannot_be_sent(tmp_path, monkeypatch):
 def test_what_a_rank_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["notebook", str(tmp_path)])
     with pytest.raises(
-        ConfigError, match=r"is not on \S+; work in a folder that all hosts have at the same place"
+        ConfigError, match=r"is not on \S+; work in a folder that all hosts have at the same path"
     ):
         rank_main()
     path = tmp_path / FUNCTION_FILE

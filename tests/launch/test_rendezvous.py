@@ -134,7 +134,7 @@ def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(
         send("PUT", "worker_addresses", "s1:2", code)
     assert tmp_path.exists() and len(driver.calls) == 2
     assert capfd.readouterr().err == (
-        "hvtrain: 127.0.0.1 sent a request that no rank sends to this launch's port; it was dropped\n"
+        "hvtrain: dropped a request from 127.0.0.1 to this launch's port, since no rank sends such requests\n"
     )
     send("PUT", "global", 0, "an address")
     server.init(None)

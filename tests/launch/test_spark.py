@@ -391,7 +391,7 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
         (
             Job(("python", "train.py"), 2),
             {},
-            "can only run python -m hvtrain, not python train.py",
+            "can only train with python -m hvtrain, not run python train.py",
         ),
         (Job(WORDS, 2, min_ranks=1), {}, "does not take --min-np; its ranks are fixed"),
         (Job(WORDS, 2, parse_hosts("s1:2")), {}, "does not take -H; Spark chooses the hosts"),

@@ -38,7 +38,7 @@ ENDS = {
         7,
         "FIRST FAILURE rank 1 host s2: ended with exit code 7; see its output above",
     ),
-    "sigterm": (75, f"preempted, saved; {AGAIN}"),
+    "sigterm": (75, f"preempted after saving; {AGAIN}"),
     "sigterm-twice": (75, f"ended by force after SIGTERM; {AGAIN}"),
     "s2-stops": (75, LOST),
     "s2-is-cut-off": (75, LOST),

@@ -127,7 +127,7 @@ def test_impossible_options_are_refused():
     refuse("between 0 and 1. Received: rate=2", "mlp", dropout=2)
     refuse("it needs two fractions", "cnn", dropout=[0.5])
     refuse("between 0 and 1. Received: rate=-0.1", "cnn", dropout=[0.5, -0.1])
-    refuse("blocks_per_stage=0; it needs a whole number from 1", "resnet20", blocks_per_stage=0)
+    refuse("blocks_per_stage=0; it needs at least 1", "resnet20", blocks_per_stage=0)
     refuse("initializer identifier: lecun", "separable_cnn", depthwise_initializer="lecun")
     refuse("initializer identifier: unit_gain", "separable_cnn", initializer="unit_gain")
 

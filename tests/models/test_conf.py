@@ -10,7 +10,7 @@ import tensorflow as tf
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.instantiate import declared
+from hvtrain.config.instantiate import select_facts
 
 CONF = Path(__file__).parents[2] / "conf"
 VIT = {"patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
@@ -53,7 +53,8 @@ def test_a_model_file_builds(path):
         facts |= {"input_spec": tf.TensorSpec((32, 32, 3)), "output_shape": (10,)}
     # Hydra makes configurations of arguments that are dicts.
     builder = instantiate(config, _partial_=True)
-    model = builder(**declared(get_object(config._target_), config, facts, path.stem, "a data set"))
+    target = get_object(config._target_)
+    model = builder(**select_facts(target, config, facts, path.stem, "a data set"))
     assert isinstance(model, keras.Model)
     assert (model.output.shape[0], model.output.shape[-1]) == (None, 10)
 

@@ -202,7 +202,7 @@ def test_it_loads_in_plain_keras(tmp_path):
         ({"backbone": "ResNet"}, r"backbone=ResNet; did you mean 'ResNet50'\?"),
         ({"backbone": "VGG16"}, r"backbone=VGG16; known: MobileNetV2, ResNet101, ResNet50"),
         ({"output_stride": 4}, "output_stride=4; it needs 8, 16 or 32"),
-        ({"norm_momentum": 1}, "norm_momentum=1; it needs a fraction, such as 0.9"),
+        ({"norm_momentum": 1}, "norm_momentum=1; it needs a number between 0 and 1, such as 0.9"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

@@ -190,8 +190,8 @@ def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
     for rank in results:
         assert rank["wide"]["error"] == (
             f"ConfigError: model.weights={folder}/source is of another model: it has shape (36, 8) where hidden/kernel "
-            "of this model has shape (36, 9); choose the model that it was made with, or list in "
-            "model.weights_except what stays new"
+            "of this model has shape (36, 9); choose the model that it was made with, or list the "
+            "variables that stay new in model.weights_except"
         )
         assert rank["own arguments"]["error"] == (
             "ConfigError: model._target_=leaves.loads_by_itself has an argument weights, but model.weights is a "

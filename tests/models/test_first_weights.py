@@ -160,7 +160,7 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
         begin_with(model, str(path), ["asp*x"])
     with caplog.at_level(logging.INFO):
         begin_with(model, str(path), ["aspp*", "decoder*"])
-    assert "not used from there: Conv_1, Conv_1_bn" in caplog.text
+    assert "not used: Conv_1, Conv_1_bn" in caplog.text
     for part in parts(model):
         new = part.path.startswith(("aspp", "decoder", "logits"))
         expected = (

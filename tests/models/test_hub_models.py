@@ -181,7 +181,7 @@ def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
         "TextClassifier",
     )
     refused("Backbone is a base class; choose a subclass, such as AlbertBackbone", "Backbone")
-    refused("RetinaNetObjectDetector has a loss of its own", "RetinaNetObjectDetector")
+    refused("RetinaNetObjectDetector has its own loss", "RetinaNetObjectDetector")
 
 
 def test_impossible_options_are_refused():

@@ -145,13 +145,13 @@ np.save("logits.npy", keras.models.load_model("model.keras")(np.load("tokens.npy
             "it needs a row of tokens as whole numbers, of a known largest length",
         ),
         ({"a": tf.TensorSpec((8,), tf.int32)}, {}, "it needs a row of tokens"),
-        (tf.TensorSpec((8,), tf.int32), {"blocks": 0}, "blocks=0; it needs a whole number from 1"),
+        (tf.TensorSpec((8,), tf.int32), {"blocks": 0}, "blocks=0; it needs at least 1"),
         (
             tf.TensorSpec((8,), tf.int32),
             {"heads": 3},
             "width=16 and heads=3; the heads must divide the width evenly",
         ),
-        (tf.TensorSpec((8,), tf.int32), {"heads": 0}, "heads=0; it needs a whole number from 1"),
+        (tf.TensorSpec((8,), tf.int32), {"heads": 0}, "heads=0; it needs at least 1"),
     ],
 )
 def test_what_it_cannot_take_is_refused(spec, options, message):

@@ -54,7 +54,7 @@ def test_all_runs_below_the_folder_are_listed_by_date(folder, monkeypatch, capsy
     assert first.endswith("  2026-11-24_10-00-00-a_name_that_is_longer_than_there_is_room")
     assert "0.9500  test_" in text and "a_better" in text and "no_run" not in text
     assert "9,000" in text and "damaged" in text
-    assert "* the same command with run.dir=RUN resumes from its newest checkpoint" in text
+    assert "* to resume such a run, repeat its command with run.dir=RUN" in text
 
 
 def test_scores_are_sorted_from_the_best_on_within_their_metric(folder, monkeypatch, capsys):

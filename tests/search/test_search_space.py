@@ -10,7 +10,7 @@ from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import Goal, goal_of, read_space
-from hvtrain.search.study import as_overrides, ranked
+from hvtrain.search.study import as_overrides, sort_trials
 from hvtrain.search.sweep import main
 from hvtrain.system.run_files import EpochRecord
 from hvtrain.system.run_lock import RunLock
@@ -37,7 +37,7 @@ def space(folder: Path, text: str):
         ("seed: {low: many, high: 1}", "seed is {'low': 'many', 'high': 1}, which does not"),
         ("seed: {low: true, high: 2}", "seed is {'low': True, 'high': 2}, which does not"),
         ("seed: {low: .nan, high: 2}", "seed is {'low': nan, 'high': 2}, which does not"),
-        ("seed: {low: 0, high: 1, log: true}", "log needs a low above 0, and no step"),
+        ("seed: {low: 0, high: 1, log: true}", "but log needs a low above 0 and no step"),
         ("seed: {low: 0.0, high: 1.0, step: 0.3}", "steps of 0.3 do not lead from 0 to 1"),
         ("seed: {choices: []}", "seed is {'choices': []}, which does not"),
         ("seed: {choices: [1], log: true}", "seed is {'choices': [1], 'log': True}, which does"),
@@ -210,8 +210,8 @@ def test_the_table_has_the_best_first_and_failures_last():
         {"number": 2, "state": "pruned", "value": 0.9},
         {"number": 3, "state": "finished", "value": 0.2},
     ]
-    assert [trial["number"] for trial in ranked(trials, "max")] == [3, 1, 2, 0]
-    assert [trial["number"] for trial in ranked(trials, "min")] == [1, 3, 2, 0]
+    assert [trial["number"] for trial in sort_trials(trials, "max")] == [3, 1, 2, 0]
+    assert [trial["number"] for trial in sort_trials(trials, "min")] == [1, 3, 2, 0]
 
 
 def test_the_line_that_repeats_the_best_has_no_secret():

@@ -92,7 +92,7 @@ def test_a_sweep_of_other_settings_is_refused(tmp_path):
     study(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"holds a sweep of other settings \(overrides: \['model=mlp'\] there, \['a'\] here\)",
+        match=r"holds a sweep of other settings \(overrides: \['model=mlp'\], not \['a'\]\)",
     ):
         study(tmp_path, overrides=["a"])
     (tmp_path / "other").mkdir()

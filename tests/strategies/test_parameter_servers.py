@@ -185,7 +185,7 @@ def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
         ),
         (
             "no/mask",
-            "strategy=parameter_server_sync averages the workers' gradients, and this loss divides by what",
+            "strategy=parameter_server_sync averages the workers' gradients, but this loss divides by a",
         ),
         pytest.param(
             "no/accumulate",

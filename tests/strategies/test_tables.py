@@ -185,7 +185,7 @@ def test_a_run_goes_on_without_checkpoints_where_a_table_finds_no_room(runs):
     folder, _, output = runs
     lines = " ".join(output.split())
     assert "a whole table of shape (20007, 4) cannot be written in" in lines
-    assert "training continues (checkpoint.on_error=warn), the next save tries again" in lines
+    assert "training continues (checkpoint.on_error=warn), and the next save tries again" in lines
     assert "the last state is not saved: a whole table of shape (20007, 4)" in lines
     assert not list((folder / "no room").glob("checkpoints/step-*"))
     assert (folder / "no room" / "model.keras").exists()
@@ -229,7 +229,7 @@ def test_what_cannot_be_is_refused_in_one_line(runs, case, line):
 def test_an_id_out_of_range_on_one_rank_ends_all_with_one_line(tmp_path):
     code, output = train_alone(tmp_path, *SPOILED, "run.dir=spoiled")
     assert code == 2 and "Traceback" not in output, output
-    line = "table user_table has rows 0 to 56, but got ids from -1 to 99; give it more rows, or check the data"
+    line = "table user_table has rows 0 to 56, but got ids from -1 to 99; add rows to the table, or check the data"
     assert re.search(rf"hvtrain: rank 1 on \S+: {line}", output), output
     assert re.search(
         rf"hvtrain: (rank 0: )?stopped because rank 1 on \S+ failed: {line}", output

@@ -42,7 +42,7 @@ def holder(tmp_path):
 def test_who_holds_it_is_named(holder, tmp_path):
     expected = (
         rf"in use by another run \(process {holder.pid} on \S+, since .*\); "
-        "wait for its end, or choose another run.dir"
+        "wait until it ends, or choose another run.dir"
     )
     with pytest.raises(BusyError, match=expected) as caught:
         RunLock().take(tmp_path, wait_seconds=0)

@@ -111,5 +111,5 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(two_ranks):
 def test_examples_of_one_length_are_refused(two_ranks, name, source):
     assert error(two_ranks[0], name) == (
         f"ConfigError: data.bucket_by_length=3 needs examples of different lengths, and {source} gives none; "
-        "choose dataset=text dataset.examples=documents, or leave it out"
+        "choose dataset=text dataset.examples=documents, or leave the setting out"
     )

@@ -525,7 +525,7 @@ def test_losses_and_metrics_by_output():
     assert set(metrics) == set(task.metric_names)
     assert metrics["loss"] == pytest.approx(metrics["a_loss"] + 3 * metrics["b_loss"], rel=1e-5)
     with pytest.raises(
-        ConfigError, match=r"outputs a, b, and model._target_=m gives no outputs by name"
+        ConfigError, match=r"outputs a, b, and model._target_=m gives no named outputs"
     ):
         task.check_outputs(keras.layers.Dense(1)(inputs), "model._target_=m", source)
     with pytest.raises(ConfigError, match=r"task\.loss_weights names c and task.loss has a, b"):
@@ -546,7 +546,7 @@ def test_label_smoothing_is_that_of_keras_and_of_training_alone():
     assert float(smoothed(classes, logits)) == pytest.approx(plain, rel=1e-6)
     assert abs(plain - float(expected)) > 1e-3
     with pytest.raises(
-        ConfigError, match=r"^task.label_smoothing=1 is out of range; it must be from 0 to below 1"
+        ConfigError, match=r"^task.label_smoothing=1 is out of range; it must be at least 0 and"
     ):
         Classification(label_smoothing=1)
     with pytest.raises(

@@ -160,7 +160,7 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     output = finish(process, timeout=60)
     assert process.returncode == 130, output
-    assert output.count("hvtrain: Ctrl-C: saving and stopping; press it again to end at once") == 1
+    assert output.count("hvtrain: Ctrl-C: saving and stopping; press it again to exit now") == 1
     step = re.search(r"stopped by Ctrl-C after step ([\d,]+) of", output)[1].replace(",", "")
     assert max(checkpoints.glob("step-*")).name == f"step-{int(step):08d}"
     epoch, done, whole = map(

@@ -85,4 +85,4 @@ def test_the_weights_are_those_of_one_process(balanced, tmp_path):
 )
 def test_what_excludes_it_is_refused(balanced, name, obstacle):
     for rank in balanced[1]:
-        assert f"train.balance=true does not go with {obstacle}" in rank[name]["error"]
+        assert f"train.balance=true cannot be combined with {obstacle}" in rank[name]["error"]

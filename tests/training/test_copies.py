@@ -115,7 +115,7 @@ def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(
     assert names(hosts[1]) == []
     assert caplog.messages == [
         "s2 lacks a copy of a checkpoint: the copy of step-00000004 was damaged in transit; "
-        "training continues, and the next one tries again"
+        "training continues, and the copy is retried with the next checkpoint"
     ]
     write(hosts[0], 8)
     pair.send()
@@ -218,7 +218,8 @@ def test_the_loss_of_the_receiver_is_a_warning(hosts, caplog):
     other.shutdown(socket.SHUT_WR)
     sender.send()
     assert caplog.messages == [
-        "s2 lacks a copy of a checkpoint: the connection is lost; training continues, and the next one tries again"
+        "s2 lacks a copy of a checkpoint: the connection is lost; training continues, "
+        "and the copy is retried with the next checkpoint"
     ]
     other.close()
 

@@ -192,9 +192,7 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
     )
     short = tmp_path / "short.txt"
     short.write_text("n1\n")
-    refused(
-        str(short), "short.txt has 1 lines for 30 images; give one each, or lines of FILE CLASS"
-    )
+    refused(str(short), "short.txt has 1 lines for 30 images; give one line for each image, or")
     short.write_text(f"ILSVRC2012_val_00000001.JPEG {SYNSETS[0]}\n")
     refused(
         str(short),
@@ -237,8 +235,7 @@ def test_records_of_tensorflow_with_labels_from_1(tmp_path):
         labels_of(source, 20)
     message = str(source.explain(caught.value))
     assert (
-        "label 20 is outside 0 ... 19; if labels begin at 1, set dataset.first_label to that; "
-        in message
+        "label 20 is outside 0 ... 19; if labels begin at 1, set dataset.first_label=1; " in message
     )
 
 

@@ -35,7 +35,7 @@ NIGHTLY_WORK = {
 REFUSED = {
     "BackupAndRestore": (
         ["backup_dir=${run.dir}/backup"],
-        "leave it out, since a run saves and resumes by itself",
+        "leave it out, since hvtrain saves and resumes runs itself",
     ),
     "SwapEMAWeights": (
         [],

@@ -86,7 +86,7 @@ def test_killed_by_the_launcher_it_is_reported_lost(received, tmp_path):
     assert on_host.count_ranks(mark) == 1
     on_host.clean_up(mark)
     assert process.wait() == -signal.SIGKILL
-    kind, body = received.only_post("lost has ended, and did not say why")
+    kind, body = received.only_post("lost has ended for an unknown reason")
     assert kind == "failure"
     assert (
         f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={tmp_path}"
@@ -152,7 +152,7 @@ def test_an_address_that_fails_is_a_warning_without_its_secret(received, tmp_pat
     notice.send_stop("stopped by SIGTERM")
     notice.wait()
     assert [record.getMessage() for record in caplog.records] == [
-        "the notice could not be sent to address 2 of 2 (json://***); test it with the command apprise"
+        "the notice could not be sent to address 2 of 2 (json://***); test the address with the command apprise"
     ]
     assert received.only_post("half was stopped")[0] == "warning"
 
@@ -187,7 +187,7 @@ def test_an_address_that_apprise_does_not_take_is_named_by_its_place(address, sh
     with pytest.raises(ConfigError) as caught:
         Notice().begin(["json://127.0.0.1", address], tmp_path)
     assert str(caught.value) == (
-        f"notify: address 2 of 2 ({shown}) is not an address that apprise takes; see docs/notices.md"
+        f"notify: address 2 of 2 ({shown}) is not an address that apprise supports; see docs/notices.md"
     )
     wait_until_ended(os.getpid())
 

@@ -87,14 +87,15 @@ def test_what_cannot_be_sent_is_one_warning(ran):
     assert [seen["unsent"]["record"]["num_steps"] for seen in results] == [12, 12]
     (line,) = [line for line in output.splitlines() if "the notice could not be sent" in line]
     assert line.endswith(
-        "could not be sent to address 1 of 1 (json://***); test it with the command apprise"
+        "could not be sent to address 1 of 1 (json://***); test the address with the command apprise"
     )
 
 
 @nightly
 def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
     assert {seen["unknown"]["error"] for seen in ran[0]} == {
-        "ConfigError: notify: address 2 of 2 (nosuch://***) is not an address that apprise takes; see docs/notices.md"
+        "ConfigError: notify: address 2 of 2 (nosuch://***) is not an address that apprise supports; "
+        "see docs/notices.md"
     }
     assert not (folder / "unknown").exists()
 
@@ -181,7 +182,7 @@ def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_pa
         if rank
         else (
             75,
-            "has ended, and did not say why",
+            "has ended for an unknown reason",
             "failure",
             "rank 0 was killed, by its launcher or otherwise; run the same",
         ),

@@ -87,7 +87,7 @@ def test_a_loss_scale_that_changes_accuses_nobody(runs):
 def test_what_excludes_it_is_refused(runs):
     for rank in runs[1]:
         assert (
-            "guard.recompute_every does not go with train.jit_compile=true"
+            "cannot be combined with train.jit_compile=true; leave one of the two out"
             in rank["compiled"]["error"]
         )
 
@@ -100,7 +100,7 @@ def test_losses_over_the_joint_batch_are_refused():
     context.model.weights = []
     for task in (Retrieval(), SimpleNamespace(loss={"pair": Retrieval().loss, "size": "mse"})):
         context.run.task = task
-        with pytest.raises(ConfigError, match=r"does not go with a model or task whose step sends"):
+        with pytest.raises(ConfigError, match=r"combined with a model or task whose step sends"):
             Recompute(context)
     context.run.task = Segmentation()
     callback = Recompute(context)
@@ -109,7 +109,7 @@ def test_losses_over_the_joint_batch_are_refused():
     for loss in (divides, {"size": SimpleNamespace(denominator=None), "kind": divides}):
         callback.set_model(SimpleNamespace(loss=loss))
         with pytest.raises(
-            ConfigError, match=r"does not go with a loss whose divisor depends on the batches"
+            ConfigError, match=r"combined with a loss whose divisor depends on the batches"
         ):
             callback.on_train_batch_begin(0, None)
 

@@ -53,13 +53,13 @@ DATE_FORMATS = (ISO_8601, *(day + time for day in DAY_FORMATS for time in TIME_F
 ISO_TIME = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
 # PostgreSQL writes whole hours as +00.
 ISO_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)"
-# A day, then a month or a year: a column without these holds no dates, and few formats need trying.
+# Two adjacent parts of a date. Date formats are tried only if at least half of a column's sample contains this.
 DATE_LIKE = r"\d[-/. ,]+\w"
 # Matches 3,14 and 1.234,50, but not 1,234, whose comma may separate thousands.
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
 
 
-def only(values: pa.Array, mask: pa.Array) -> pa.Array:
+def keep_where(values: pa.Array, mask: pa.Array) -> pa.Array:
     """Returns values where the mask is true, and null elsewhere."""
     return pc.if_else(mask, values, None)
 
@@ -135,11 +135,11 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     # Accountants write -12.50 as (12.50), and SAP writes it as 12.50-.
     text = pc.replace_substring_regex(text, r"^\(([^-]+)\)$|^([^-]+)-$", r"-\1\2")
     if unit:
-        text = only(text, pc.match_substring(text, unit))
-        # Only at an end: 12€50 is not 1250, and 7 mm is not 7 m.
+        text = keep_where(text, pc.match_substring(text, unit))
+        # The unit is removed only at either end: 12€50 is not 1250, and 7 mm is not 7 m.
         symbol = re.escape(unit)
         text = pc.replace_substring_regex(text, rf"^([+-]?)\s*{symbol}\s*|\s*{symbol}$", r"\1")
-    text = only(text, pc.match_substring_regex(text, pattern))
+    text = keep_where(text, pc.match_substring_regex(text, pattern))
     if thousands:
         text = pc.replace_substring(text, thousands, "")
 
@@ -158,7 +158,7 @@ def sort_by_value(
     """
     ordered = pa.array(sorted(texts), pa.string())
     numbers = numbers_in(ordered, decimal, thousands, unit)
-    # This sort is stable, and null comes last.
+    # This sort is stable, and nulls come last.
     return ordered.take(pc.array_sort_indices(numbers)).to_pylist()
 
 
@@ -192,7 +192,7 @@ def times_in(text: pa.Array, date_format: str) -> pa.Array:
         pattern = pattern.replace("%Y", r"\d{4}").replace("%y", r"\d{2}")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
-        return only(parsed, is_real)
+        return keep_where(parsed, is_real)
 
     # BigQuery names the zone, and Arrow's own CSV files have nanoseconds.
     text = pc.replace_substring_regex(text, r" ?UTC$", "Z")
@@ -200,7 +200,7 @@ def times_in(text: pa.Array, date_format: str) -> pa.Array:
     # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
     is_real = times_in(pc.utf8_slice_codeunits(text, 0, 10), "%Y-%m-%d").is_valid()
-    text = only(text, pc.and_(is_date, is_real))
+    text = keep_where(text, pc.and_(is_date, is_real))
 
     text = pc.replace_substring_regex(text, "^.{10}$", r"\0T00:00")
     text = pc.replace_substring_regex(text, r"[T ][\d:.]+$", r"\0Z")

@@ -22,8 +22,8 @@ from hvtrain.data.formats.cell_texts import (
     DATE_LIKE,
     MOSTLY,
     SAMPLE_ROWS,
+    keep_where,
     numbers_in,
-    only,
     share,
     times_in,
     unit_in,
@@ -57,7 +57,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Column:
-    """How to read a column, and the values fitted to its training rows. All can be written as JSON."""
+    """Describes how to read a column, and holds the values fitted to its training rows. Serializable as JSON."""
 
     name: str
     """The name of the feature: the column's name, with the part of a date appended, if any."""
@@ -155,13 +155,13 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         return array
 
     array = pc.utf8_trim_whitespace(array)
-    return only(array, pc.invert(pc.is_in(array, GAPS)))
+    return keep_where(array, pc.invert(pc.is_in(array, GAPS)))
 
 
 def infer(
     name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool
 ) -> Column | str:
-    """Infers, from all its cells, how to read a column; returns the reason instead if it cannot be used.
+    """Infers from all cells how to read a column; returns the reason as text if the column cannot be used.
 
     Args:
         name: Name of the column.
@@ -207,8 +207,8 @@ def _infer_text(
     column: Column, text: pa.Array, number_formats: Sequence[tuple[str, str]]
 ) -> Column:
     # 007 is a code; as a number it would become 7.
-    from_zero = text.filter(pc.starts_with(text, "0"))
-    if pc.any(pc.match_substring_regex(from_zero, r"^0\d+$")).as_py():
+    with_zero = text.filter(pc.starts_with(text, "0"))
+    if pc.any(pc.match_substring_regex(with_zero, r"^0\d+$")).as_py():
         return column
     # With a decimal comma, the two choices 1,2 would become the number 1.2.
     with_comma = text.filter(pc.match_substring(text, ","))
@@ -261,22 +261,22 @@ def _parse(text: pa.Array, column: Column) -> pa.Array:
     return numbers_in(text, column.decimal, column.thousands, column.unit)
 
 
-def read(column: Column, values: pa.Array, where: str) -> Cells:
+def read(column: Column, values: pa.Array, location: str) -> Cells:
     """Reads the cells of a column in the same way as in the training table.
 
     Args:
         column: The column, from infer().
         values: Its cells, from plain().
-        where: The file, for messages.
+        location: The file, for messages.
 
     Raises:
         DataError: The cells are not of the column's kind.
         pyarrow.ArrowException: A cell cannot be converted.
     """
     if column.kind == "vector":
-        return Cells(_vectors_in(values, column, where))
+        return Cells(_vectors_in(values, column, location))
     if types.is_nested(values.type) or types.is_binary(values.type):
-        raise _wrong_kind_error(column, values, where)
+        raise _wrong_kind_error(column, values, location)
     if column.kind == "name":
         return Cells(_names_in(values, column.names))
 
@@ -290,7 +290,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     # can be parsed is of another kind.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
-        raise _wrong_kind_error(column, values, where)
+        raise _wrong_kind_error(column, values, location)
 
     if column.kind == "integer" and types.is_integer(parsed.type):
         return Cells(parsed.cast(pa.int64()), odd)
@@ -300,7 +300,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = parsed.cast(pa.float64(), safe=False)
     numbers = np.asarray(parsed)
     if column.kind == "integer":
-        return Cells(_integers_in(numbers, column, where), odd)
+        return Cells(_integers_in(numbers, column, location), odd)
     # One infinite number would make the mean infinite, so infinities are gaps too.
     is_infinite = np.isinf(numbers)
     if is_infinite.any():
@@ -309,10 +309,10 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     return Cells(numbers[:, None], odd)
 
 
-def _wrong_kind_error(column: Column, values: pa.Array, where: str) -> DataError:
+def _wrong_kind_error(column: Column, values: pa.Array, location: str) -> DataError:
     example = next(iter(values.drop_null()[:1].to_pylist()), None)
     return DataError(
-        f"{where}: the column {column.source} holds {example!r}, which cannot be read as {column.feature}; "
+        f"{location}: the column {column.source} holds {example!r}, which cannot be read as {column.feature}; "
         "fix the file, or choose string_categorical, which takes names"
     )
 
@@ -321,7 +321,7 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     """Returns the cells as text, with numbers and truth values spelled like the known name they equal."""
     is_truth = types.is_boolean(values.type)
     if types.is_floating(values.type):
-        values = only(values, pc.is_finite(values))
+        values = keep_where(values, pc.is_finite(values))
         # pandas, for example, stores whole numbers as floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():
             values = values.cast(pa.int64())
@@ -350,7 +350,7 @@ def _key(name: str) -> str:
     return re.sub(r"^([+-]?\d+)\.0+$", r"\1", name)
 
 
-def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
+def _vectors_in(values: pa.Array, column: Column, location: str) -> np.ndarray:
     numbers = np.full((len(values), column.length), np.nan)
     lists = values.drop_null()
     if not len(lists):
@@ -359,9 +359,9 @@ def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
     if _is_vector(lists.type):
         lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if lengths != [column.length]:
+        content = f"lists of {lengths} numbers" if lengths else lists.type
         raise DataError(
-            f"{where}: the column {column.source} holds {lists.type} of the lengths {lengths}; lists of "
-            f"{column.length} numbers are needed"
+            f"{location}: the column {column.source} holds {content}; lists of {column.length} numbers are needed"
         )
     flat = np.asarray(lists.flatten().cast(pa.float64(), safe=False))
     numbers[np.asarray(values.is_valid())] = flat.reshape(-1, column.length)
@@ -377,7 +377,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
     return pc.divide(times.cast(pa.int64()), DAY_MICROSECONDS)
 
 
-def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
+def _integers_in(numbers: np.ndarray, column: Column, location: str) -> pa.Array:
     """Returns integers, null in gaps. Raises DataError for fractions, and for numbers beyond MAX_EXACT."""
     is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
@@ -385,7 +385,7 @@ def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
     if wrong.any():
         row = np.argmax(wrong)
         raise DataError(
-            f"{where}: row {row} has {numbers[row]:g} as {column.source}, which takes integers; fix it, or choose "
-            "float_discretized"
+            f"{location}: row {row} has {numbers[row]:g} as {column.source}, which takes integers; fix it, or "
+            "choose float_discretized"
         )
     return pa.array(whole.astype(np.int64), mask=is_gap)

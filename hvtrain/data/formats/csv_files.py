@@ -1,4 +1,4 @@
-"""Reads CSV files as people have them: detects their encoding, delimiter, header and quotes."""
+"""Reads real-world CSV files: detects their encoding, delimiter, header and quotes."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ import pyarrow.csv
 
 DELIMITERS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-# The names of all columns must fit into the sample; tables of genes have 60,000.
+# The names of all columns must fit into the sample; gene tables have 60,000 columns.
 SAMPLE_CHARACTERS = 2**20
 SAMPLE_ROWS = 100
 # The share of rows that must have the same number of cells; a few may be malformed.
@@ -30,7 +30,7 @@ csv.field_size_limit(2**30)
 
 
 class Fit(NamedTuple):
-    """How well a delimiter fits a file. The largest fits best."""
+    """Rates how well a delimiter fits a file. Compared as tuples, the largest is the best."""
 
     is_regular: bool
     """True if most rows have the same number of cells, and more than one."""
@@ -115,7 +115,7 @@ def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
         return
     is_header = pc.equal(table[-1], names[-1])
     for column, name in zip(table, names):
-        # Most files end here: no row has even the last name.
+        # For most files, the check ends here: no row has even the name of the last column.
         if not pc.any(is_header).as_py():
             return
         # _find_layout() calls a column without a name "Unnamed: 3", for example.
@@ -129,7 +129,7 @@ def _refuse_repeated_names(table: pa.Table, names: list[str]) -> None:
 def _is_quoted(data: pa.Buffer, sample: str) -> bool:
     """False for a tab-separated file whose quotes are part of the text, as in corpora such as GLUE.
 
-    There, a cell that begins with a quote would hide all rows up to the next quote.
+    In such a file, a cell that begins with a quote would hide all rows up to the next quote.
     """
     if not re.search(b'"', data):
         return True
@@ -215,7 +215,7 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
     """Finds the layout that fits a file's first characters best.
 
     Args:
-        is_cut: True if the file has more.
+        is_cut: True if the file continues after the sample.
         delimiter: The user's choice; None: one of DELIMITERS.
     """
     num_skipped = 0
@@ -252,7 +252,7 @@ def _best_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
 
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
-    """Returns the layout of a file's first characters with a delimiter."""
+    """Returns the layout of a file's first characters if `delimiter` separates its cells."""
     # If the delimiter is a space, skipping spaces would skip delimiters too.
     skips_spaces = delimiter != " "
     reader = csv.reader(
@@ -266,9 +266,9 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> Layout:
     if is_cut and len(rows) < SAMPLE_ROWS:
         # The sample may end within the last row.
         rows = rows[:-1]
-    # A header without rows fits itself.
+    # Without rows, the header itself gives the width.
     width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # In rows such as 1,5;2,5 under a;b, commas are as regular, but the header has none.
+    # In rows such as 1,5;2,5 under a;b, commas are as regular as semicolons, but the header has none.
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter

@@ -121,8 +121,8 @@ def read_labelled(
     if not rows:
         raise _no_text_error(file)
     names = _class_names([value for _, value in rows], label, path)
-    numbers = {name: number for number, name in enumerate(names)}
-    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+    indices = {name: index for index, name in enumerate(names)}
+    return [text for text, _ in rows], [indices[value] for _, value in rows], names
 
 
 def _class_names(labels: Sequence[Any], label: str, path: Path) -> list[str]:
@@ -234,7 +234,7 @@ def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, li
         middles[order] = np.cumsum(shuffled) - shuffled + shuffled // 2
         # Within a split, documents keep their original order.
         parts = {
-            split: [number for number, middle in enumerate(middles.tolist()) if middle in span]
+            split: [index for index, middle in enumerate(middles.tolist()) if middle in span]
             for split, span in _ranges(sum(sizes), validation, test).items()
         }
         if all(parts.values()):
@@ -254,7 +254,7 @@ def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
     return {split: span for split, span in ranges.items() if span}
 
 
-# A tokenizer is trained on about this many characters; of longer texts, on evenly spaced lines.
+# A tokenizer is trained on at most about this many characters: evenly spaced lines of longer texts.
 TRAINED_CHARACTERS = 20_000_000
 
 

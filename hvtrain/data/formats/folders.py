@@ -1,4 +1,4 @@
-"""Finds the splits of a data folder, skips the junk of operating systems, reports unused entries.
+"""Finds the splits of a data folder, skips the junk of operating systems, and reports unused entries.
 
 Also looks up the classes of files in a label file, for folders without class folders.
 """
@@ -126,7 +126,7 @@ def find_split_files(
         files_of: Lists the data files in a folder, sorted; for a data file, only the file itself.
 
     Returns:
-        The files by split, and the warning of left_out() about entries of no split.
+        The files by split, and the result of unused_warnings() about entries of no split.
     """
     files = {path: files_of(path) for path in visible(folder)}
     entries = [path for path in files if files[path]]
@@ -140,10 +140,10 @@ def find_split_files(
         paths = next((by_name[alias] for alias in aliases if alias in by_name), [])
         splits[split] = [file for path in paths for file in files[path]]
         used += paths
-    return splits, left_out(entries, used)
+    return splits, unused_warnings(entries, used)
 
 
-def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
+def unused_warnings(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     """Returns one warning, in a list, that names the entries of no split; empty if all are used."""
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
@@ -187,12 +187,13 @@ def look_up_labels(
         texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
     elif list(paths) != sorted(paths, key=_number_key):
         raise DataError(
-            f"{class_file} has no names of files, and the numbers in those of {paths[0].parent} lack leading zeros, so "
-            "that 10 may come before or after 2; write lines of FILE CLASS"
+            f"{class_file} has no file names, and the numbers in the file names of {paths[0].parent} lack leading "
+            "zeros, so that 10 may come before or after 2; write lines of FILE CLASS"
         )
     if len(texts) != len(paths):
         raise DataError(
-            f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one each, or lines of FILE CLASS"
+            f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one line for each image, or lines "
+            "of FILE CLASS"
         )
 
     by_number = {row[0]: row[-1] for row in _rows(number_file)} if number_file else {}
@@ -227,7 +228,7 @@ def _number_key(path: Path) -> str:
 
 
 def _rows(path: str) -> list[list[str]]:
-    """Reads the first two fields of each line, split at commas if every line has one, else at white space."""
+    """Reads the first two fields of each line, split at commas if every line has one, else at white space or commas."""
     lines = [line for line in read_text(user_path(path)).splitlines() if line.strip()]
     has_commas = all("," in line for line in lines)
     rows = [line.split(",") if has_commas else line.replace(",", " ").split() for line in lines]

@@ -33,8 +33,8 @@ LEAST_DEEP_VALUE = 2**14
 
 # Pillow's modes, by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# The first bytes of files that are often mistaken for images, and what such a file is. The first
-# match counts, so b"<svg" comes before b"<".
+# Descriptions of files that are often mistaken for images, by their first bytes. The first match
+# counts, so b"<svg" comes before b"<".
 NOT_IMAGES = {
     b"<svg": "SVG, which must be converted",
     b"<": "a web page",
@@ -110,7 +110,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
 
     names = " and ".join(name for name, _ in formats.most_common())
     by_area = sorted(sizes, key=math.prod)
-    # The smallest and the largest size; only one if all images have the same.
+    # The smallest and the largest size; only one if all images have the same size.
     ends = dict.fromkeys(f"{width}x{height}" for width, height in (by_area[0], by_area[-1]))
     phrases = [
         f"{names} of {' to '.join(ends)} pixels ({formats.total()} sampled), {sizing.phrase()}"

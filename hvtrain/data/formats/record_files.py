@@ -148,7 +148,10 @@ def features_of(record: bytes) -> Any:
 
 
 def example_problem(record: bytes, image_key: str, label_key: str) -> str:
-    """Explains why an Example is not an encoded image with a label; empty if it is one, or if it is not an Example."""
+    """Explains why a record does not hold an encoded image with one label.
+
+    Returns an empty text for a record that does, and for one that is not an Example.
+    """
     features = features_of(record)
     if not features:
         return ""

@@ -32,7 +32,7 @@ class RowGroup(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of images and labels, and what they hold. `record.field` names the field of a struct."""
+    """The columns of images and labels, and their contents. `record.field` names the field of a struct."""
 
     image: str
     label: str
@@ -50,7 +50,7 @@ def files_of(path: Path) -> list[Path]:
     return [file for file in paths if file.suffix.lower() in SUFFIXES]
 
 
-def opened(path: str | Path) -> pq.ParquetFile:
+def open_parquet(path: str | Path) -> pq.ParquetFile:
     """Opens a Parquet file on this host or in object storage."""
     remote = remote_file(path)
     return pq.ParquetFile(remote.open_unbuffered() if remote else path)
@@ -63,7 +63,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
         DataError: The file is damaged.
     """
     try:
-        with opened(path) as file:
+        with open_parquet(path) as file:
             metadata = file.metadata
             schema = file.schema_arrow
             groups = [
@@ -116,7 +116,7 @@ def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
     names: set[str] = set()
     for path in paths:
         try:
-            table = opened(path).read(columns=[columns.label], use_threads=False)
+            table = open_parquet(path).read(columns=[columns.label], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}; write it again"
@@ -128,7 +128,7 @@ def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
 def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
     """Returns the smallest and the largest pixel of a file from the statistics in its footer; None without them."""
     extremes = []
-    metadata = opened(path).metadata
+    metadata = open_parquet(path).metadata
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             column = metadata.row_group(group).column(index)
@@ -166,7 +166,7 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
         DataError: The row group cannot be read at all, or has changed.
     """
     try:
-        with opened(group.path) as file:
+        with open_parquet(group.path) as file:
             # One thread: the cores are divided among the ranks of a host,
             # and pyarrow would take them all.
             names = [columns.image, columns.label]
@@ -217,7 +217,10 @@ def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
-    """Turns lists of numbers into pixels [n, h, w, c], zeros for lists of the wrong length; adds to `problems`."""
+    """Turns lists of numbers into pixels [n, h, w, c], and adds unusable rows to `problems`.
+
+    A list of the wrong length becomes zeros.
+    """
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))

@@ -73,7 +73,7 @@ class Settings:
         id: A column that is not a feature, but is shown beside each prediction.
         dates: "number", the days since 1970-01-01; "parts", which are year, month, day, weekday and hour; or "drop".
         decimal, thousands: Decimal sign and thousands separator in text; null: inferred from the cells.
-        log_numbers: Without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
+        log_numbers: Without `features`, numbers become float_log, which is log(1 + x), or 0 for negative x,
             instead of float_normalized.
         category_ids: Categories are ids for embedding tables instead of one-hot. The inputs are
             then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
@@ -264,7 +264,7 @@ def _with_feature(
 def _with_default_feature(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings
 ) -> Column | str:
-    """Returns the same as _with_feature, for settings that choose no features."""
+    """Returns the same as _with_feature(), for settings that choose no features."""
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):
@@ -357,14 +357,14 @@ def _is_whole(column: Column, values: pa.Array) -> bool:
 
 
 def read_cells(
-    columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str
+    columns: Sequence[Column], arrays: Mapping[str, pa.Array], location: str
 ) -> dict[str, Cells]:
     """Reads a table's columns as the schema says, and returns their cells by column name.
 
     Args:
         columns: Columns of the schema.
         arrays: The table's columns, from plain_columns().
-        where: The file, for messages.
+        location: The file, for messages.
 
     Raises:
         DataError: A column is missing, or is not of the kind that it was in training.
@@ -372,15 +372,15 @@ def read_cells(
     missing = sorted({column.source for column in columns} - arrays.keys())
     if missing:
         raise DataError(
-            f"{where} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}"
+            f"{location} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}"
         )
     cells = {}
-    for column in with_progress(columns, f"{where}: cells of columns"):
+    for column in with_progress(columns, f"{location}: cells of columns"):
         try:
-            cells[column.name] = read(column, arrays[column.source], where)
+            cells[column.name] = read(column, arrays[column.source], location)
         except pa.ArrowException as error:
             raise DataError(
-                f"{where}: the column {column.source} cannot be read: {first_line(error)}; fix the file"
+                f"{location}: the column {column.source} cannot be read: {first_line(error)}; fix the file"
             ) from error
     return cells
 

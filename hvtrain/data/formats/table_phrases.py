@@ -32,7 +32,7 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     """
     phrases = [_phrase(column, cells[column.name]) for column in schema.columns]
     if len(phrases) > MAX_PHRASES:
-        # Columns without particulars in parentheses are only counted, so that the others stand out.
+        # Columns without details in parentheses are only counted, so that the others stand out.
         pairs = zip(schema.columns, phrases)
         counts = Counter(column.kind for column, phrase in pairs if "(" not in phrase)
         phrases = [phrase for phrase in phrases if "(" in phrase]
@@ -44,7 +44,7 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
 
 
 def _phrase(column: Column, cells: Cells) -> str:
-    """Describes a column, with particulars in parentheses.
+    """Describes a column, with details in parentheses.
 
     >>> _phrase(Column("age", "age", "number"), Cells(np.ones((2, 1))))
     'age: number'
@@ -86,13 +86,13 @@ def _odd_names(values: pa.Array) -> list[str]:
     if 0.5 <= share(is_number) < 1:
         others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
         details.append(f"numbers except {' and '.join(map(repr, others))}")
-    return details + _spelled_alike(names.to_pylist())
+    return details + _similar_names(names.to_pylist())
 
 
-def _spelled_alike(names: Sequence[str]) -> list[str]:
-    """Quotes the first two names that differ only in case or spaces, in a list; empty without any.
+def _similar_names(names: Sequence[str]) -> list[str]:
+    """Returns a phrase, in a list, that quotes two names that differ only in case or spaces; empty if there are none.
 
-    >>> _spelled_alike(["no", "yes", "No "])
+    >>> _similar_names(["no", "yes", "No "])
     ["'no' beside 'No '"]
     """
     seen: dict[str, str] = {}
@@ -138,11 +138,11 @@ def odd_texts(cells: Cells) -> str:
 
 
 def _treatment(column: Column) -> str:
-    """Says what is done about the gaps of a column."""
+    """Describes how the gaps of a column are treated."""
     if not column.fill:
         return "rows left out"
     if column.is_category and column.missing == "indicator":
-        return "a name of their own"
+        return "counted as a name"
     if column.is_category:
         return f"filled with the most frequent value {column.fill[0]}"
     statistic = "most frequent value" if column.missing == "most_frequent" else "median"
@@ -165,5 +165,5 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
     if len(schema.classes) > len(shares):
         shares.append("...")
-    shares += _spelled_alike(schema.classes)
+    shares += _similar_names(schema.classes)
     return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)})"

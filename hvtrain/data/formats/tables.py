@@ -49,8 +49,8 @@ TAR_MARK_AT = 257
 # Marks the columns that come from the names of folders.
 PARTITION = b"partition"
 READ_BYTES = 2**18
-# Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of
-# memory to read all at once, and 3.3 GB in blocks of this size (pyarrow 26).
+# Number of Parquet columns in each read. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB
+# of memory to read all columns together, and 3.3 GB in blocks of this size (pyarrow 26).
 COLUMNS_AT_ONCE = 100
 
 
@@ -67,7 +67,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         setting: The setting that names it, for messages.
 
     Raises:
-        DataError: There is no table, or a folder for dataset.file also holds those of other splits.
+        DataError: There is no table, or a folder for dataset.file also holds tables of other splits.
     """
     path = user_path(location)
     if path.is_file():
@@ -99,7 +99,7 @@ def _refuse_other_splits(files: Sequence[Path], location: str | Path) -> None:
         names = ", ".join(sorted(map(str, by_split.values())))
         raise DataError(
             f"dataset.file={location} holds tables of several splits ({names}), which would all be trained on; "
-            "give dataset.file, dataset.validation_file and dataset.test_file one each"
+            "give each split its own setting: dataset.file, dataset.validation_file or dataset.test_file"
         )
 
 
@@ -171,7 +171,7 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     if path.stat().st_size == 0:
         raise ValueError("it is empty")
     stored = pa.memory_map(str(path)).read_buffer()
-    data = _decompressed(stored)
+    data = _decompress(stored)
     begin = data[:16].to_pybytes()
     for mark, kind in OTHER_FORMATS.items():
         if begin.startswith(mark):
@@ -181,7 +181,7 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     if not begin.startswith(b"PAR1"):
         return read_csv(data, **text_format)
 
-    # By path: the pages of the memory map would count as this process's memory once read.
+    # Read by path, since the pages of the memory map would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
     # Spark's timestamps would wrap around in nanoseconds: 9999-12-31 would be in 1816.
     file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES, coerce_int96_timestamp_unit="us")
@@ -199,7 +199,7 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     return pa.table(columns)
 
 
-def _decompressed(data: pa.Buffer) -> pa.Buffer:
+def _decompress(data: pa.Buffer) -> pa.Buffer:
     """Decompresses a file's bytes; returns them unchanged if they are not compressed."""
     start = data[:6].to_pybytes()
     for mark, decompress in COMPRESSIONS.items():
@@ -218,4 +218,4 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
             raise ValueError(
                 f"it is a zip or Excel file with {len(names)} CSV or Parquet tables instead of one"
             )
-        return _decompressed(pa.py_buffer(archive.read(names[0])))
+        return _decompress(pa.py_buffer(archive.read(names[0])))

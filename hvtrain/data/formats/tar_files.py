@@ -1,4 +1,4 @@
-"""Locates the members of a data set's shards, tar files, so that one ranged read fetches a member.
+"""Locates the members of a data set's tar shards, so that one ranged read fetches a member.
 
 A shard's members are found once, by reading its headers, and are listed in .SHARD.index beside it,
 or in the user's cache if that folder is read-only. The index also holds the shard's size and
@@ -87,7 +87,7 @@ def member_bytes(path: str) -> bytes | None:
     try:
         # The reference keeps the file open during the read. Without it, a file that leaves the
         # cache is closed, and its descriptor number may be reused.
-        file = _opened(shard)
+        file = _open_shard(shard)
         # pread() uses no file position, so threads can share the file.
         data = os.pread(file.fileno(), size, offset)
     except OSError as error:
@@ -109,7 +109,7 @@ members_ahead = ReadAhead(member_bytes)
 
 
 @lru_cache(maxsize=256)
-def _opened(shard: str) -> IO[bytes]:
+def _open_shard(shard: str) -> IO[bytes]:
     """Opens a shard. The file is closed once it has left this cache and no thread is reading it."""
     return Path(shard).open("rb")
 
@@ -120,17 +120,17 @@ def find_members(shard: Path) -> tuple[list[Member], str | None]:
     If several processes start together, one reads the shard, and the others wait for its index.
 
     Returns:
-        The members in their order, and the defect that hides the rest, or None.
+        The members in the shard's order, and the defect that hides the rest, or None.
     """
     # The shard may have been replaced since it was last opened.
-    _opened.cache_clear()
+    _open_shard.cache_clear()
     members = _read_index(shard)
     if members is not None:
         return members, None
     try:
         with shard.open("rb") as file:
-            # Some network file systems cannot lock a file opened for reading;
-            # there, each process reads the shard.
+            # Some network file systems cannot lock a file opened for reading.
+            # Then each process reads the shard.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             members = _read_index(shard)
@@ -179,15 +179,15 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
     except tarfile.TarError as error:
         if not members and _read_at(file, BLOCK_BYTES, 0).startswith(_PACKED):
             return members, "is compressed, so that no part of it can be read alone: unpack it"
-        return members, f"is not a whole tar file ({error}): it is truncated or damaged"
+        return members, f"is not a complete tar file ({error}): it is truncated or damaged"
 
     # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A
-    # whole archive ends with blocks of zeros.
+    # complete archive ends with blocks of zeros.
     rest = _read_at(file, PADDING_BYTES, end)
     if rest[:BLOCK_BYTES] != bytes(BLOCK_BYTES):
         return members, f"has no header at byte {end:,}: it is truncated or damaged"
     if any(rest):
-        return members, f"goes on after its end at byte {end:,}: `cat` does not join tar files"
+        return members, f"continues after its end at byte {end:,}: `cat` does not join tar files"
     return members, None
 
 

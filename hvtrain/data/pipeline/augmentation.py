@@ -251,7 +251,7 @@ class Masks:
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer blends labels, or loses all of them."""
         shapes = {part: [4, *spec.shape[1:]] for part, spec in layer.input_spec.items()}
-        # With labels of 0 and 100, any blend is neither of them.
+        # A blend of the labels 0 and 100 equals neither of them.
         labels = np.random.default_rng(0).integers(2, size=shapes[MASKS]) * 100
         batch = {
             IMAGES: tf.zeros(shapes[IMAGES]),
@@ -282,7 +282,7 @@ class Augmentation:
     Args:
         layers: The layers by their names in the configuration.
         image_shape: Shape of the data set's images, which the last layer has to return as well.
-        targets: How targets follow their images.
+        targets: Labels or Masks, which determine how targets follow their images.
         keeps_integers: If True, integer images keep their type; else all images become float32.
         in_step: If True, the training step augments, with a seed from the batch; else the input pipeline does.
 
@@ -330,7 +330,7 @@ class Augmentation:
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }
-        # Each layer has a seed of its own, so that two equal layers act differently.
+        # Each layer gets a different seed, so that two equal layers act differently.
         for index, layer in enumerate(self._layers):
             batch = layer(batch, fold_in(seed, index))
 

@@ -59,7 +59,7 @@ FITS = {
     "pad": "padded to the aspect ratio",
     "stretch": "stretched",
 }
-# Crops drawn for each image, of which the first that fits is used; as in torchvision.
+# Number of crops drawn for each image; the first that fits is used, as in torchvision.
 ATTEMPTS = 10
 # libjpeg can decode a JPEG at a reduced size, with its sides divided by one of these numbers.
 JPEG_DIVISORS = (1, 2, 4, 8)
@@ -115,7 +115,7 @@ class RandomResizedCrop:
 
         Args:
             sizes: int32 [num_images, 2], height and width.
-            draws: see draw().
+            draws: See draw().
 
         Returns:
             int32 [num_images, 4]: top, left, height, width.
@@ -166,7 +166,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Rows cut off at each of top and bottom, and columns cut off at each side."""
+        """Number of rows cut off at both top and bottom, and number of columns cut off at both sides."""
         height, width, _ = self.image_shape
         share = (1 / self.crop_fraction - 1) / 2
         return round(height * share), round(width * share)
@@ -249,7 +249,7 @@ def _decode_whole(encoded: Any, is_for_pillow: Tensor, sizing: Sizing) -> Tensor
     """Decodes one image at its own size to uint8 [h, w, channels]; of an animation, only the first frame."""
     channels = sizing.image_shape[2]
 
-    def by_pillow():
+    def decode_with_pillow():
         # NumPy strips zero bytes at the end of a string, so another byte is appended.
         data = tf.strings.join([encoded, "."])
         read = partial(decode_by_pillow, channels=channels, exif=sizing.exif)
@@ -258,7 +258,7 @@ def _decode_whole(encoded: Any, is_for_pillow: Tensor, sizing: Sizing) -> Tensor
 
     return tf.cond(
         is_for_pillow,
-        by_pillow,
+        decode_with_pillow,
         lambda: tf.io.decode_image(encoded, channels=channels, expand_animations=False),
     )
 
@@ -316,15 +316,15 @@ def _decode_central(sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor) -> T
 
 
 def _decode_random(
-    sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor, is_cropped: Tensor, draws: Tensor
+    sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor, is_plain_jpeg: Tensor, draws: Tensor
 ) -> Tensor:
-    """Decodes an image, or only its random crop if is_cropped, and resizes the crop."""
+    """Decodes an image, or only its random crop if is_plain_jpeg, and resizes the crop."""
     height, width, channels = sizing.image_shape
 
     def window_in(size):
         return RandomResizedCrop.windows(size[None], draws[None])[0]
 
-    def of_jpeg():
+    def decode_crop():
         window = window_in(tf.io.extract_jpeg_shape(encoded)[:2])
 
         def decode_at(divisor):
@@ -340,12 +340,13 @@ def _decode_random(
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_DIVISORS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, divisor) for divisor in JPEG_DIVISORS])
 
-    def of_whole():
+    def decode_then_crop():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         window = window_in(tf.shape(image)[:2])
         return tf.image.crop_to_bounding_box(image, *tf.unstack(window))
 
-    image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
+    image = tf.cond(is_plain_jpeg, decode_crop, decode_then_crop)
+    image = tf.ensure_shape(image, [None, None, channels])
     return _resize(image, sizing, (height, width), (0, 0))
 
 
@@ -357,7 +358,7 @@ def _resize(image: Tensor, sizing: Sizing, size: Any, border: tuple[int, int]) -
     def resize():
         method = "area" if sizing.resize == "area" else "bilinear"
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
-        # Cut last, as bytes: cutting floats takes longer than rounding the border.
+        # The border is cut last, from bytes: cutting floats takes longer than rounding the border.
         return tf.cast(tf.round(resized), tf.uint8)[kept]
 
     # Resizing to the same size would change nothing, but would take longer than decoding.

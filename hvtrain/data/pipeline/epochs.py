@@ -33,8 +33,8 @@ from hvtrain.data.pipeline.streams import (
 from hvtrain.data.source import StreamRequest
 from hvtrain.errors import ConfigError
 
-# TensorFlow's seed is global, and tf.data may open epochs of several streams at once, in threads of
-# its own.
+# TensorFlow's seed is global, and the threads of tf.data may open epochs of several streams at the
+# same time.
 _seed_lock = threading.RLock()
 
 
@@ -86,14 +86,14 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
 
 
 @contextmanager
-def seeded(seed: int, epoch: int) -> Iterator[None]:
+def global_seed(seed: int, epoch: int) -> Iterator[None]:
     """Sets TensorFlow's global seed to a function of seed and epoch, and restores the old one at the end.
 
-    A shuffle created inside, with or without a seed of its own, gets a different order in each
+    A shuffle created inside the context, with or without its own seed, gets a different order in each
     epoch, and the same order again when the run is resumed.
 
-    All ranks use the same seed. Their shards differ anyway; and ranks that read the same data by
-    mistake read it in the same order, so their equal batches are noticed.
+    All ranks use the same seed. Their shards differ anyway. Ranks that read the same data by mistake
+    read it in the same order, so their equal batches are noticed.
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
     # Not tf.random.set_seed(), which would also reset random operations elsewhere.

@@ -35,10 +35,10 @@ WIDE_RATIO = 64
 # If there are more columns of numbers than this, they share one input of the model: Keras takes 5
 # ms for each input, and again for each copy of the model.
 MAX_INPUTS = 200
-# Feature values computed at once from a loaded table: 128 MB, and as much again for each layer.
+# Number of features that one call computes from a loaded table: 128 MB, and as much again for each layer.
 ENCODED_AT_ONCE = 2**25
 NUMBERS = "numbers"
-# Instead of Keras's [UNK], which could be a name in a table.
+# The token for unknown names. Keras's default, [UNK], could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to parts of a model other than its inputs.
 RESERVED_NAMES = re.compile(
@@ -106,13 +106,13 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     return replace(column, fill=fill, names=ordered)
 
 
-def fill_gaps(column: Column, cells: Cells, where: str, rows: Any = slice(None)) -> Any:
+def fill_gaps(column: Column, cells: Cells, location: str, rows: Any = slice(None)) -> Any:
     """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
         column: The fitted column.
         cells: Its cells.
-        where: The file, for messages.
+        location: The file, for messages.
         rows: Indices of the rows that are used; by default all.
 
     Raises:
@@ -122,17 +122,18 @@ def fill_gaps(column: Column, cells: Cells, where: str, rows: Any = slice(None))
     if not cells.is_gap[rows].any():
         return cells.values
     if not column.fill:
-        raise gap_error(column, cells, where)
+        raise gap_error(column, cells, location)
     return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
 
 
-def gap_error(column: Column, cells: Cells, where: str) -> DataError:
+def gap_error(column: Column, cells: Cells, location: str) -> DataError:
     """Makes the error about gaps that nothing fills."""
     is_gap = cells.is_gap
     odd = f", among them {odd_texts(cells)}" if cells.odd else ""
     return DataError(
-        f"{where}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or drop "
-        "them, or train with dataset.missing=median, most_frequent, indicator or drop (all drop rows without a target)"
+        f"{location}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or "
+        "drop them, or train with dataset.missing=median, most_frequent, indicator or drop (all drop rows without a "
+        "target)"
     )
 
 
@@ -237,14 +238,14 @@ class TableFeatures:
                 raw[name] = np.concatenate(numbers, axis=1, dtype=self._types[columns[0].name])
         return raw
 
-    def encode(self, values: Mapping[str, Any], rows: np.ndarray, where: str) -> Any:
-        """Returns the features of some rows; see raw(). `where` names the table in progress messages."""
+    def encode(self, values: Mapping[str, Any], rows: np.ndarray, location: str) -> Any:
+        """Returns the features of some rows; see raw(). `location` names the table in progress messages."""
         features = nest.map_structure(
             lambda part: np.empty((len(rows), part.shape[1]), part.dtype), self.model.output
         )
         width = sum(part.shape[1] for part in nest.flatten(features))
         num_rows = max(1, ENCODED_AT_ONCE // width)
-        for start in with_progress(range(0, len(rows), num_rows), f"{where}: features, part"):
+        for start in with_progress(range(0, len(rows), num_rows), f"{location}: features, part"):
             part = slice(start, start + num_rows)
             with tf.device("CPU:0"):
                 raw = nest.map_structure(tf.constant, self.raw(values, rows[part]))
@@ -267,7 +268,7 @@ class TableFeatures:
             cells = inputs[name]
             column = columns[0]
             if not column.is_looked_up:
-                pieces += self._normalized(cells, columns)
+                pieces += self._normalize(cells, columns)
                 continue
             if column.bins and column.fill:
                 fill = np.asarray(column.fill, self._types[column.name])
@@ -296,7 +297,7 @@ class TableFeatures:
         )
         return {NUMBERS: features, "categories": keras.ops.cast(categories, "int32")}
 
-    def _normalized(
+    def _normalize(
         self, numbers: Any, columns: Sequence[Column]
     ) -> Iterator[tuple[Any, Sequence[int]]]:
         """Yields an input's normalized numbers, then flags for their gaps, each with its feature indices."""

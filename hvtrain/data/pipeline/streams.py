@@ -1,4 +1,4 @@
-"""Builds streams: seeds, the order of an epoch, batches, augmentation, tf.data options.
+"""Builds streams: seeds, the order of an epoch, batches, augmentation and tf.data options.
 
 A resumed stream skips indices, before any example is read, so even a start at step 100,000 reads no
 earlier example.
@@ -228,11 +228,11 @@ class StreamedSource(Source):
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         batches = self.evaluation_batches(split, topology, batch_size)
-        data = self.load(batches, split, topology, self._normalized, batch_size)
+        data = self.load(batches, split, topology, self._normalize, batch_size)
         return finish(data, topology)
 
     @unconverted
-    def _normalized(self, _, inputs: Any, *others: Any) -> Parts:
+    def _normalize(self, _, inputs: Any, *others: Any) -> Parts:
         return self.transform.normalize(inputs), *others
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
@@ -301,7 +301,7 @@ class IndexedSource(StreamedSource):
     def spread(self, split: str, step: int, batch_size: int) -> Dataset:
         """Like evaluation() in a single process, but with every step-th example only."""
         indices = Dataset.range(0, self.num_examples(split), step).batch(batch_size)
-        data = self.load(indices.enumerate(), split, Topology(), self._normalized, batch_size)
+        data = self.load(indices.enumerate(), split, Topology(), self._normalize, batch_size)
         return finish(data, Topology())
 
     def preprocessing(self) -> Preprocessing:
@@ -310,9 +310,9 @@ class IndexedSource(StreamedSource):
         shape = self.image_shape
         return self.transform.preprocessing(shape, shape, "as the reader gives them")
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+    def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged):
             return []  # The model takes examples as the streams give them, so there is nothing to check.
-        number = min(number, topology.share_size(self.num_examples(split)))
-        images, *_ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
+        count = min(count, topology.share_size(self.num_examples(split)))
+        images, *_ = self.reader(split, topology)(tf.range(count, dtype=tf.int64))
         return list(images.numpy().reshape(-1, *self.preprocessing().shape))

@@ -70,7 +70,7 @@ class ArraySource(MemorySource):
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
             raise DataError(
                 f"{name}: images of shape {image_shape} have their channels first, but [height, width, channels] is "
-                "needed; give x.transpose(0, 2, 3, 1), or images=False if x are not images"
+                "needed; give x.transpose(0, 2, 3, 1), or images=False if x does not hold images"
             )
 
         self.image_shape = image_shape
@@ -164,7 +164,7 @@ class ArraySource(MemorySource):
             DataError: For wrong shapes, labels or values.
         """
         images, *targets = elements
-        where = f"{self.name}, {split} ({self.origin})"
+        location = f"{self.name}, {split} ({self.origin})"
 
         # The shape of the user's examples, before a channel axis is added.
         if split == "train":
@@ -173,16 +173,16 @@ class ArraySource(MemorySource):
             images = images[..., None]
         if images.shape[1:] != self.image_shape:
             raise DataError(
-                f"{where}: images have shape {images.shape[1:]}, and image_shape is {self.image_shape}; change one of "
-                "the two"
+                f"{location}: images have shape {images.shape[1:]}, and image_shape is {self.image_shape}; change one "
+                "of the two"
             )
 
         if self._has_labels:
-            labels = class_indices(targets[0], where)
+            labels = class_indices(targets[0], location)
             outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
             if outside.size:
                 raise DataError(
-                    f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... "
+                    f"{location}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... "
                     f"{self.num_classes - 1}; fix the labels or set num_classes"
                 )
             targets[0] = labels
@@ -209,19 +209,19 @@ class ImagesWithMasks(ArraySource):
 
     def check(self, split: str, *elements: Any) -> Parts:
         images, masks, *weights = elements
-        where = f"{self.name}, {split} ({self.origin})"
+        location = f"{self.name}, {split} ({self.origin})"
         height, width, _ = self.image_shape
 
         has_integers = masks.dtype.kind in "iu"
         if not has_integers or masks.shape[1:] != (height, width):
             raise DataError(
-                f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, "
+                f"{location}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, "
                 f"{height}, {width}] are needed, a class for each pixel"
             )
 
         if masks.size and not 0 <= masks.min() <= masks.max() <= IGNORED:
             raise DataError(
-                f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes "
+                f"{location}: masks hold labels from {masks.min()} to {masks.max()}; give classes "
                 f"from 0, and {IGNORED} for pixels to be ignored"
             )
 
@@ -231,7 +231,7 @@ class ImagesWithMasks(ArraySource):
         if self._is_binary:
             if not np.isin(masks, (0, IGNORED)).all():
                 raise DataError(
-                    f"{where}: masks hold values other than 0 and 255, unlike those of train; fix them"
+                    f"{location}: masks hold values other than 0 and 255, unlike those of train; fix them"
                 )
             masks = masks == IGNORED
 
@@ -242,17 +242,17 @@ class ImagesWithMasks(ArraySource):
         return super().description() | {"masks": masks}
 
 
-def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
+def class_indices(labels: np.ndarray, location: str) -> np.ndarray:
     """Returns labels [n] or [n, 1] as [n].
 
     Raises:
-        DataError: If they are not one integer per example; `where` begins its message.
+        DataError: If they are not one integer per example; `location` begins the message.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
-            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer for each "
+            f"{location}: labels are {labels.dtype} of shape {labels.shape}; give one integer for each "
             "example (for rows of scores: labels.argmax(axis=1))"
         )
 

@@ -1,4 +1,4 @@
-"""Data that need no file and no download: handwritten digits, drawn shapes with masks, one random batch.
+"""Sources that need neither files nor a download: handwritten digits, drawn shapes with masks, and a random batch.
 
 The digits are scikit-learn's 1,797 images of 8x8 pixels.
 """
@@ -22,7 +22,7 @@ from hvtrain.data.sources.memory import SPLIT_SEED, Elements, check_counts, on_c
 from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797
-# Traits of digits, as targets of several labels per image.
+# Traits of digits: the labels of digits_traits, whose images may have several.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
     "prime": (2, 3, 5, 7),
@@ -96,9 +96,9 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def stratified_mask(labels: np.ndarray, num_selected: int) -> np.ndarray:
-    """Returns a mask that selects `num_selected` examples at random, from each class in proportion."""
-    # Rows are shuffled, then sorted by class, so evenly spaced ones come
-    # from each class in proportion.
+    """Returns a mask that selects `num_selected` examples at random, stratified by class."""
+    # Rows are shuffled, then sorted by class, so evenly spaced rows come
+    # from each class in proportion to its size.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)

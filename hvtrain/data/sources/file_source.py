@@ -1,7 +1,7 @@
 """Base classes for sources that read files, and name or leave out each unreadable example.
 
 TensorFlow does not say which file its pipeline could not read, and searching all files of a large
-data set takes hours. So a batch that fails is read again at once, example by example.
+data set takes hours. So a batch that fails is read again immediately, example by example.
 """
 
 from abc import abstractmethod
@@ -51,7 +51,7 @@ class StreamErrors:
 
     def record_error(self, error: UserError) -> UserError:
         """Returns the error, and keeps it for explain()."""
-        # More than the first, since tf.data reads on after it; only the last ones, to save memory.
+        # Several errors are kept, since tf.data reads ahead past the first, but only the latest, to save memory.
         self._failures = [*self._failures[1 - MAX_FAILURES :], error]
         return error
 
@@ -180,7 +180,7 @@ class FileSource(StreamErrors, StreamedSource):
         read = self.reader(split, topology)
         repair = BatchRepair(self, split, topology, is_training=batch_size is None)
 
-        def whole_or_repaired(step, batch):
+        def read_or_repair(step, batch):
             single = Dataset.from_tensors(batch)
             whole = single.map(read)
             specs = whole.element_spec
@@ -196,7 +196,7 @@ class FileSource(StreamErrors, StreamedSource):
 
         # Several batches are read at a time, but arrive in order.
         stream = batches.interleave(
-            whole_or_repaired,
+            read_or_repair,
             resources.cores_of_each(topology.local_size),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,

@@ -16,7 +16,7 @@ from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.columns import LISTS, one_array
-from hvtrain.data.formats.folders import left_out, split_entries
+from hvtrain.data.formats.folders import split_entries, unused_warnings
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode_batch
@@ -191,11 +191,11 @@ class HuggingFace(StreamErrors, IndexedSource):
             return super().preprocessing()
         return decoded_preprocessing(self.transform, self.sizing)
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+    def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged) or split not in self._splits:
             return []
 
-        numbers = self.shard_rows(split, topology)[:number]
+        numbers = self.shard_rows(split, topology)[:count]
         table = self._splits[split][numbers.tolist()]
         encoded = self._array(table, str(self._input), split, numbers)
         return [self.sizing.decode_for_model(image).numpy() for image in encoded]
@@ -337,6 +337,6 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
         raise DataError(
             f"{folder} has {', '.join(parts)}; a split named train is needed, with at least one row"
         )
-    unused = left_out(map(Path, parts), map(Path, names.values()))
+    warnings = unused_warnings(map(Path, parts), map(Path, names.values()))
     # Arrow tables keep images encoded, for TensorFlow to decode.
-    return {split: parts[name].with_format("arrow") for split, name in names.items()}, unused
+    return {split: parts[name].with_format("arrow") for split, name in names.items()}, warnings

@@ -16,7 +16,7 @@ from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted, listed
-from hvtrain.data.formats.folders import left_out, look_up_labels, split_folders, visible
+from hvtrain.data.formats.folders import look_up_labels, split_folders, unused_warnings, visible
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
 from hvtrain.data.pipeline.decoding import decode_batch
@@ -99,10 +99,10 @@ class ListedImages(FileSource, IndexedSource):
         path, _ = files[topology.share(len(files))[number]]
         return Unreadable(path, problem.removeprefix(f"{path}; "))
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+    def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
         # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
-        encoded = (self.read_files(path[None])[0] for path in paths[:number])
+        encoded = (self.read_files(path[None])[0] for path in paths[:count])
         return [self.sizing.decode_for_model(image).numpy() for image in encoded]
 
 
@@ -210,7 +210,7 @@ class ImageFolder(LabelledImages):
                 if not files[split] or num_left < self.num_classes:
                     raise ConfigError(
                         f"dataset.{split}_fraction={fraction} takes {len(files[split]):,} images, and leaves training "
-                        f"images of {num_left:,} of {self.num_classes:,} classes: they have "
+                        f"images of {num_left:,} of {self.num_classes:,} classes: each class has "
                         f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change the fraction, "
                         f"or make a folder {split}/"
                     )
@@ -250,7 +250,7 @@ class ImageFolder(LabelledImages):
     def description(self) -> Phrases:
         description = super().description()
         entries = [path for path in visible(self.folder) if path.is_dir() or is_image(path)]
-        description["warnings"] += left_out(entries, self._folders.values())
+        description["warnings"] += unused_warnings(entries, self._folders.values())
         for split, others in self._others.items():
             if others:
                 description["warnings"].append(
@@ -278,13 +278,13 @@ class ImageFolder(LabelledImages):
     def _decode_all(self, split: str, topology: Topology) -> tuple[Tensor, Tensor]:
         """Decodes all images of this rank, uint8 [n, h, w, c], and returns them with their labels, int32 [n]."""
         read = self.retry_reader(split, topology)
-        number = topology.share_size(self.num_examples(split))
-        pixels = np.zeros([number, *self.image_shape], np.uint8)
+        num_local = topology.share_size(self.num_examples(split))
+        pixels = np.zeros([num_local, *self.image_shape], np.uint8)
         # An unreadable image keeps the label -1. When it is used, it is read again and reported.
-        labels = np.full(number, -1, np.int32)
+        labels = np.full(num_local, -1, np.int32)
 
         # Read one by one, since ignore_errors() drops a whole batch.
-        images = Dataset.range(number).batch(1)
+        images = Dataset.range(num_local).batch(1)
         images = images.map(lambda index: (index, *read(index)), tf.data.AUTOTUNE).ignore_errors()
         for index, image, label in finish(images, topology).as_numpy_iterator():
             pixels[index] = image

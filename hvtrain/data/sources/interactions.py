@@ -1,4 +1,4 @@
-"""Random clicks and purchases for recommenders, whose best possible results are known."""
+"""Makes random clicks and purchases for recommenders, with known best possible results."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -32,7 +32,7 @@ from hvtrain.data.sources.memory import Elements
 from hvtrain.errors import DataError, first_line
 from hvtrain.system.console import within
 
-# Timeout for an answer of the download's host, and for each read.
+# Timeout for an answer from the download's host, and for each read of the download.
 PROBE_SECONDS = 5
 FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder is not writable.
 
@@ -43,7 +43,7 @@ IDX_FILES = {
 IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-FETCH = "the file is damaged: fetch it again"
+FETCH_ADVICE = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 _IDX_ADVICE = (
@@ -83,7 +83,7 @@ class KerasFiles(NamedTuple):
     read: Callable[[Path], Elements]
     """Reads a folder that the user provides."""
     names: Sequence[str] = IDX_NAMES
-    """The files in such a folder."""
+    """The names of the files in that folder."""
 
     def fetch(self) -> str:
         """Makes sure that the files are in the cache, and returns a phrase that names the cache.
@@ -138,7 +138,7 @@ def _locked_cache() -> Iterator[Path]:
         # Anyone can create that folder, with links to this user's files in it.
         if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
             raise DataError(
-                f"{home} is not a folder of this user; set KERAS_HOME to a writable folder of this user"
+                f"{home} belongs to another user or is a link; set KERAS_HOME to a writable folder of your own"
             )
 
     folder = home / "datasets"
@@ -182,7 +182,7 @@ def _read_idx_folder(folder: Path) -> Elements:
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
             raise DataError(
-                f"{images_path} holds {len(images)} images but {labels_path} {len(labels)} "
+                f"{images_path} holds {len(images)} images but {labels_path} holds {len(labels)} "
                 "labels; the two files do not belong together: fetch both again"
             )
 
@@ -226,17 +226,17 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
             # Checked first, since a header may claim any size, and a small .gz may hold gigabytes.
             if expected > MAX_BYTES:
                 raise DataError(
-                    f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}"
+                    f"{path}: claims {expected:,} bytes, more than half of this machine's memory; {FETCH_ADVICE}"
                 )
             # One more byte shows whether the file is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, struct.error, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({first_line(error)}); {FETCH}") from error
+        raise DataError(f"{path} cannot be read ({first_line(error)}); {FETCH_ADVICE}") from error
 
     if len(values) != expected:
-        # "At least", since how many bytes too many there are is unknown.
+        # "At least", since the file is read only up to one byte more than expected.
         raise DataError(
-            f"{path}: {expected} bytes expected after the header, at least {len(values)} found; {FETCH}"
+            f"{path}: {expected} bytes expected after the header, at least {len(values)} found; {FETCH_ADVICE}"
         )
 
     return values.reshape(sizes)

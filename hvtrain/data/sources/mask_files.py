@@ -36,7 +36,7 @@ TURNED_BY_90_DEGREES = (5, 6, 7, 8)
 
 
 def match_masks(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
-    """Finds the mask of each image in the folder `masks`, by the same name or one with a suffix such as _mask.
+    """Finds each image's mask in the folder `masks`, by the same name or one with a suffix such as _mask.
 
     Returns:
         The pairs in the order of the images, and the masks that belong to no image.
@@ -68,7 +68,7 @@ def match_masks(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]
 
 
 def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
-    """Parses dataset.colors to RGB: one color for each class, and at most one more for ignored pixels.
+    """Parses dataset.colors as RGB: one color for each class, and at most one more for ignored pixels.
 
     >>> parse_colors([0, [255, 0, 0], "#0000ff"], 3)
     [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
@@ -90,8 +90,8 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
 
     if parsed and not num_classes <= len(set(parsed)) == len(parsed) <= num_classes + 1:
         raise ConfigError(
-            f"dataset.colors={parsed} does not suit {num_classes} classes; give each class a color of its own, and at "
-            "most one more for ignored pixels"
+            f"dataset.colors={parsed} does not suit {num_classes} classes; give a different color for each class, and "
+            "at most one more for ignored pixels"
         )
     return parsed
 
@@ -141,13 +141,14 @@ class MaskReader:
                         f"{mask} has {mask_size} pixels and its image {image_size}; both need the same size, upright "
                         "or, with dataset.exif=false, as they are stored"
                     )
-                values = self._values(mask, mask_picture, is_sized=True)
+                values = self._values(mask, mask_picture, resize=True)
                 # An image of ones, resized in the same way and padded with zeros, shows where padding is.
                 ones = Image.new("L", mask_size, 1)
                 is_inside = np.asarray(self.sizing.resize_mask(ones, padding=0))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"{mask} or its image cannot be read: {error}; fix both, cut them into tiles, or remove them"
+                f"{mask} or its image cannot be read: {error}; fix or remove both, or cut them into tiles if they are "
+                "too large"
             ) from error
 
         last = 0 if self.is_binary else self.num_classes - 1
@@ -177,14 +178,14 @@ class MaskReader:
         is_turned = picture.getexif().get(ExifTags.Base.Orientation) in TURNED_BY_90_DEGREES
         return (height, width) if self.sizing.exif and is_turned else (width, height)
 
-    def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
-        """Returns the values of a mask, or the classes of its colors, upright and, with is_sized, resized."""
+    def _values(self, mask: str, labels: Image.Image, resize: bool = False) -> np.ndarray:
+        """Returns the values of a mask, or the classes of its colors, upright and, with `resize`, resized."""
         if self.sizing.exif:
             labels = turn_upright(labels)
         # Pillow would clip the values of a single band, such as -9999 in a GeoTIFF, to 0 ... 255.
         if self.colors or len(labels.getbands()) > 1:
             labels = labels.convert("RGB")
-        if is_sized:
+        if resize:
             # Padding needs a valid value until read() sets it to IGNORED.
             labels = self.sizing.resize_mask(labels, padding=labels.getpixel((0, 0)))
 
@@ -197,7 +198,7 @@ class MaskReader:
         if (values == values[..., :1]).all():
             return values[..., 0]
         raise DataError(
-            f"{mask} is in colors; give the color of each class, as in "
+            f"{mask} is in color; give the color of each class, as in "
             "'dataset.colors=[[0,0,0],[128,0,0]]', or write grey or palette PNGs of class indices"
         )
 

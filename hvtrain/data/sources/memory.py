@@ -174,7 +174,7 @@ class MemorySource(IndexedSource):
             num_train = len(train.rows)
             if self._num_validation >= num_train:
                 raise ConfigError(
-                    f"dataset.num_validation={self._num_validation} leaves nothing of {num_train} "
+                    f"dataset.num_validation={self._num_validation} leaves none of the {num_train} "
                     f"training examples; choose 0 ... {num_train - 1}"
                 )
             validation, rest = random_parts(self._num_validation, num_train - self._num_validation)
@@ -183,7 +183,7 @@ class MemorySource(IndexedSource):
         return parts
 
     def check(self, split: str, *elements: Any) -> Parts:
-        """Checks a split's elements and returns them, in a subclass perhaps reshaped.
+        """Checks a split's elements and returns them; a subclass may reshape them.
 
         The elements of train are checked first.
 
@@ -256,7 +256,7 @@ def check_shares(**shares: float) -> None:
     # Written so that NaN, for which every comparison is false, is refused too.
     if not (min(shares.values()) >= 0 and sum(shares.values()) < 1):
         settings = " and ".join(f"dataset.{name}={share}" for name, share in shares.items())
-        raise ConfigError(f"{settings}: each must be 0 or more, their sum less than 1")
+        raise ConfigError(f"{settings}: each must be 0 or more, and their sum less than 1")
 
 
 def names_as_text(setting: Any) -> Any:

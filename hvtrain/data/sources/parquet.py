@@ -101,8 +101,8 @@ class Parquet(DealtSource):
         files = {"train": [self.folder]}
         if self.folder.is_dir():
             files, self._warnings = find_split_files(self.folder, row_groups.files_of)
-        # The first file with each type of pixels, and with labels that are text or are not, for the
-        # messages about types that cannot be mixed.
+        # The first file with each type of pixels, and the first file with each kind of labels (text
+        # or not), for the messages about types that cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         label_paths: dict[bool, Path] = {}
         counts = {

@@ -12,7 +12,13 @@ from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import class_labels, listed, percent
-from hvtrain.data.formats.folders import left_out, read_text, split_entries, split_folders, visible
+from hvtrain.data.formats.folders import (
+    read_text,
+    split_entries,
+    split_folders,
+    unused_warnings,
+    visible,
+)
 from hvtrain.data.formats.image_files import is_image, sample
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
@@ -52,12 +58,12 @@ class SegmentationFolder(ListedImages):
         num_classes: Number of classes, including the background.
         flip: Mirrors half of the training images, and their masks.
         colors: The color of each class in colored masks: [red, green, blue], '#rrggbb' or a grey
-            level; one more for ignored pixels.
+            level; after them, optionally, the color of ignored pixels.
         images: class_names, shift_pixels (pixels that enter at a border are ignored), and how images
             and masks are resized; see FileSource.
 
     Raises:
-        ConfigError: If there are too many classes, or not one name and one color for each.
+        ConfigError: If there are too few or too many classes, or not one name and one color for each.
         DataError: If there are no training images, or an image has no mask.
     """
 
@@ -77,7 +83,7 @@ class SegmentationFolder(ListedImages):
         # With one class, a white foreground would be ignored, and the loss always 0.
         if not 2 <= num_classes <= IGNORED:
             raise ConfigError(
-                f"dataset.num_classes={num_classes}: masks of 8 bits hold 2 to {IGNORED} classes; count the "
+                f"dataset.num_classes={num_classes}: 8-bit masks hold 2 to {IGNORED} classes; count the "
                 "background as one, or merge some"
             )
         super().__init__(dir, image_shape, num_classes, flip=flip, **images)
@@ -98,8 +104,8 @@ class SegmentationFolder(ListedImages):
         return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # The run decides, since other data may have masks without 255. If it did not read 255 as class 1, the values of
-        # these masks decide: with 255 ignored, only the background would be evaluated.
+        # The run decides, since other data may have masks without 255. If the run did not read 255 as class 1, the
+        # values of these masks decide: with 255 ignored, only the background would be evaluated.
         if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 
@@ -185,7 +191,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
         folder = images
     parts = split_folders(folder)
     entries = [path for path in visible(folder) if path.is_dir() or is_image(path)]
-    warnings = left_out(entries, parts.values())
+    warnings = unused_warnings(entries, parts.values())
 
     pairs = {}
     for split, path in parts.items():
@@ -219,7 +225,7 @@ def voc_pairs(folder: Path) -> dict[str, Files]:
 
     Raises DataError if a list names an image that does not exist.
     """
-    # Programs for annotation write a file such as NAME.json beside each image.
+    # Annotation tools write a file such as NAME.json beside each image.
     images = {path.stem: path for path in filter(is_image, visible(folder / "JPEGImages"))}
     entries = visible(folder / "ImageSets" / "Segmentation")
     lists = {path.stem: path for path in entries if path.suffix == ".txt"}

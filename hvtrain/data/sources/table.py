@@ -126,7 +126,7 @@ class Table(MemorySource):
         for setting in ("features", "missing", "drop", "id"):
             if setting in columns:
                 columns[setting] = names_as_text(columns[setting])
-        # One name may stand without a list around it, as in dataset.drop=size.
+        # A single name may be given without a list, as in dataset.drop=size.
         columns["drop"] = nest.flatten(columns.get("drop") or [])
         self._settings = Settings(str(target), **columns)
         self._known_features: TableFeatures | None = None
@@ -159,7 +159,7 @@ class Table(MemorySource):
         return elements
 
     def _encode(self, split: str, table: pa.Table) -> dict[str, Parts]:
-        """Encodes the table of a split; that of train also holds the splits without a table of their own."""
+        """Encodes a split's table; the training table also holds the splits that have no table."""
         where = str(self._files[split])
         arrays = plain_columns(table)
         is_fitted = self._known_features is not None
@@ -203,10 +203,10 @@ class Table(MemorySource):
 
         elements = {}
         ids = self._ids_in(table)
-        for part, numbers in parts.items():
-            elements[part] = self._features.encode(values, numbers, where), targets[numbers]
-            self._loaded[part] = values, numbers
-            self._ids[part] = {name: column[numbers] for name, column in ids.items()}
+        for part, indices in parts.items():
+            elements[part] = self._features.encode(values, indices, where), targets[indices]
+            self._loaded[part] = values, indices
+            self._ids[part] = {name: column[indices] for name, column in ids.items()}
         return elements
 
     def _read(self, file: Any, split: str) -> pa.Table:
@@ -232,7 +232,7 @@ class Table(MemorySource):
         unknown = pc.unique(cells.values.filter(indices.is_null())).drop_null().to_pylist()
         if unknown:
             raise DataError(
-                f"{where}: the column {column.name} holds {unknown[0]}, which is none of "
+                f"{where}: the column {column.name} holds {unknown[0]}, which is not one of "
                 f"the run's classes ({', '.join(schema.classes)}); drop those rows"
             )
         return pc.fill_null(indices, 0).to_numpy().astype(np.int32), has_target
@@ -246,12 +246,12 @@ class Table(MemorySource):
         if num_train < 1:
             raise ConfigError(
                 f"dataset.num_test={counts['test']} and num_validation={counts['validation']} "
-                f"leave nothing of {len(rows)} rows; take fewer"
+                f"leave none of the {len(rows)} rows for training; hold out fewer"
             )
 
         sizes = {"train": num_train, **counts}
         parts = zip(sizes, random_parts(*sizes.values()))
-        return {split: rows[numbers] for split, numbers in parts if len(numbers)}
+        return {split: rows[indices] for split, indices in parts if len(indices)}
 
     def _set_schema(self, schema: Schema) -> None:
         self._known_features = TableFeatures(schema)
@@ -295,12 +295,12 @@ class Table(MemorySource):
             self._features.spec(), [self._features.model], "columns of the table, by name"
         )
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[Any]:
+    def raw_examples(self, split: str, topology: Topology, count: int) -> list[Any]:
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
         # evaluation() begins with these rows of the shard.
-        first = rows[self.shard_rows(split, topology)[:number]]
+        first = rows[self.shard_rows(split, topology)[:count]]
         raw = self._features.raw(values, first)
         return [{name: array[row] for name, array in raw.items()} for row in range(len(first))]
 
@@ -332,8 +332,8 @@ class Table(MemorySource):
         if name is None or name not in table.column_names:
             return {}
         column = table[name]
-        # NumPy's integers have no gaps, floats would round large ids, and Arrow gives a gap among
-        # categories the last category.
+        # NumPy's integers cannot represent gaps, floats would round large ids, and Arrow gives a gap
+        # among categories the last category.
         if column.null_count and not pa.types.is_temporal(column.type):
             return {name: np.array(column.to_pylist(), object)}
         return {name: column.to_numpy()}
@@ -362,7 +362,7 @@ class Table(MemorySource):
 def _column_warnings(
     columns: Sequence[Column], cells: Mapping[str, Cells], unknown: Mapping[str, float]
 ) -> list[str]:
-    """Returns a warning for each column with cells that are not of its kind, or many new categories.
+    """Returns a warning for each column with cells that are not of its kind, or with many new categories.
 
     Args:
         columns: Columns of the schema.
@@ -376,7 +376,7 @@ def _column_warnings(
         if cells[column.name].odd
     ]
     new = [
-        f"{share:.0%} of the rows have a {name} that training did not have; the model knows nothing of them"
+        f"{share:.0%} of the rows have a {name} that training did not have; the model has learned nothing about it"
         for name, share in unknown.items()
         if share >= MANY_UNKNOWN
     ]

@@ -139,7 +139,7 @@ class Text(MemorySource):
         self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
         self._lengths: dict[str, np.ndarray] = {}
-        self._num_cut: dict[str, int] = {}  # Texts longer than `length`, by split.
+        self._num_cut: dict[str, int] = {}  # Number of texts cut at `length`, by split.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -274,7 +274,7 @@ class Text(MemorySource):
         return {split: (rows[split][0], part) for split, part in targets.items()} or rows
 
     def _read(self) -> tuple[list[str], list[int]]:
-        """Reads the documents, or their paragraphs, and their classes; no classes without `label`."""
+        """Reads the documents, or their paragraphs, and their classes, which are empty without `label`."""
         if self._label is not None:
             documents, classes, self.class_names = read_labelled(
                 str(self._file), self._column, self._label

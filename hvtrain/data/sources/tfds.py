@@ -34,11 +34,11 @@ class PreparedDataset(FunctionSource):
             validation: "train[90%:]"}; None: those named train, validation and test.
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
-        shuffle_buffer: Size of the shuffle buffer in examples with still encoded images.
+        shuffle_buffer: Number of examples in the shuffle buffer, which holds images still encoded.
         sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
-        ConfigError: Without the library, for unknown features or splits, and for images without an
+        ConfigError: If the library is not installed, a feature or split is unknown, or images have no
             image_shape.
         DataError: If the data set is not prepared.
     """
@@ -119,7 +119,7 @@ class PreparedDataset(FunctionSource):
             ) from error
 
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
-        # The run's seed and the epoch seed this shuffle; see seeded() in epochs.py.
+        # The run's seed and the epoch seed this shuffle; see global_seed() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
         # Examples are skipped before they are decoded.
@@ -154,7 +154,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     """Opens a prepared data set.
 
     Raises:
-        ConfigError: Without the library.
+        ConfigError: If the library is not installed.
         DataError: If the data set is not prepared.
     """
     try:

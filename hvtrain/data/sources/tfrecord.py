@@ -66,15 +66,15 @@ class TFRecords(DealtSource):
         num_classes: Number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: Names of the features of a tf.train.Example.
         shuffle_buffer: Number of records that are shuffled together; below 2, only files are shuffled.
-        first_label: The label of class 0. It is 1 in files of TensorFlow's scripts for ImageNet, in
-            which 0 stands for the background.
+        first_label: The label of class 0. It is 1 in files written by TensorFlow's scripts for
+            ImageNet, in which 0 stands for the background.
         images: class_names, shift_pixels, flip, and how images are resized; see FileSource. If labels
             are text, class_names are by default the sorted labels of the training part, if its files
             are small enough to be read in advance.
 
     Raises:
-        DataError: If there is no training file; once counted, if a file is damaged.
-        ConfigError: Once counted, if none of the sampled records holds an encoded image and a label.
+        DataError: If there is no training file; when records are counted, if a file is damaged.
+        ConfigError: When records are counted, if no sampled record holds an encoded image and a label.
     """
 
     name = "tfrecord"
@@ -112,11 +112,11 @@ class TFRecords(DealtSource):
     def counts(self) -> dict[str, dict[str, int]]:
         counts = {}
         for split, paths in self._paths.items():
-            numbers = {path: self._count(path) for path in paths}
+            num_records = {path: self._count(path) for path in paths}
             # Files without records are normal: Beam and Spark write one file per
-            # worker, even one with no data.
+            # worker, even for a worker without data.
             counts[split] = {
-                path: number for path, number in numbers.items() if path not in self._empty
+                path: count for path, count in num_records.items() if path not in self._empty
             }
 
         if not counts["train"]:
@@ -167,7 +167,7 @@ class TFRecords(DealtSource):
         """
         paths = self._paths["train"]
         if sum(Path(path).stat().st_size for path in paths) > MAX_NAMED_BYTES:
-            labels = self._sampled(self._label_key)
+            labels = self._sample_values(self._label_key)
             names = sorted({name.decode(errors="replace") for _, name in labels})
             raise DataError(
                 f"{self.folder}: {self._label_key} holds text ({listed(names)}); give the names of all "
@@ -185,9 +185,9 @@ class TFRecords(DealtSource):
         self.set_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def sample_images(self) -> list[tuple[str, bytes]]:
-        return self._sampled(self._image_key)
+        return self._sample_values(self._image_key)
 
-    def _sampled(self, key: str) -> list[tuple[str, bytes]]:
+    def _sample_values(self, key: str) -> list[tuple[str, bytes]]:
         """Returns the bytes of a feature in the sample, with the locations of their records."""
         return [
             (location, value)
@@ -247,7 +247,7 @@ class TFRecords(DealtSource):
 
         @unconverted
         def epoch_batches(epoch):
-            records = self._shuffled(files, request, epoch).take(share.num_examples)
+            records = self._epoch_records(files, request, epoch).take(share.num_examples)
             # Only the first epoch of a resumed run begins in the middle.
             # Skipped records are not decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
@@ -262,7 +262,7 @@ class TFRecords(DealtSource):
         files = Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
         return files.flat_map(stream_records).batch(batch_size).enumerate()
 
-    def _shuffled(
+    def _epoch_records(
         self, files: tuple[Tensor, ...], request: StreamRequest, epoch: Tensor
     ) -> Dataset:
         """Streams each of this rank's records once, in the order of the epoch."""
@@ -361,9 +361,8 @@ class TFRecords(DealtSource):
         end = self._first_label + self.num_classes
         problem = f"label {label} is outside {self._first_label} ... {end - 1}"
         if label == end:
-            problem += (
-                f"; if labels begin at {self._first_label + 1}, set dataset.first_label to that"
-            )
+            first_label = self._first_label + 1
+            problem += f"; if labels begin at {first_label}, set dataset.first_label={first_label}"
         return problem
 
 

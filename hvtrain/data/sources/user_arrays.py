@@ -110,9 +110,9 @@ def from_arrays(
 
     if images:
         if not has_image_shape:
-            shown = x.shape[1:] if isinstance(x, np.ndarray) else "several arrays"
+            shown = f"shape {x.shape[1:]}" if isinstance(x, np.ndarray) else "several arrays"
             raise DataError(
-                f"{name}: x_train holds examples of shape {shown}; images [h, w] or [h, w, c] are needed"
+                f"{name}: x_train holds examples with {shown}; images [h, w] or [h, w, c] are needed"
             )
         # Images without a channel axis have one channel.
         height, width, channels = (*x.shape[1:], 1)[:3]
@@ -130,7 +130,7 @@ def from_arrays(
 
     if options:
         raise ConfigError(
-            f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out"
+            f"{name}: options for images ({', '.join(options)}) were given, but x_train holds none; leave them out"
         )
     more_facts = {"num_classes": num_classes, "class_names": class_names, **(facts or {})}
     return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=more_facts)
@@ -143,12 +143,12 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
     arrays = {}
     for split, (x, y, w) in splits.items():
         if (x is None) != (y is None):
-            raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or none")
+            raise DataError(f"{name}: x_{split} and y_{split} belong together; give or omit both")
         if x is None:
             continue
         if (w is not None) != has_weights:
-            raise DataError(f"{name}: w_{split} and w_train belong together; give both or none")
-        # Arrays have no names, and pandas.get_dummies may give each split other columns.
+            raise DataError(f"{name}: w_{split} and w_train belong together; give or omit both")
+        # Arrays keep no column names, and pandas.get_dummies may give each split different columns.
         needed, columns = (list(_columns(frame)) for frame in (splits["train"][0], x))
         unnamed = list(map(str, range(len(columns))))
         if needed and columns and needed != columns and unnamed not in (needed, columns):
@@ -160,7 +160,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
-                partial(_plain_array, where=f"{name}, {letter}_{split}"), _whole_list(part, train)
+                partial(_plain_array, where=f"{name}, {letter}_{split}"), _pack_rows(part, train)
             )
             for letter, part, train in zip("xyw", (x, y, w), splits["train"])
             if part is not None
@@ -169,10 +169,10 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
     return arrays
 
 
-def _whole_list(part: Any, train: Any) -> Any:
+def _pack_rows(part: Any, train: Any) -> Any:
     """Turns a list of rows into an array; `train`, the training split's list, tells rows from a structure."""
     if isinstance(part, dict):
-        return {name: _whole_list(item, item) for name, item in part.items()}
+        return {name: _pack_rows(item, item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
     # A list of arrays that are longer than the list is a structure. It becomes a tuple, since
@@ -313,8 +313,8 @@ def _name_indices(targets: np.ndarray, names: Sequence[str], where: str) -> np.n
     unknown = [text for text in texts if text not in names]
     if unknown:
         raise DataError(
-            f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
-            "names to class_names"
+            f"{where} holds {listed(unknown)}, not among the classes ({listed(names)}); drop those examples, or "
+            "add the names to class_names"
         )
     indices = np.array(list(map(names.index, texts)), np.int64)
     return indices[inverse].reshape(targets.shape)
@@ -370,7 +370,7 @@ def from_frame(
 def _frame_cells(
     where: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
 ) -> list[np.ndarray]:
-    """Returns the pixels of each row of a table, in the shape that they have there."""
+    """Returns the pixels of each row of a table, in the shape that they have in the table."""
     if isinstance(image_column, str | int):
         rows = _frame_column(where, frame, image_column)
     else:
@@ -395,6 +395,6 @@ def _frame_column(where: str, frame: Any, column: str | int) -> np.ndarray:
 
 
 def _columns(frame: Any) -> dict[str, Any]:
-    """Returns the names of a table's columns, which in pandas need not be text, by text; empty for other objects."""
+    """Returns a table's column names, which in pandas need not be text, by their text; empty for other objects."""
     names = getattr(frame, "column_names", getattr(frame, "columns", ()))
     return {str(name): name for name in names}

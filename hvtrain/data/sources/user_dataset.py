@@ -49,7 +49,7 @@ class FunctionSource(Source):
         function: The user's function.
         num_examples: Number of examples by split, of which each shard holds an equal part. The
             examples of other splits are counted shard by shard: by reading them, if tf.data does not
-            know their number. In a run, each rank counts its own shards, and rank 0 also the whole.
+            know their number. In a run, each rank counts its own shards, and rank 0 also the whole split.
         more_facts: Facts for the model's builder and the task.
 
     Raises:
@@ -84,7 +84,7 @@ class FunctionSource(Source):
     @property
     def element_spec(self) -> Parts:
         if not self._element_spec:
-            self._open(_whole("train"))
+            self._open(_whole_split("train"))
         return self._element_spec
 
     def facts(self) -> dict[str, Any]:
@@ -99,14 +99,14 @@ class FunctionSource(Source):
             return self._num_examples[split]
         if split not in self._splits:
             return 0
-        return self._count(_whole(split))
+        return self._count(_whole_split(split))
 
     def own_counts(self, topology: Topology) -> dict[ShardKey, int]:
         splits = [split for split in self._splits if split not in self._num_examples]
         keys = [key for split in splits for key in _shard_keys(topology, split)]
-        # Rank 0 also counts the whole, to compare it with the sum of all shards.
+        # Rank 0 also counts each whole split, to compare it with the sum of all shards.
         if topology.is_chief:
-            keys += map(_whole, splits)
+            keys += map(_whole_split, splits)
         return {key: self._count(key) for key in keys}
 
     def take_counts(self, counts: Iterable[Mapping[ShardKey, int]]) -> None:
@@ -127,7 +127,7 @@ class FunctionSource(Source):
         if sum(sizes) != whole:
             raise DataError(
                 f"{self.name}: the {len(sizes)} shards of {split} hold {' + '.join(map(str, sizes))} examples, but "
-                f"the whole {whole:,}; {USE_SHARD}"
+                f"the whole split holds {whole:,}; {USE_SHARD}"
             )
 
         return list(map(sum, sizes_by_rank))
@@ -146,12 +146,12 @@ class FunctionSource(Source):
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        number = self.shard_size(split, topology)
-        if not number:
+        num_examples = self.shard_size(split, topology)
+        if not num_examples:
             empty = Dataset.from_tensor_slices(empty_batch(self.element_spec))
             return finish(empty.batch(batch_size), topology)
 
-        share = Share(batch_size, -(-number // batch_size), number)
+        share = Share(batch_size, -(-num_examples // batch_size), num_examples)
         return finish(self._batches(split, topology, share, {}), topology)
 
     def explain(self, error: Exception) -> Exception:
@@ -190,9 +190,9 @@ class FunctionSource(Source):
         if seed is not None:
             values["seed"] = seed
 
-        def count_error(number):
+        def count_error(count):
             return self._function.fail(
-                f"{call} gives {number:,} examples, but {share.num_examples:,} are needed; {fix}"
+                f"{call} gives {count:,} examples, but {share.num_examples:,} are needed; {fix}"
             )
 
         # Several shards are joined before examples are skipped, since
@@ -262,7 +262,7 @@ class FunctionSource(Source):
         num_left_out = start if "start" in function.declared else 0
         if "seed" in values:
             function.warn_about_order(shard)
-        # tf.data returns negative numbers for endless examples, and for those that it has to read to count them.
+        # tf.data returns a negative number if examples are endless, or have to be read to be counted.
         number = int(shard.cardinality())
         known_number = number + num_left_out if number >= 0 else None
         return shard.skip(start - num_left_out), known_number
@@ -288,13 +288,13 @@ class FunctionSource(Source):
     def _open(self, key: ShardKey) -> Any:
         """Opens a shard with default values for the other arguments; sets element_spec for the whole training part."""
         examples = self._function.open(key)
-        if examples and key == _whole("train"):
+        if examples and key == _whole_split("train"):
             self._element_spec = examples.element_spec
             self._has_batches = isinstance(examples, PyDatasetExamples)
         return examples
 
 
-def _whole(split: str) -> ShardKey:
+def _whole_split(split: str) -> ShardKey:
     """Returns the key of a whole split, as a single shard."""
     return ShardKey(0, 1, split)
 
@@ -325,11 +325,12 @@ def from_dataset(
     weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments, by name
     (**options get only shard and num_shards):
 
-    - split: "train", "validation" or "test"; it then returns None for a split that does not exist.
-    - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them:
-      hvtrain seeds those.
+    - split: "train", "validation" or "test". The function must return None for a split that does
+      not exist.
+    - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them,
+      since hvtrain seeds these shuffles.
     - start: number of examples of the epoch that a resumed run has already seen. The function must
-      leave them out, which may be faster than reading and dropping them. It is 0 for a PyDataset.
+      leave them out, which may be faster than reading and dropping them. For a PyDataset, start is 0.
     - batch_size: the rank's batch size, or 1 while examples are counted. The batches of a PyDataset
       may have another size.
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow import TensorSpec, nest
 from tensorflow.data import Dataset
 
-from hvtrain.data.pipeline.epochs import call_python, seeded
+from hvtrain.data.pipeline.epochs import call_python, global_seed
 from hvtrain.data.pipeline.streams import ORDER
 from hvtrain.data.source import Parts
 from hvtrain.data.sources.file_source import StreamErrors
@@ -100,14 +100,16 @@ class PyDatasetExamples:
         self._name = name
         self._record_error = record_error
         self.epoch = -1
-        """The last epoch that was begun; -1 for none."""
+        """The last epoch that was begun; -1 before the first."""
 
         # num_batches calls len(), which raises TypeError if the class has no __len__.
         num_batches = 0
         with suppress(NotImplementedError, TypeError):
             num_batches = dataset.num_batches or 0
         if num_batches < 1:
-            raise self._fail("__len__ gives no number of batches; at least one is needed")
+            raise self._fail(
+                "the PyDataset has no batches or no __len__; define __len__ to return at least 1"
+            )
 
         first, size = self._batch(0)
         self.element_spec = spec_of(first)
@@ -128,7 +130,7 @@ class PyDatasetExamples:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
-            epoch: The epoch to begin, not before the last one. The data set's on_epoch_end and
+            epoch: The epoch to begin, not earlier than the last one. The data set's on_epoch_end and
                 on_epoch_begin are called for each epoch up to it, as Keras would have done.
             start: Number of examples to leave out at the beginning of the epoch.
             seed: The run's seed, with which the batches are shuffled; None keeps their order.
@@ -144,10 +146,10 @@ class PyDatasetExamples:
             # have equal first batches, which the run notices.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches before that of the first example are not read; within it, examples are skipped.
+        # Batches before the one with the first example are not read; in that one, examples are skipped.
         begins = np.cumsum([0, *self._sizes[numbers]])
-        num_skipped = np.searchsorted(begins, start, side="right") - 1
-        within = start - begins[num_skipped]
+        first_batch = np.searchsorted(begins, start, side="right") - 1
+        first_row = start - begins[first_batch]
         specs = [
             TensorSpec([None, *spec.shape], spec.dtype) for spec in nest.flatten(self.element_spec)
         ]
@@ -156,10 +158,10 @@ class PyDatasetExamples:
             parts = call_python(self._read, [index], specs)
             return nest.pack_sequence_as(self.element_spec, parts)
 
-        batches = Dataset.from_tensor_slices(numbers[num_skipped:]).map(
+        batches = Dataset.from_tensor_slices(numbers[first_batch:]).map(
             read, num_parallel_calls=max(1, self._dataset.workers), deterministic=True
         )
-        return batches.unbatch().skip(within)
+        return batches.unbatch().skip(first_row)
 
     def _read(self, index: np.int64) -> list[np.ndarray]:
         """Reads a batch, checks that it resembles the first, and returns its arrays."""
@@ -194,7 +196,7 @@ class PyDatasetExamples:
     def _size_error(self, size: int, index: int) -> UserError:
         return self._fail(
             f"batch {index} of {len(self._sizes)} holds {size} examples, but batch 0 holds "
-            f"{self._sizes[0]}; give all batches one size; only the last may be smaller"
+            f"{self._sizes[0]}; give all batches one size (only the last may be smaller)"
         )
 
     def _fail(self, problem: str) -> UserError:
@@ -218,7 +220,7 @@ class UserFunction(StreamErrors):
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         # functools.partial hides the function's name and file.
         inner = function.func if isinstance(function, partial) else function
-        # A callable object has no name of its own, so that of its class is used.
+        # A callable object has no __qualname__, so the name of its class is used.
         inner_name = getattr(inner, "__qualname__", type(inner).__name__)
         self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
@@ -249,8 +251,8 @@ class UserFunction(StreamErrors):
         missing = [name for name in REQUIRED if name not in self.declared]
         if missing:
             raise ConfigError(
-                f"{self.name} takes no {' and no '.join(missing)}; declare shard and num_shards, and return that part "
-                "of the data"
+                f"{self.name} takes no {' and no '.join(missing)}; declare shard and num_shards, and return only the "
+                "part of the data that they select"
             )
 
     def describe_call(self, key: ShardKey) -> str:
@@ -266,7 +268,7 @@ class UserFunction(StreamErrors):
             values: Other arguments by name; those that are missing come from DEFAULTS.
 
         Returns:
-            The shard's examples; None if the function returns None: there is no such split.
+            The shard's examples; None if the function returns None, since there is no such split.
 
         Raises:
             ConfigError: If the function fails.
@@ -276,7 +278,7 @@ class UserFunction(StreamErrors):
         call = self.describe_call(key)
         try:
             # Seeded, so that a shuffle has the same order whenever this epoch is opened.
-            with seeded(values["seed"], values["epoch"]):
+            with global_seed(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
                 if isinstance(shard, Dataset):
                     return checked_pipeline(shard, call)

@@ -74,14 +74,14 @@ def web_dataset(
         ConfigError: If num_validation does not fit the shards.
         DataError: If there is no shard, one is damaged or compressed, or an example lacks a part.
     """
-    kind: type[Sharded] = ShardedImages
+    source_class: type[Sharded] = ShardedImages
     if label_key.lower().endswith(SUFFIXES):
-        kind = ShardedMasks
+        source_class = ShardedMasks
         images["colors"] = colors
     *names, image_keys = [
         [part] if isinstance(part, str) else part for part in (train, validation, test, image_key)
     ]
-    return kind(
+    return source_class(
         dir,
         image_shape,
         num_classes,
@@ -243,12 +243,12 @@ class ShardedImages(Sharded, LabelledImages):
     """Images and classes in shards. See web_dataset."""
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.class_names or ())}
+    def _class_indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.class_names or ())}
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
-        """Listed on first use: on_error, which decides on damaged shards, is set after opening."""
+        """The examples of each split, listed on first use, since on_error is set after the source is opened."""
         return self.list_examples(self.refuse)
 
     def target_of(self, shard: Path, member: Member) -> int:
@@ -261,7 +261,7 @@ class ShardedImages(Sharded, LabelledImages):
             for name in self._fields:
                 value = value[name]
             text = str(value).strip()
-            label = self._numbers[text] if text in self._numbers else int(text)
+            label = self._class_indices[text] if text in self._class_indices else int(text)
         if not 0 <= label < self.num_classes:
             raise DataError(
                 f"{self._label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "

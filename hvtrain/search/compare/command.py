@@ -43,7 +43,7 @@ def main() -> int:
         options.num_ps,
         options.single_cores,
     )
-    # Only now, so that a mistake on the command line leaves no folder behind.
+    # Created only now, so that a mistake on the command line leaves no folder behind.
     make_output(folder)
     # Measured before the first run, which makes the machine busy.
     facts = _facts(options)
@@ -60,7 +60,7 @@ def main() -> int:
 
     # After an interruption, the finished runs still have results.
     comparison = {**facts, "interrupted": ended_by is not None, **summary(contest, target)}
-    # Warnings qualify the conclusions, so they are shown with them.
+    # Shown with the conclusions, which the warnings qualify.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
@@ -73,7 +73,7 @@ def main() -> int:
     print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
     print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
     if isinstance(ended_by, KeyboardInterrupt):
-        sys.stderr.write("hvtrain: interrupted; what was measured so far is written\n")
+        sys.stderr.write("hvtrain: interrupted; the results so far have been saved\n")
         return INTERRUPTED
 
     # exit_at_signals raises SystemExit with 128 plus the signal's number.
@@ -123,12 +123,13 @@ def busy_warning(load: float, cores: int) -> list[str]:
     >>> busy_warning(0.2, 2)
     []
     >>> busy_warning(3.1, 2)
-    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat this when it is idle.']
+    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat the comparison when it is idle.']
     """
     if load <= cores / 2:
         return []
     return [
-        f"This machine was busy before the first run (load {load:.1f} on {cores} cores); repeat this when it is idle."
+        f"This machine was busy before the first run (load {load:.1f} on {cores} cores); "
+        "repeat the comparison when it is idle."
     ]
 
 
@@ -150,7 +151,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version for name, version in versions().items() if version},
         "num_rounds": options.rounds,
         "speed_steps": options.speed_steps,
-        # Also shown with the conclusions, because they say how far these can be trusted.
+        # Also shown with the conclusions, because warnings say how far the conclusions can be trusted.
         "warnings": busy_warning(load, cores),
     }
 
@@ -214,6 +215,8 @@ docs/compare.md has the method, and measured comparisons.
         "ranks up to which hvtrain plan extrapolates the result; 0: not at all",
         16,
     )
-    parser.add_argument("--output", metavar="DIR", help="default: compare/DATE_TIME")
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder of the results; default: compare/DATE_TIME"
+    )
 
     return parser

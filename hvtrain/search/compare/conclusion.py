@@ -141,14 +141,14 @@ def spread_conclusion(metric: str, values: Mapping[str, float]) -> str:
     """States the spread of the final test metric.
 
     >>> spread_conclusion("test_accuracy", {"single": 0.9722, "horovod": 0.975})
-    'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may order them otherwise.'
+    'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may rank them differently.'
     """
     # No claim about which is better: one run of each says little about small differences.
     low = min(values, key=values.__getitem__)
     high = max(values, key=values.__getitem__)
     spread = f"{metric} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
 
-    return f"{spread}; one run each, so another seed may order them otherwise."
+    return f"{spread}; one run each, so another seed may rank them differently."
 
 
 def examples_warning(examples: Mapping[str, int]) -> list[str]:
@@ -216,7 +216,7 @@ def plan_conclusions(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def plan_verdict(costs: Sequence[Mapping[str, Any]]) -> str:
-    """States from how many ranks on the plan is faster than one rank, and the speedup of the most ranks.
+    """States the smallest number of ranks that pays off in the plan, and the speedup with the most ranks.
 
     >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
     >>> plan_verdict([*costs, {"num_ranks": 4, "efficiency": 0.4}])

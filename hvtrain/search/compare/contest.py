@@ -28,7 +28,7 @@ ORDER = "takes the examples in another order, since its data is one shard"
 
 # Stands for a whole run, in place of a round's number.
 WHOLE = 0
-# Removed after each short run, since there are many of those; whole runs keep them.
+# Files that are removed after each short run, since there are many short runs; whole runs keep these files.
 _LARGE_FILES = ("checkpoints", "model.keras", "best.keras")
 
 
@@ -86,8 +86,9 @@ def contestants(
         )
 
     if values:
+        given = " ".join(f"{name}={value}" for name, value in values.items())
         raise ConfigError(
-            f"{' and '.join(values)} was given, but each strategy has its own run folder; choose --output DIR instead"
+            f"{given} was given, but each strategy has its own run folder; choose --output DIR instead"
         )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.
@@ -193,8 +194,8 @@ class Contest:
     def schedule(self) -> list[tuple[Contestant, int]]:
         """Returns all runs in order, each with the number of its round, or WHOLE."""
         runs = [
-            (contestant, number)
-            for number, order in in_turns(self.contestants, self.num_rounds)
+            (contestant, round_number)
+            for round_number, order in in_turns(self.contestants, self.num_rounds)
             for contestant in order
         ]
         if not self.speed_only:
@@ -205,16 +206,18 @@ class Contest:
     def run(self) -> None:
         """Starts one run after the other. A contestant that fails takes no part in later runs."""
         schedule = self.schedule()
-        for index, (contestant, number) in enumerate(schedule):
-            if contestant.name in self.errors:  # What has failed once would fail again.
+        for index, (contestant, round_number) in enumerate(schedule):
+            if contestant.name in self.errors:  # A contestant that failed would fail again.
                 continue
-            part = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
+            part = f"round {round_number} of {self.num_rounds}"
+            if round_number == WHOLE:
+                part = "the whole run"
             title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {part}"
             progress(f"{title}; {self.time_left(schedule[index:])} ...")
             try:
-                outcome = _outcome_text(self._train(contestant, number))
+                outcome = _outcome_text(self._train(contestant, round_number))
             except LostRankError as error:
-                folder = self._folder(contestant, number)
+                folder = self._folder(contestant, round_number)
                 self.errors[contestant.name] = (
                     f"{part}: {error}; its output is in {folder}/output.txt"
                 )
@@ -253,11 +256,11 @@ class Contest:
 
         known_seconds = 0.0
         num_unknown = 0
-        for contestant, number in schedule:
+        for contestant, round_number in schedule:
             if contestant.name in self.errors:
                 continue
             # A short run says nothing about a whole one, which also validates and saves.
-            similar_runs = whole_runs if number == WHOLE else short_runs
+            similar_runs = whole_runs if round_number == WHOLE else short_runs
             if similar_runs:
                 known_seconds += mean(training.seconds for training in similar_runs)
             else:
@@ -271,28 +274,28 @@ class Contest:
 
         return f"left: {' and '.join(parts) or 'nothing'}"
 
-    def _train(self, contestant: Contestant, number: int) -> Training:
-        folder = self._folder(contestant, number)
+    def _train(self, contestant: Contestant, round_number: int) -> Training:
+        folder = self._folder(contestant, round_number)
         overrides = contestant.overrides
-        if number != WHOLE:
+        if round_number != WHOLE:
             overrides = contestant.speed_overrides(self.speed_steps)
         command = self.command(contestant, overrides, folder / "run")
         # The launcher divides these cores among its ranks.
         training = train(command, self.cores(contestant), folder)
-        if number == WHOLE:
+        if round_number == WHOLE:
             self.whole[contestant.name] = training
             return training
 
-        self.rounds.setdefault(contestant.name, {})[number] = training
+        self.rounds.setdefault(contestant.name, {})[round_number] = training
         for name in _LARGE_FILES:
             remove(folder / "run" / name)
 
         return training
 
-    def _folder(self, contestant: Contestant, number: int) -> Path:
-        if number == WHOLE:
+    def _folder(self, contestant: Contestant, round_number: int) -> Path:
+        if round_number == WHOLE:
             return self.folder / contestant.name
-        return self.folder / f"round-{number}" / contestant.name
+        return self.folder / f"round-{round_number}" / contestant.name
 
 
 def _outcome_text(training: Training) -> str:

@@ -138,7 +138,7 @@ def _entry(
         "overrides": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
         "rounds": [_round_entry(number, run) for number, run in rounds.items()],
-        # None if every run ended before its memory was sampled; gpu_bytes also without GPUs.
+        # None if every run ended before its memory was sampled; gpu_bytes is also None without GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
@@ -298,7 +298,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
-    # Preferred, since the validation loss shows what was learned better than the training loss.
+    # The validation loss is preferred, since it shows better than the training loss what was learned.
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     # A comparison that failed early has nothing to draw.

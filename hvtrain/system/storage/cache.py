@@ -1,4 +1,4 @@
-"""Caches objects on this host: bounded, shared by the host's ranks and runs, each entry complete or absent.
+"""A bounded cache of objects on this host, shared by the host's ranks and runs. Each entry is complete or absent.
 
 An entry is a folder, named after a hash of the address and its objects' names, sizes and modification times. It
 appears by a rename and never changes, so a run reads one state of the data, whatever happens in the store. When a new
@@ -99,7 +99,7 @@ def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
             # If objects were replaced during the download, the copy may mix two states.
             if not set(objects) <= set(remote.objects()):
                 raise DataError(
-                    f"{address} changed while it was read; start again when nothing writes there"
+                    f"{address} changed while it was read; start again once it no longer changes"
                 )
 
     folder = _entry(remote, objects, f"{remote_suffixes} {keeps_parts}", num_bytes, fill)
@@ -122,7 +122,7 @@ def _matching_objects(remote: Remote, pattern: str = "**") -> list[Object]:
     def matches(name: str) -> bool:
         return any(
             fnmatchcase(name, variant)
-            # With as many slashes, no "*" matches a slash.
+            # If both have the same number of slashes, no "*" has matched a slash.
             and ("**" in variant or variant.count("/") == name.count("/"))
             for variant in variants
         )

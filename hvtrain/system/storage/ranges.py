@@ -54,8 +54,8 @@ class RemoteFile:
         """
         if self.kept is None:
             return self.pread(num_bytes, offset)
-        # A part's checksum tells it from a hole, since the CRC-32 of zeros is not 0, and shows if
-        # only one of the two files was saved before a power cut.
+        # A checksum distinguishes a part from a hole, since the CRC-32 of zeros is not 0, and shows
+        # if only one of the two files was saved before a power cut.
         with suppress(OSError):
             data = os.pread(_open_file(self.kept).fileno(), num_bytes, offset)
             stored = os.pread(_open_file(self.sums).fileno(), SUM_BYTES, self._sum_offset(offset))
@@ -107,14 +107,14 @@ class RemoteFile:
         # than they report for one object.
         if (handle.size(), int(seconds)) != (self.state.num_bytes, self.state.changed_ns // 10**9):
             raise StorageError(
-                f"{remote.address} has changed since this run opened it; start again when nothing writes there"
+                f"{remote.address} has changed since this run opened it; start again once it no longer changes"
             )
         self._checked = time.monotonic()
         self._handle = handle
         return handle
 
     def whole(self) -> bytes:
-        """Returns the whole object as one part, see `part`."""
+        """Returns the whole object as one part (see `part`)."""
         data = self.part(self.state.num_bytes, 0)
         # The handle is not kept, since there may be millions of objects.
         self._handle = None

@@ -1,4 +1,4 @@
-"""Reads and writes objects at addresses: s3://, gs://, abfs:// and hdfs:// by pyarrow.fs, others by fsspec.
+"""Reads and writes objects at addresses: s3://, gs://, abfs:// and hdfs:// with pyarrow.fs, others with fsspec.
 
 Endpoints and credentials come from the stores' own environment variables and files, never from an address.
 pyarrow.fs is imported where it is used, since its threads do not survive a fork.
@@ -34,7 +34,7 @@ PIECE_BYTES = 4 << 20
 # Concurrent requests of one process for parts of objects; many, since
 # each mostly waits for the store.
 READ_AT_ONCE = 48
-# How long Google's client retries by itself, before each of the pauses above.
+# Time limit for the retries of Google's own client, before each of the pauses above.
 GOOGLE_RETRY_SECONDS = 5
 
 # Errors that no retry can fix, by the names that stores give them.
@@ -191,7 +191,7 @@ class Remote:
                         f"{self.address} failed in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
                         f"({_reason(error)}); check the network and the store"
                     ) from None
-                log.debug("%s: %s; retried in about %s s", self.address, _reason(error), pause)
+                log.debug("%s: %s; retrying in about %s s", self.address, _reason(error), pause)
                 # Jitter, so that ranks that failed together retry apart; by
                 # SystemRandom, since the run seeds `random`.
                 time.sleep(pause * random.SystemRandom().uniform(0.5, 1.5))
@@ -228,7 +228,7 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
     try:
         with suppress(ValueError):
             opened = fs.FileSystem.from_uri(_google_uri(authority) if scheme == "gs" else root)
-            # pyarrow reports that nothing is there, too, if HDFS does not answer.
+            # pyarrow also reports that the root does not exist if HDFS does not answer.
             if scheme == "hdfs" and opened[0].get_file_info("/").type is fs.FileType.NotFound:
                 raise OSError("it does not answer")
             return opened
@@ -247,7 +247,7 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
 
 def _google_uri(bucket: str) -> str:
     """Returns the URI by which pyarrow opens a bucket of Google Cloud Storage."""
-    # Google's client would retry for 15 minutes itself, even on a host that has no credentials.
+    # Google's client would itself retry for 15 minutes, even on a host that has no credentials.
     uri = f"gs://{bucket}?retry_limit_seconds={GOOGLE_RETRY_SECONDS}"
     # The variable of Google's own libraries; pyarrow does not read it.
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
@@ -261,7 +261,7 @@ def _azure(authority: str) -> tuple[Any, str]:
     """Opens a container of Azure Blob Storage with the variables of Azure's own tools, which pyarrow does not read.
 
     Raises:
-        ConfigError: The account, or its credentials, are not known.
+        ConfigError: The account or its credentials are not known.
     """
     from pyarrow import fs
 
@@ -300,8 +300,8 @@ def _check_azure_login(options: dict[str, Any], container: str) -> None:
     )
     if completed.returncode < 0:
         raise ConfigError(
-            f"abfs://{container}@{options['account_name']} cannot be accessed, since this host has no credentials "
-            "of Azure; set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
+            f"abfs://{container}@{options['account_name']} cannot be accessed, since this host has no Azure "
+            "credentials; set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with az login"
         )
 
 
@@ -314,8 +314,8 @@ def _final_problem(error: Exception) -> str:
         return "does not exist; check the bucket and the path"
     if isinstance(error, PermissionError) or _DENIED.search(text):
         return (
-            f"cannot be accessed ({_reason(error)}); check the credentials of this host, its clock, and the rights of "
-            "that account"
+            f"cannot be accessed ({_reason(error)}); check this host's credentials and clock, and the account's "
+            "permissions"
         )
     return ""
 

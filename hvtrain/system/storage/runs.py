@@ -26,7 +26,7 @@ from hvtrain.system.storage.remote import Object, Remote, locate
 
 log = logging.getLogger(__name__)
 
-# The object that names the run, and which start of it (a process) may write.
+# The object that identifies the run, and the start of it (a process) that may write.
 OWNER = "hvtrain-owner.json"
 # File in the local working folder: the run that its files belong to, and the run's address.
 IDENTITY_FILE = ".object-store-run"
@@ -42,7 +42,7 @@ class RunStore:
     address = ""
 
     def begin(self) -> None:
-        """Claims the run, and downloads its newest state if it is not here (chief only). Raises UserError."""
+        """Claims the run, and downloads its newest state if this host lacks it (chief only). Raises UserError."""
 
     def send(self) -> None:
         """Uploads what has changed (chief only). Raises StorageError."""
@@ -133,7 +133,7 @@ class _ObjectStore(RunStore):
         write_atomic(identity, f"{run} {self.address}")
 
     def _download_newest(self, objects: list[Object]) -> None:
-        """Downloads the run's objects if the newest checkpoint in the store is not here."""
+        """Downloads the run's objects if this host lacks the newest checkpoint in the store."""
         folder_of = {item.name: Path(item.name).parent.as_posix() for item in objects}
         checkpoints = {
             folder for folder in folder_of.values() if folder.startswith("checkpoints/step-")
@@ -148,7 +148,7 @@ class _ObjectStore(RunStore):
         temporary = self.folder / f"{TEMPORARY}store"
         remove(temporary)
         download(self._remote, objects, temporary)
-        # The newest checkpoint is moved last: if it is here, so is everything else.
+        # The newest checkpoint is moved last: if it is in place, so is everything else.
         others = [name for name, folder in folder_of.items() if folder not in checkpoints]
         for name in [*others, *sorted(checkpoints)]:
             target = self.folder / name

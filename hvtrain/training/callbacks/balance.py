@@ -48,9 +48,11 @@ class Balance(RunCallback):
         ):
             obstacle = "a strategy whose ranks have equal batches"
         if obstacle:
-            raise ConfigError(f"train.balance=true does not go with {obstacle}; leave it out")
+            raise ConfigError(
+                f"train.balance=true cannot be combined with {obstacle}; leave train.balance out"
+            )
 
-        # Another attempt costs about as much as the time from here to the end of the first step.
+        # Another attempt costs about the time from here to the end of the first step.
         self._began = time.monotonic()
         self._first_step_seconds = 0.0
 
@@ -135,7 +137,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
 def slowest_in_words(
     times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]
 ) -> str:
-    """Says how much slower the slowest rank is per example than the fastest, and whether data or compute is the cause.
+    """Describes how much slower the slowest rank is per example than the fastest, and the cause: data or compute.
 
     >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
     >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])

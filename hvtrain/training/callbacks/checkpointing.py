@@ -23,7 +23,7 @@ from hvtrain.errors import (
 from hvtrain.keras.gradients import are_finite
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
-from hvtrain.training.callbacks.guard import NAMES_LAYER
+from hvtrain.training.callbacks.guard import LAYER_HINT
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import Start
@@ -91,12 +91,12 @@ class Interruption(RunCallback):
     def _is_late(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    def _take_signal(self, number: int, frame: Any) -> None:
-        self._signals.append(number)
+    def _take_signal(self, signum: int, frame: Any) -> None:
+        self._signals.append(signum)
         console.note_signal()
-        if number == signal.SIGINT:
+        if signum == signal.SIGINT:
             console.take_signals(signal.SIG_DFL, signal.SIGINT)
-            if not console.is_launched():  # Otherwise the launcher does.
+            if not console.is_launched():  # Otherwise the launcher prints this message.
                 console.say_stopping()
 
 
@@ -297,7 +297,7 @@ class Checkpointing(_Saving):
     def _save(self, metrics: dict[str, float]) -> None:
         """Hands a checkpoint to the chief's writer (every rank).
 
-        Its metrics are these, and the results of a validation after this very step.
+        The checkpoint's metrics are `metrics` and the results of a validation after this very step.
 
         Raises TrainingError if a weight is not finite, or the error of the previous write, if any, on all ranks.
         """
@@ -365,7 +365,7 @@ class Checkpointing(_Saving):
             return None
         return TrainingError(
             f"weights are not finite after step {self.step:,}, so no checkpoint of it is written; "
-            f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
+            f"{NOT_FINITE_ADVICE}{LAYER_HINT}"
         )
 
 

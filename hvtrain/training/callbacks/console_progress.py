@@ -27,8 +27,8 @@ Moment = tuple[float, int]
 class Progress(RunCallback):
     """Shows a run's progress, speed and remaining time (chief only).
 
-    The time per step is a mean: since this start for the remaining time, else since the epoch began.
-    Steps of the first call of the graph, which is slow because it traces, do not count.
+    The time per step is the mean since the epoch began; the remaining time uses the mean since this start
+    of the run. Steps of the first call of the graph, which is slow because it traces, do not count.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -84,11 +84,11 @@ class Progress(RunCallback):
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
         text = f"{self._epoch()}: {', '.join(parts)}; {self._share_of_run} of the run"
-        return ", ".join([text, *self._left()])
+        return ", ".join([text, *self._time_left()])
 
     def _drawing(self, logs: Logs) -> Drawing:
         done, total = self._steps_of_epoch
-        run_text = ", ".join([self._share_of_run, *self._left()])
+        run_text = ", ".join([self._share_of_run, *self._time_left()])
         epoch_text = ", ".join([f"{done:,}/{total:,} steps", *self._step_time()])
         numbers = [
             *self._numbers(logs),
@@ -142,7 +142,7 @@ class Progress(RunCallback):
                 parts.append(f"{speed * per_example:,.0f} {name}/s")
         return parts
 
-    def _left(self) -> list[str]:
+    def _time_left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
         # Up to now, so that validations and checkpoints count: the rest of the run has them too.
         steps = self.plan.num_steps - self.step
@@ -154,7 +154,7 @@ def display() -> LiveDisplay | Sender | None:
     """Returns an object that draws on the launcher's terminal or this process's own; None if there is no terminal."""
     if drawing.is_requested():
         return Sender()
-    # mpirun gives its ranks terminals of their own.
+    # mpirun gives each rank its own terminal, so can_draw() does not suffice.
     if drawing.can_draw() and not is_launched():
         return LiveDisplay()
     return None

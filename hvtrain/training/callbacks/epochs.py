@@ -360,5 +360,6 @@ def report_skipped(run: Run, report: RunReport) -> None:
         files = sum(part.num_examples is None for part in report.unreadable.values())
         rest = f", and the rest of {files} damaged file(s)" if files else ""
         log.info(
-            f"skipped {report.num_skipped:,} examples that could not be read{rest}; names in logs/ of the run folder"
+            f"skipped {report.num_skipped:,} examples that could not be read{rest}; "
+            "their names are in logs/ of the run folder"
         )

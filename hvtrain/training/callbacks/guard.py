@@ -23,11 +23,11 @@ from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-NAMES_LAYER = "; the same command with debug=nan names the layer"
+LAYER_HINT = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Or the value that the task's metric has to reach, if larger values are better, as for accuracy.
+# The value that the task's metric may reach instead, if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
 
 
@@ -39,7 +39,7 @@ class Guard(RunCallback):
 
     Raises:
         RankError: Weights differ between ranks.
-        TrainingError: The loss of an epoch is not finite; names the ranks on which it is not.
+        TrainingError: The loss of an epoch is not finite. The message names the ranks at fault.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
@@ -58,8 +58,8 @@ class Guard(RunCallback):
         own_loss = float(self.model.get_metrics_result()["loss"])
         ranks = ranks_not_finite(self.comm, own_loss)
         raise TrainingError(
-            f"the loss of epoch {epoch + 1} is not finite (step {self.step:,}) on {named(ranks)}; "
-            f"{NOT_FINITE_ADVICE}{NAMES_LAYER}"
+            f"the loss of epoch {epoch + 1} is not finite (step {self.step:,}) on "
+            f"{ranks_in_words(ranks)}; {NOT_FINITE_ADVICE}{LAYER_HINT}"
         )
 
 
@@ -85,16 +85,17 @@ def explain_errors(
     except tf.errors.OpError as error:
         ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
         if ranks:
-            # Not position.step: the call of the graph that failed may have completed some steps. Nor is
-            # it always the step after those that ended: local steps also synchronize between steps.
+            # By arrived batches. position.step omits the steps that the failed call of the graph has
+            # completed, and the number of ended steps plus one is wrong if local steps synchronize
+            # between two steps.
             step = context.position.start_step + strategy.marks().arrived - steps_before
             origin = ""
-            hint = NAMES_LAYER
+            hint = LAYER_HINT
             if search:
                 origin = search(step)
                 hint = ""
             raise TrainingError(
-                f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
+                f"the gradient of step {step:,} is not finite on {ranks_in_words(ranks)}{origin}; "
                 f"it did not reach the weights; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
@@ -118,7 +119,7 @@ def ranks_not_finite(comm: Comm, value: float) -> list[int]:
     return [rank for rank, finite in enumerate(is_finite) if not finite]
 
 
-def named(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Formats ranks: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 

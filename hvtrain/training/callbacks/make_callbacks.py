@@ -52,13 +52,13 @@ def make_callbacks(
     search: LayerSearch | None,
     metrics: Metrics | None = None,
 ) -> list[Callback]:
-    """Returns all callbacks, in this order (every rank).
+    """Returns all callbacks in the order in which Keras calls them (every rank).
 
-    They count the step, check that it was reduced, and time it. They compute the epoch's metrics over
-    all ranks, check them and validate, so that later callbacks read true logs. The user's callbacks act,
-    and all ranks stop if one requests it. The last ones record, save, track and commit. The record comes
-    before the checkpoint: in the other order, a run killed between the two would resume without this
-    epoch's row.
+    The first ones count the step, check that it was reduced, and time it. The next ones compute the
+    epoch's metrics over all ranks, check them and validate, so that later callbacks read true logs. Then
+    the user's callbacks act, and all ranks stop if one requests it. The last ones record, save, track and
+    commit. The record comes before the checkpoint: in the other order, a run killed between the two would
+    resume without this epoch's row.
 
     Args:
         context: The run's context.
@@ -91,7 +91,7 @@ def make_callbacks(
         if is_chief or not isinstance(callback, WRITERS)
     }
     for callback in own.values():
-        _end_whole_epochs(callback, context)
+        _skip_interrupted_epochs(callback, context)
     state = CallbackState(context, own, start)
 
     # end_step is called first and begin_step last, so that the watchdog can tell a step from a callback.
@@ -142,7 +142,7 @@ def make_callbacks(
         config.data.one_batch and OneBatch(context),
         # First the callbacks that may stop the training, then those that extend one rank's stop to
         # all ranks. `agree` comes before both: whether a user's callback sees the end of an epoch
-        # that was cut short depends on the reason (_end_whole_epochs).
+        # that was cut short depends on the reason (_skip_interrupted_epochs).
         agree,
         *own.values(),
         interruption,
@@ -158,7 +158,7 @@ def make_callbacks(
         is_chief and metrics and metrics.is_on and metrics,
         skipped,
         config.profile.timeline and TimelineTrace(context),
-        # It raises if ranks join or leave, and then no later callback is called.
+        # MemoryCommit raises if ranks join or leave, and then no later callback is called.
         strategy.membership.commit_steps and MemoryCommit(context, state, validation),
         begin_step,
     ]
@@ -166,12 +166,12 @@ def make_callbacks(
     return [callback for callback in callbacks if isinstance(callback, Callback)]
 
 
-def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
-    """Changes a user's callback so that it sees no end of an epoch that was interrupted.
+def _skip_interrupted_epochs(callback: Callback, context: RunContext) -> None:
+    """Changes a user's callback so that its on_epoch_end is not called for an interrupted epoch.
 
-    It sees that end when a resumed run finishes the epoch; EarlyStopping, for example, would otherwise
-    count the epoch twice. A run that a callback has stopped within an epoch is complete, so its epoch
-    does end.
+    The callback sees the epoch's end when a resumed run finishes the epoch; EarlyStopping, for example,
+    would otherwise count the epoch twice. A run that a callback has stopped within an epoch is complete,
+    so its last epoch does end.
     """
     end_epoch = callback.on_epoch_end
 
@@ -185,9 +185,9 @@ def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
 def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     """Returns how many steps one call of the graph may do (every rank).
 
-    With guard.layers, 1; else train.steps_per_execution. If that is not set, 1 if a user's callback acts
-    on batches, and otherwise the number that the loop finds by timing. A call must not cross the step
-    intervals after which a callback acts.
+    The number is 1 with guard.layers, and otherwise train.steps_per_execution. If that is not set, it is 1
+    if a user's callback acts on batches, and otherwise the loop finds it by timing. A call must not cross
+    the step intervals after which a callback acts.
 
     Raises:
         ConfigError: checkpoint.every_steps or train.validate_every_steps is not a multiple of strategy.every.
@@ -243,7 +243,7 @@ def call_steps(run: Run, callbacks: list[Callback]) -> CallSteps:
     return CallSteps(steps, intervals, strategy.comm.broadcast, config.train.accumulate)
 
 
-# Only on the chief: they only write, and ranks would overwrite each other's files.
+# Callbacks that only write. The chief alone has them; otherwise ranks would overwrite each other's files.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -252,7 +252,7 @@ WRITERS = (
 )
 # Callbacks of Keras that would do harm in a run, and what to do instead.
 _REFUSED = {
-    "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
+    "BackupAndRestore": "would restore rank 0 alone; leave it out, since hvtrain saves and resumes runs itself",
     "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out and set "
     "train.ema=0.999, whose averages are validated and saved",
     "OrbaxCheckpoint": "is not made for several ranks of TensorFlow; use keras.callbacks.ModelCheckpoint",
@@ -268,8 +268,8 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: A callback would do harm, lacks a package, or monitors a validation that does not take
-            place; or checkpoint.best is not a metric of this run.
+        ConfigError: A callback would do harm, lacks a package, or monitors a validation metric in a run
+            without validation data; or checkpoint.best is not a metric of this run.
     """
     config = run.config
     for name, settings in config.callbacks.items():
@@ -290,7 +290,7 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
             f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
         )
     if validates and config.train.validate_every_epochs != 1:
-        # Keras would warn after each epoch without a validation that these are not available.
+        # After each epoch without a validation, Keras would warn that these are not available.
         for name in metrics:
             pattern = rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available"
             warnings.filterwarnings("ignore", pattern)
@@ -307,7 +307,7 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
 
 
 def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model) -> None:
-    """Raises ConfigError if a callback lacks a package, or would save what is not the model of all ranks."""
+    """Raises ConfigError if a callback lacks a package, or would save weights of rank 0 alone."""
     if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
         raise ConfigError(
             f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
@@ -365,7 +365,7 @@ def check_logged(monitored: Mapping[str, str], logs: Logs) -> None:
 
 
 def _may_add_metrics(callback: Callback) -> bool:
-    """True if the callback contains code of the user's, which may add metrics to the logs."""
+    """True if the callback contains the user's own code, which may add metrics to the logs."""
     is_own = type(callback).__module__.partition(".")[0] not in ("hvtrain", "keras")
     return is_own or isinstance(callback, LambdaCallback)
 
@@ -379,7 +379,7 @@ def _monitor_of(callback: Callback) -> str:
 
 
 def _refuse_unvalidated_monitor(name: str, callback: Callback, config: RunConfig) -> None:
-    """Raises ConfigError if a callback monitors a metric of validation, in a run without validation data."""
+    """Raises ConfigError if a callback monitors a validation metric although there is no validation data."""
     monitor = _monitor_of(callback)
     if not monitor.startswith("val_"):
         return
@@ -393,7 +393,7 @@ def _refuse_unvalidated_monitor(name: str, callback: Callback, config: RunConfig
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:
-    """Returns the names of metrics that an epoch's logs may have: of training, then of validation."""
+    """Returns the names of the metrics that an epoch's logs may contain: training first, then validation."""
     # A model may have metrics besides those of compile, which Keras keeps in one object.
     own_names = (metric.name for metric in model.metrics if metric.name != "compile_metrics")
     names = list(dict.fromkeys([*run.task.metric_names, *own_names]))

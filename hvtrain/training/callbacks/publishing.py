@@ -35,7 +35,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class Metrics(RunCallback):
-    """Serves and writes the metrics while the context lasts (chief only, but every rank enters it).
+    """Serves and writes the metrics inside a `with` block (chief only, but every rank enters the block).
 
     A step only notes its time and its logs. The metrics are computed for each request, in the thread
     that answers it, and whenever the file is written.
@@ -129,11 +129,11 @@ class Metrics(RunCallback):
             ("planned_steps", "Optimizer steps of the whole run.", self.plan.num_steps),
             ("epoch", "The current epoch, from 1.", self.position.epoch + 1),
             ("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at),
-            ("examples_per_second", "Speed of all ranks in this epoch.", speed),
+            ("examples_per_second", "Speed of all ranks together in this epoch.", speed),
             ("metric", "Loss and metrics of this epoch so far.", logs, "name"),
             (
                 "rank_step_seconds",
-                "Own work of each rank in a step of the last epoch.",
+                "Seconds of each rank's own work in a step of the last epoch.",
                 {str(rank): seconds for rank, seconds in enumerate(rank_seconds)},
                 "rank",
             ),
@@ -179,11 +179,11 @@ class Metrics(RunCallback):
         text: str,
         values: Any,
         label: str = "",
-        kind: type[Family] = GaugeMetricFamily,
+        family_type: type[Family] = GaugeMetricFamily,
     ) -> Family:
         """Makes a metric from a number or, with `label`, from numbers by the label's value. All get the label `run`."""
         names = ["run", label] if label else ["run"]
-        family = kind(f"hvtrain_{name}", text, labels=names)
+        family = family_type(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():
             number = math.nan if value is None else float(value)
             family.add_metric([self.run.folder.name, key][: len(names)], number)
@@ -194,8 +194,8 @@ class Tracking(RunCallback):
     """Starts, feeds and ends the run's trackers (chief only, but every rank constructs it).
 
     As a context manager it also ends the tracked runs of a run that fails or stops. A tracker gets every
-    epoch that it does not have yet, even if it was added at a resume or failed before it. A tracker that
-    fails is dropped with a warning.
+    epoch that it does not have yet, even if it was added when the run was resumed, or had failed before
+    that. A tracker that fails is dropped with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -259,14 +259,14 @@ class Tracking(RunCallback):
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # Without an exception a run is still open here if it will be
         # resumed, as after train.max_time.
-        is_stopped = kind is None or issubclass(kind, Stopped)
+        is_stopped = error_type is None or issubclass(error_type, Stopped)
         self.finish("stopped" if is_stopped else "failed")
 
     def _send(self) -> None:
-        """Sends each tracker the epochs that it lacks, and records in the run folder which was the last."""
+        """Sends each tracker the epochs that it lacks, and records the last step of each in the run folder."""
 
         def send(name, tracker):
             tracked = self._tracked[name]

@@ -21,13 +21,13 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-# The first checks, whose differences show how much rounding alone changes gradients.
+# Number of initial checks, whose differences show how much rounding alone changes gradients.
 NUM_CALIBRATIONS = 3
-# Tolerance of these first checks.
+# Tolerance of the initial checks.
 FIRST_TOLERANCE = 1e-2
-# Factor of later tolerances over the largest difference in the first checks.
+# Ratio of later tolerances to the largest difference in the initial checks.
 MARGIN = 10.0
-# Least tolerance, unless train.deterministic makes equal steps give equal bits.
+# Minimum tolerance, unless train.deterministic makes equal steps give equal bits.
 MIN_TOLERANCE = 1e-5
 
 
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     """The result of a check.
 
     Attributes:
-        ranks: Those whose gradient differs from that of most ranks; both ranks of two, if their digests differ.
+        ranks: Those whose gradient differs from that of most ranks; of two ranks, both if their digests differ.
         variable: The index of the variable whose gradient differs most.
         difference: How much that gradient differs, relative to its norm.
     """
@@ -64,7 +64,7 @@ class Recompute(RunCallback):
         train = run.config.train
         obstacle = ""
         if not run.strategy.is_plain or run.strategy.sync_every > 1:
-            obstacle = "a strategy whose steps are not those of each rank by itself"
+            obstacle = f"strategy={run.strategy.name}, whose steps other ranks cannot repeat"
         elif train.jit_compile:
             obstacle = "train.jit_compile=true"
         elif train.sync_batch_norm:
@@ -72,10 +72,11 @@ class Recompute(RunCallback):
         elif sharded_tables(model) or any(
             hasattr(loss, "joint_batch") for loss in keras.tree.flatten(run.task.loss)
         ):
-            obstacle = "a model or task whose step sends messages of its own"
+            obstacle = "a model or task whose step sends messages to other ranks"
         if obstacle:
             raise ConfigError(
-                f"guard.recompute_every does not go with {obstacle}; leave one of the two out"
+                f"guard.recompute_every={run.config.guard.recompute_every} cannot be combined with {obstacle}; "
+                "leave one of the two out"
             )
 
         self._every = run.config.guard.recompute_every
@@ -86,18 +87,18 @@ class Recompute(RunCallback):
             # call keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
         self._differences: list[float] = []
-        # Set before the graph is traced, when Keras calls it.
+        # Replaced before the graph is traced, since Keras calls train_step only then.
         model.train_step = self._recorded_step
-        self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
+        self._digest = tf.function(self._gradient_digest, reduce_retracing=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # A denominator is set once the step is traced. Its mean over the ranks is another one if all
-        # ranks compute on the same batch.
+        # A denominator is set once the step is traced. It is a mean over the ranks, which differs if
+        # all ranks compute on the same batch.
         losses = keras.tree.flatten(self.model.loss)
         if any(getattr(loss, "denominator", None) is not None for loss in losses):
             raise ConfigError(
-                "guard.recompute_every does not go with a loss whose divisor depends on the batches of all ranks "
-                "(through a mask, an ignored label or weights); leave guard.recompute_every out"
+                f"guard.recompute_every={self._every} cannot be combined with a loss whose divisor depends on the "
+                "batches of all ranks (through a mask, an ignored label or weights); leave guard.recompute_every out"
             )
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
@@ -152,25 +153,25 @@ class Recompute(RunCallback):
         self._batch = [np.array(part) for part in batch]
         return False
 
-    def _gradient_of(self, data: Any) -> tf.Tensor:
+    def _gradient_digest(self, data: Any) -> tf.Tensor:
         with replaced(self.model, "train_step", self._train_step):
             _, pairs = step_without_update(self.model, data)
         return digest_of([gradient for gradient, _ in pairs])
 
     def _check(self) -> None:
         rank = self._step // self._every % self.run.topology.size
-        seeds = self.model.non_trainable_variables
+        variables = self.model.non_trainable_variables
         sent = None
         if rank == self.run.topology.rank:
             copies = {id(variable): value for variable, value in self._before}
-            sent = self._sent, self._batch, [copies[id(variable)].numpy() for variable in seeds]
-        original, batch, states = self.comm.broadcast(sent, rank)
+            sent = self._sent, self._batch, [copies[id(variable)].numpy() for variable in variables]
+        original, batch, values = self.comm.broadcast(sent, rank)
 
         current = self._values()
-        for variable, value in [*self._before, *zip(seeds, states)]:
+        for variable, value in [*self._before, *zip(variables, values)]:
             variable.assign(value)
         data = tf.nest.pack_sequence_as(self._structure, [tf.constant(part) for part in batch])
-        digests = self.comm.gather(self._gradient(data).numpy())
+        digests = self.comm.gather(self._digest(data).numpy())
         for variable, value in current:
             variable.assign(value)
 
@@ -181,7 +182,7 @@ class Recompute(RunCallback):
         if not verdict.ranks:
             return
         devices = " or ".join(
-            f"rank {number} ({self.strategy.devices[number]})" for number in verdict.ranks
+            f"rank {culprit} ({self.strategy.devices[culprit]})" for culprit in verdict.ranks
         )
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
@@ -238,8 +239,8 @@ def judge(
 
     Args:
         rank: The rank whose gradient was recomputed.
-        original: The digest of the gradient that it sent, [variables, 3].
-        digests: The digests of the gradient as the ranks recomputed it, by rank.
+        original: The digest of the gradient that this rank sent, [variables, 3].
+        digests: The digest of the recomputed gradient on each rank, by rank.
         tolerance: The largest relative difference that is not a fault.
     """
     # Most digests are equal; with a thousand ranks, comparing all pairs would take too long.
@@ -249,7 +250,7 @@ def judge(
     ]
     reference = distinct[np.argmax(num_close)]
     distances = [_distance(digest, reference) for digest in digests]
-    # What the rank sent counts as its own too, since the fault may have been transient.
+    # The gradient that the rank sent counts as its own too, since the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
     variable, difference = max(distances, key=lambda pair: pair[1])
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvtrain.errors import NOT_FINITE_ADVICE, ConfigError, TrainingError, in_one_line
 from hvtrain.strategies.loop import replaced
-from hvtrain.training.callbacks.guard import named, ranks_not_finite
+from hvtrain.training.callbacks.guard import ranks_in_words, ranks_not_finite
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class LayerSearch(RunCallback):
         super().__init__(context)
         if not self.strategy.is_plain:
             raise ConfigError(
-                "guard.layers=true repeats the model's own train step on each rank, and this strategy has other steps; "
-                "choose strategy=horovod, elastic or single"
+                "guard.layers=true repeats the model's own train step on each rank, and "
+                f"strategy={self.strategy.name} has other steps; choose strategy=horovod, elastic or single"
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
@@ -66,7 +66,8 @@ class LayerSearch(RunCallback):
         if ranks:
             origin = self.find_origin(self.step)
             raise TrainingError(
-                f"the loss of step {self.step:,} is not finite on {named(ranks)}{origin}; {NOT_FINITE_ADVICE}"
+                f"the loss of step {self.step:,} is not finite on {ranks_in_words(ranks)}{origin}; "
+                f"{NOT_FINITE_ADVICE}"
             )
 
     def find_origin(self, step: int) -> str:
@@ -78,9 +79,9 @@ class LayerSearch(RunCallback):
         if first is None:
             return "; when it is repeated layer by layer, all values are finite"
         # Compared by phase and position, since descriptions differ between
-        # ranks, for example in an example's number.
+        # ranks, for instance in the number of the example.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
-        return f"; it began with {first.description}, on {named(ranks)}"
+        return f"; it began with {first.description}, on {ranks_in_words(ranks)}"
 
     def _repeat(self, steps_before: int) -> Origin | None:
         batch = next(iter(self.run.batches_from(steps_before)))

@@ -50,8 +50,8 @@ class Goodput:
     def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
         """Continues from a checkpoint's record(); without a valid one, starts from zero.
 
-        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", because
-        those steps run again; from then to this start it counts as "restarts".
+        The time between the checkpoint and this start was lost. Up to last_step_at it counts as
+        "repeated", because those steps run again; the rest counts as "restarts".
 
         Args:
             saved: What record() returned, as read from the checkpoint.
@@ -161,7 +161,7 @@ class RunReport:
     Args:
         records: Rows of history.csv, including those before a resume.
         rank_seconds: Each rank's seconds of own work in a step, by epoch; empty if steps are not timed.
-        goodput: What the wall time was spent on, on this rank.
+        goodput: How this rank's wall time was spent.
         examples_each_epoch: Examples that went through the steps of each whole epoch, over all
             ranks.
         unreadable: What data.on_error=skip left out on any rank, by location, so that a damaged file that
@@ -236,8 +236,8 @@ class RunContext:
         records, seconds, last_step_ended = run.strategy.comm.on_chief(
             lambda: (read_history(folder), read_rank_seconds(folder), last_step_at(folder))
         )
-        # Rows of later epochs belong to steps that were lost and are trained again. By epoch, since
-        # an earlier plan of the run may have counted steps differently.
+        # Rows of later epochs belong to steps that were lost and are trained again. Compared by epoch,
+        # since an earlier plan of the run may have counted steps differently.
         records = [record for record in records if record.epoch <= position.epoch]
         written = {record.epoch for record in records}
         lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]

@@ -23,7 +23,7 @@ NUM_OPERATIONS = 6
 _ACTIVITIES = {
     "NEGOTIATE_": "waiting until all ranks have their gradients",
     "MEMCPY_IN_": "copies into the fusion buffer",
-    "MEMCPY_OUT_": "copies out of it",
+    "MEMCPY_OUT_": "copies out of the fusion buffer",
 }
 _TRANSFER = "transfer and sum"
 
@@ -58,8 +58,8 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        # Counted from the step at which the trace began, which is after first_step
-        # if a call of the graph crossed that.
+        # Counted from the step at which the trace began, which is later than first_step
+        # if a call of the graph crossed first_step.
         num_steps = self.run.config.profile.steps
         if self._begin_step is not None and self.step >= self._begin_step + num_steps:
             self._end()

@@ -101,7 +101,7 @@ def test_ctrl_c_writes_what_was_measured(tmp_path):
     seen = [next(line for line in lines if line.startswith("run 1 of 8: single"))]
     os.kill(process.pid, signal.SIGINT)
     output = "".join([*seen, finish(process)])
-    assert process.returncode == 130 and "what was measured so far is written" in output, output
+    assert process.returncode == 130 and "the results so far have been saved" in output, output
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert comparison["interrupted"] and len(comparison["strategies"][0]["rounds"]) == 1
     assert "interrupted" in (tmp_path / "out" / "compare.html").read_text()

@@ -319,7 +319,7 @@ def test_short_runs_time_no_first_steps_that_differ_from_the_others() -> None:
         (["strategy=single,horovod,single"], "two or more different strategies; give them as in"),
         (
             ["strategy=single,horovod", "run.dir=x"],
-            "run.dir was given, but each strategy has its own run folder",
+            "run.dir=x was given, but each strategy has its own run folder",
         ),
         (["strategy=single,horovod", "model=cnnn"], "model=cnnn is not one of application, cnn"),
         (["strategy=single,horovod@compresion=fp16"], "did you mean 'strategy.compression'?"),

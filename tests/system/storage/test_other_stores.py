@@ -138,7 +138,7 @@ def test_a_host_without_credentials_is_told_so(monkeypatch):
     remote._filesystem.cache_clear()
     with pytest.raises(DataError, match=r"^gs://unit/a cannot be accessed \(.*OAuth2 access token"):
         remote.locate("gs://unit/a").objects()
-    with pytest.raises(ConfigError, match="this host has no credentials of Azure; set AZURE_STOR"):
+    with pytest.raises(ConfigError, match="this host has no Azure credentials; set AZURE_STOR"):
         remote.locate("abfs://unit@me.dfs.core.windows.net/a")
     with pytest.raises(ConfigError, match=r"^abfs://unit names no account; use abfs://CONTAINER@"):
         remote.locate("abfs://unit/a")

@@ -174,7 +174,7 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
     assert user_path(address).is_dir()
 
 
-ACCESS = "check the credentials of this host, its clock, and the rights of that account"
+ACCESS = "check this host's credentials and clock, and the account's permissions"
 REFUSALS = {
     "no bucket": (
         "s3://no-bucket/x",
@@ -475,7 +475,7 @@ def test_shards_that_change_or_cannot_be_read_end_the_stream(
     if change == "replaced":
         with store.filesystem().open_output_stream(f"{address[5:]}/{name}") as file:
             file.write((folder / name).read_bytes() + bytes(512))
-        message = f"{address}/{name} has changed since this run opened it; start again when nothing writes there"
+        message = f"{address}/{name} has changed since this run opened it; start again once it no longer changes"
     elif change == "deleted":
         store.filesystem().delete_file(f"{address[5:]}/{name}")
         message = f"{address}/{name} (has changed|does not exist)"

@@ -229,7 +229,7 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
     store.fault = lambda request: 403 if request.method in ("PUT", "POST") else None
     with pytest.raises(
         StorageError,
-        match=rf"^{begun.address}/\S+ cannot be accessed \(ACCESS_DENIED.*check the creden",
+        match=rf"^{begun.address}/\S+ cannot be accessed \(ACCESS_DENIED.*check this host's",
     ):
         begun.send()
     for on_error in ("stop", "warn"):
@@ -240,7 +240,7 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
         error = writer.outcome()
         lines = [str(error)] if on_error == "stop" else caplog.messages
         assert re.search(
-            r"cannot be accessed .* of that account[,;] (then start again|training continues)",
+            r"cannot be accessed .*'s permissions[,;] (then start again|training continues)",
             lines[-1],
         )
         assert bool(error) == (on_error == "stop")
