@@ -235,7 +235,7 @@ CASES = {
         write_table,
         [*TABLE, "task=segmentation"],
         2,
-        "refused: task=segmentation needs as ",
+        "refused: task=segmentation needs ",
         "Rome",
     ),
     "too few rows": (
