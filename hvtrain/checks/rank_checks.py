@@ -110,7 +110,9 @@ def _broadcast() -> str:
         raise CheckError(
             "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug"
         )
-    return f"5 variables differed on {num_different} rank(s), and equal rank 0's after broadcast"
+    return (
+        f"5 variables differed on {num_different} rank(s), and equal rank 0's after the broadcast"
+    )
 
 
 def _overflow() -> str:

@@ -293,7 +293,7 @@ class _Undecided(FilePaths):
 
     def leave_Module(self, original_node: cst.Module) -> None:
         for call, name, variable, is_on_rank_0 in self._callbacks:
-            # A callback is also on rank 0 only if each use but the assignment is guarded:
+            # If each use but the assignment is guarded, the callback is on rank 0 alone too:
             # `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             num_guarded = self._uses_on_rank_0[variable]
             if num_guarded and num_guarded >= self._names[variable] - 1:

@@ -155,7 +155,7 @@ class BatchSearch:
         return f"{size} is above --largest {largest}"
 
     def try_size(self, size: int) -> str:
-        """Trains some steps with this size and adds a trial. Returns "", or why the size could not be tried."""
+        """Trains some steps with this size and adds a trial. Returns "", or the reason why no trial was added."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)

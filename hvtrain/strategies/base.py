@@ -37,7 +37,7 @@ STOP_SECONDS = 2.0
 
 
 class Timeline:
-    """`strategy.timeline`: traces the reductions; a single process has none. Every rank calls both methods."""
+    """`strategy.timeline`: traces the reductions; this base class traces nothing. Every rank calls both methods."""
 
     def start(self, path: Path) -> None:
         """Starts tracing; the chief writes the file, to be opened in chrome://tracing."""

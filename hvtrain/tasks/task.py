@@ -130,7 +130,7 @@ class Task(ABC):
             if names:  # Classes are given as numbers; their names say more.
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
-                f"task={self.name} needs {self.target} as the target of each example, and {source.name} "
+                f"task={self.name}: the target of each example must be {self.target}, and {source.name} "
                 f"gives {types}; choose {advice} or another {source.target_setting}"
             )
 

@@ -145,8 +145,8 @@ def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Mas
     others = weights if task.targets_are_masks else (targets, weights)
     if moves_pixels and are_per_pixel(image, others):
         raise ConfigError(
-            f"augment has layers that move pixels, but not those of the targets or weights of {source.name}; use only "
-            "layers that change colors"
+            "augment has layers that move the pixels of images, but not those of the targets or weights of "
+            f"{source.name}; use only layers that change colors"
         )
     if task.targets_are_masks:
         return Masks(getattr(task, "ignored_label", None) or 0)

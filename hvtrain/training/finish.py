@@ -291,8 +291,8 @@ def write_review(run: Run, model: keras.Model) -> None:
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     """Returns test examples, or else validation examples, with the model's outputs; None if there are none.
 
-    There are as many as the task reviews, or fewer if time or memory runs out. If single examples can
-    be opened, at least half as many are spread evenly over the split; otherwise they are the first ones.
+    There are as many as the task reviews, or fewer if time or memory runs out. They are the first ones or,
+    if single examples can be opened, spread evenly over the split; there may then be only half as many.
     """
     source = run.source
     limit = run.task.num_reviewed

@@ -177,8 +177,8 @@ class Hub:
         seconds = snapshot.stalled_seconds(self._rules.abort_seconds / 10)
         if seconds and not self._has_warned:
             log.warning(
-                f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends after "
-                f"{self._rules.abort_seconds:g} s without progress (watchdog.abort_seconds)"
+                f"no progress for {seconds:.0f} s: {snapshot.describe({})}; the run ends if this "
+                f"continues (watchdog.abort_seconds={self._rules.abort_seconds:g})"
             )
         # After progress, the next stall is warned about again.
         self._has_warned = seconds > 0

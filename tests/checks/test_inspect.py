@@ -227,7 +227,7 @@ CASES = {
         SHARDS,
         0,
         r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ",
-        "The whole image, 3 draws",
+        "The whole image, 3 random augmentations of it, ",
     ),
     "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
     "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
@@ -235,7 +235,7 @@ CASES = {
         write_table,
         [*TABLE, "task=segmentation"],
         2,
-        "refused: task=segmentation needs ",
+        "refused: task=segmentation: the target ",
         "Rome",
     ),
     "too few rows": (

@@ -57,7 +57,7 @@ print(ending.code, ending.message)
         (
             {},
             1000,
-            r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; check there .*",
+            r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look at .*",
         ),
         ({"HOROVOD_RANK": "0"}, 1, "0"),
     ],

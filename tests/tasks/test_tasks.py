@@ -447,17 +447,17 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (
             Binary,
             Given(IMAGE, spec("float32", 2)),
-            r"one number, 0 or 1 as the target of each example, and given gives float32 \(2,\)",
+            r"one number, 0 or 1, and given gives float32 \(2,\)",
         ),
         (
             Multilabel,
             Given(IMAGE, spec("int32")),
-            r"0 and 1, one for each label as the target of each example, and given gives int32 numbers",
+            r"0 and 1, one for each label, and given gives int32 numbers",
         ),
         (
             Regression,
             Given(IMAGE, spec("int32")),
-            r"as floats as the target of each example, and given gives int32 numbers",
+            r"as floats, and given gives int32 numbers",
         ),
         (
             Regression,
@@ -467,7 +467,7 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (
             Segmentation,
             Given(IMAGE, spec("uint8"), num_classes=3),
-            r"whole numbers as the target of each example, and given gives uint8 numbers",
+            r"whole numbers, and given gives uint8 numbers",
         ),
         (
             Segmentation,

@@ -166,7 +166,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Number of rows cut off at both top and bottom, and number of columns cut off at both sides."""
+        """Number of rows cut off at each of top and bottom, and number of columns cut off at each side."""
         height, width, _ = self.image_shape
         share = (1 / self.crop_fraction - 1) / 2
         return round(height * share), round(width * share)

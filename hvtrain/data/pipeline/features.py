@@ -35,7 +35,7 @@ WIDE_RATIO = 64
 # If there are more columns of numbers than this, they share one input of the model: Keras takes 5
 # ms for each input, and again for each copy of the model.
 MAX_INPUTS = 200
-# Number of features that one call computes from a loaded table: 128 MB, and as much again for each layer.
+# Number of feature values that one call computes from a loaded table: 128 MB, and as much again for each layer.
 ENCODED_AT_ONCE = 2**25
 NUMBERS = "numbers"
 # The token for unknown names. Keras's default, [UNK], could be a name in a table.

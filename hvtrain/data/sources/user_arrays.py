@@ -90,7 +90,7 @@ def from_arrays(
 
     def convert_targets(convert, *settings):
         for split, (inputs, targets, *weights) in arrays.items():
-            converted = convert(targets, *settings, location=f"{name}, y_{split}")
+            converted = convert(targets, *settings, f"{name}, y_{split}")
             arrays[split] = inputs, converted, *weights
 
     if num_classes is not None:
