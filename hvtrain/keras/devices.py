@@ -95,7 +95,7 @@ def _check_all_or_none(views: list[View]) -> None:
     if with_gpus and without:
         raise RankError(
             f"ranks on {without} see no GPU, but those on {with_gpus} do; check {without} with nvidia-smi, "
-            "leave those ranks out, or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
+            f"leave {without} out, or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
         )
 
 

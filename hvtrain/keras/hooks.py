@@ -314,7 +314,7 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
     """Yields the gradients to step on: reduced in the call that enters the step, else unchanged.
 
     Raises:
-        ValueError: this is inside another optimizer, where gradients would be reduced twice, or not on all ranks.
+        ValueError: the optimizer is inside another, where gradients would be reduced twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
     is_outermost = optimizer not in active

@@ -147,7 +147,7 @@ def _read(process: int, name: str) -> bytes:
 
 
 def _is_rank(process: int, mark: str | None) -> bool:
-    """True for a Python process with a rank's marks, which shells between launcher and rank may have too."""
+    """True for a Python process with both marks, which shells between launcher and rank may have too."""
     with suppress(OSError):
         program = Path(f"/proc/{process}/exe").resolve().name
         return program.startswith("python") and _has_marks(process, mark)

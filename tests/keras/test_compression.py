@@ -72,7 +72,7 @@ def test_comm_tune_times_powersgd_and_not_its_first_steps(ranks):
 
 def test_what_averages_by_itself_refuses_other_reductions(ranks):
     for rank in ranks:
-        assert "gradient_predivide_factor; leave one of the two out" in rank["refused"][1]
+        assert "gradient_predivide_factor; leave these out, or choose" in rank["refused"][1]
 
 
 def test_the_noise_scale_of_a_linear_regression_is_the_known_one(ranks):
