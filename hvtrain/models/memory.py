@@ -162,7 +162,7 @@ def flops_per_example(model: Model) -> float | None:
             shape = node.outputs[0].shape[1:]
             positions = shape[:-1]
             if isinstance(layer, layers.Embedding) and not _is_floating(inputs):
-                continue  # A look-up multiplies nothing.
+                continue  # A lookup multiplies nothing.
             if isinstance(layer, layers.RNN):
                 positions = inputs.shape[1:2]
             if None in shape or None in positions:

@@ -169,7 +169,7 @@ def is_reachable(host: str) -> bool:
             urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
         return True
 
-    # In a thread, since the timeout does not cover a name look-up that hangs.
+    # In a thread, since the timeout does not cover a name lookup that hangs.
     return within(PROBE_SECONDS + 1, probe, False)
 
 
