@@ -123,6 +123,8 @@ def judge_interfaces(
     )
     if first_interface is None:
         finding = f"no interface has its address {first_address}"
+        if first_address is None:
+            finding = "no host resolves its name to an address"
         if interface_names:
             finding = f"has no interface {interface_names}"
         return [

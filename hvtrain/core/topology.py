@@ -175,9 +175,11 @@ class Roles:
         count = self.counts[role]
         if index >= count:
             indices = "0" if count == 1 else f"0 to {count - 1}"
-            option = "--num-ps" if role == SERVER else "-np"
+            advice = f"{'--num-ps' if role == SERVER else '-np'} sets the number of processes"
+            if role == COORDINATOR:
+                advice = "a run has one coordinator"
             raise ConfigError(
-                f"--task-index {index} is out of range: {role} has {indices}; {option} sets the number of processes"
+                f"--task-index {index} is out of range: {role} has {indices}; {advice}"
             )
         return self.names.index(f"{role} {index}")
 

@@ -183,9 +183,10 @@ def check_is_plain(optimizer: Any) -> None:
         getattr(optimizer, "inner_optimizer", None),
         *(getattr(optimizer, "optimizers", None) or []),
     ]
-    if any(map(is_distributed, parts)):
+    distributed = [part.name for part in parts if is_distributed(part)]
+    if distributed:
         raise ValueError(
-            f"{optimizer.name} is a DistributedOptimizer already; wrap only the outermost optimizer"
+            f"{distributed[0]} is a DistributedOptimizer already; wrap only the outermost optimizer"
         )
 
 

@@ -38,6 +38,7 @@ from hvtrain.launch.child import handle_signals
 from hvtrain.launch.environment import EXTRA_NAMES, NOTIFY, is_sendable
 from hvtrain.launch.job import HOST_NAME
 from hvtrain.launch.rendezvous import Store
+from hvtrain.system.text import duration
 
 _EXPORTS = "HVTRAIN_EXPORTS"  # Set in the launcher only, for ranks on other hosts.
 
@@ -102,7 +103,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
         args.gloo_timeout_seconds = round(2 * seconds)
     if seconds > MIN_ANNOUNCED_SECONDS:
         sys.stderr.write(
-            f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
+            f"horovodrun: {args.num_proc:,} ranks may take {duration(seconds)} to meet over Gloo, "
             "but only seconds over MPI (--mpi)\n"
         )
 

@@ -292,6 +292,8 @@ def claim(
             connection.request("POST", "/claim", request)
             response = connection.getresponse()
             answer = json.loads(response.read())
+            if response.status not in (_OK, _WAITING, _REFUSED):
+                raise ValueError("another server's answer")
         except OSError as error:
             if missing and isinstance(error, ConnectionError):
                 raise LostRankError(

@@ -160,6 +160,9 @@ class Multilabel(Task):
         names = output_names(source, outputs.shape[-1], "label_names", "label.")
         decoded = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
+        # A label may have the name of another label's probability.
+        if not {f"p.{name}" for name in names}.isdisjoint(names):
+            names = [f"label.{index}" for index in range(len(names))]
         columns = dict(zip(names, decoded.T))
         return columns | {f"p.{name}": column for name, column in zip(names, probabilities.T)}
 

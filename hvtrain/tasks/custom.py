@@ -46,7 +46,7 @@ class Custom(Task):
         self, *args: Any, loss_weights: Mapping[str, float] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if loss_weights is None:
+        if not loss_weights:
             return
 
         # Weights need several losses: with a single one, a weight

@@ -67,8 +67,13 @@ def default_settings(bucket_mib: float) -> CommSettings:
             f"comm.tune=true and HOROVOD_FUSION_THRESHOLD={threshold} exclude each other; unset the variable, "
             "since buckets take its place"
         )
-    cycle_ms = float(os.environ.get(CYCLE_TIME, 1.0))  # Horovod's default is 1 ms.
-    return CommSettings(cycle_ms, float(bucket_mib))
+    cycle_time = os.environ.get(CYCLE_TIME, "1")  # Horovod's default is 1 ms.
+    try:
+        return CommSettings(float(cycle_time), float(bucket_mib))
+    except ValueError as error:
+        raise ConfigError(
+            f"{CYCLE_TIME}={cycle_time} is not a number; set it to milliseconds, or unset it"
+        ) from error
 
 
 def tune(run: Run, build: Callable[[], keras.Model]) -> None:
@@ -79,7 +84,7 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
         build: Makes a compiled model whose optimizer uses the strategy's current settings.
 
     Raises:
-        ConfigError: HOROVOD_FUSION_THRESHOLD is set.
+        ConfigError: HOROVOD_FUSION_THRESHOLD is set, or HOROVOD_CYCLE_TIME is not a number.
     """
     strategy = run.strategy
     folder = run.folder

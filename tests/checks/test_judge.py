@@ -154,6 +154,11 @@ def test_interfaces():
         "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3"
         in wrong["interface", "s3"].finding
     )
+    cluster = healthy()
+    for facts in cluster.values():
+        facts["addresses"]["s1"] = None
+    wrong = failures(judge_interfaces(cluster, NAMES)[0])
+    assert "no host resolves its name to an address" in wrong["interface", "s1"].finding
     wrong = failures(judge_interfaces(healthy(), NAMES, "docker0")[0])
     assert (
         "docker0 has 172.17.0.1 here and on s1, so it does not connect the hosts"

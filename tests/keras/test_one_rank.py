@@ -389,3 +389,9 @@ def test_a_model_saved_before_its_first_step_is_loaded(tmp_path, name):
     assert hvd.is_distributed(loaded.optimizer)
     assert loaded.optimizer.learning_rate.numpy() == 0.25
     assert not loaded.jit_compile
+
+
+def test_the_part_that_is_distributed_already_is_named():
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(name="inner"))
+    with pytest.raises(ValueError, match="inner is a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))

@@ -70,14 +70,18 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, message):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "limit", "seconds"),
-    [(100, None, None), (400, None, 40), (400, 45, 45), (1000, None, 250)],
+    ("ranks", "limit", "seconds", "announced"),
+    [(100, None, None, ""), (400, None, 40, ""), (400, 45, 45, ""), (1000, None, 250, "2 min 5 s")],
 )
-def test_many_ranks_have_time_to_meet_over_gloo(ranks, limit, seconds, monkeypatch):
+def test_many_ranks_have_time_to_meet_over_gloo(
+    ranks, limit, seconds, announced, monkeypatch, capsys
+):
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
     args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=limit)
     give_gloo_time(args)
     assert args.gloo_timeout_seconds == seconds
+    line = f"horovodrun: 1,000 ranks may take {announced} to meet over Gloo"
+    assert capsys.readouterr().err.startswith(line if announced else "")
 
 
 @pytest.mark.distributed

@@ -7,11 +7,13 @@ import pickle
 import queue
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import TCPServer
 from types import SimpleNamespace
 
 import pytest
 
+from hvtrain.errors import ConfigError
 from hvtrain.launch import horovod_changes as changes
 from hvtrain.launch import rendezvous
 from hvtrain.launch.rendezvous import Store
@@ -191,3 +193,18 @@ def read(connection):
     with connection:
         head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
     return head, body
+
+
+def test_a_claim_at_another_web_server_is_refused_at_once():
+    class OtherServer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(b'{"detail": "Not Found"}')
+
+    with HTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match="is not this run's rank 0; give the same"):
+            rendezvous.claim(
+                server.server_address, 1, ["rank 0", "rank 1"], ["s1", "10.0.0.1"], 60.0
+            )

@@ -203,7 +203,9 @@ def test_ranks_by_job_and_index():
         ConfigError, match="--task-index 2 is out of range: ps has 0 to 1; --num-ps sets the number"
     ):
         roles.rank_of("ps", 2)
-    with pytest.raises(ConfigError, match="--task-index 1 is out of range: coordinator has 0;"):
+    with pytest.raises(
+        ConfigError, match="--task-index 1 is out of range: coordinator has 0; a run has one"
+    ):
         roles.rank_of("chief", 1)
     with pytest.raises(
         ConfigError, match="evaluator is not a job of this run; choose from coordinator, ps, "

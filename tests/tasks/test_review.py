@@ -208,3 +208,14 @@ def test_pictures_are_small_and_survive_constant_images():
     assert pixels(png(np.zeros((500, 250, 3), np.uint8))).shape == (192, 96, 3)
     side = np.zeros((500, 500, 3), np.uint8)
     assert pixels(png(side, side, side)).shape == (187, 576, 3), "with a gap of 20 between each two"
+
+
+def test_a_label_with_the_name_of_another_labels_probability():
+    source = SimpleNamespace(facts=lambda: {"label_names": ["a", "p.a"]})
+    columns = Multilabel().columns(np.array([[-9.0, 9.0]]), source)
+    assert {name: column.round() for name, column in columns.items()} == {
+        "label.0": 0,
+        "p.label.0": 0,
+        "label.1": 1,
+        "p.label.1": 1,
+    }

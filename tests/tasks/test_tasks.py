@@ -530,6 +530,7 @@ def test_losses_and_metrics_by_output():
         task.check_outputs(keras.layers.Dense(1)(inputs), "model._target_=m", source)
     with pytest.raises(ConfigError, match=r"task\.loss_weights names c and task.loss has a, b"):
         Custom(two, loss_weights={"c": 1.0})
+    assert Custom(two["a"], loss_weights={}).loss_weights is None
 
 
 def test_label_smoothing_is_that_of_keras_and_of_training_alone():

@@ -113,3 +113,9 @@ def test_what_it_does_not_go_with(monkeypatch):
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
     with pytest.raises(ConfigError, match=r"HOROVOD_FUSION_THRESHOLD=4194304 exclude each other"):
         comm_tuning.default_settings(25.0)
+
+
+def test_a_cycle_time_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "fast")
+    with pytest.raises(ConfigError, match="HOROVOD_CYCLE_TIME=fast is not a number; set it to"):
+        comm_tuning.default_settings(25.0)

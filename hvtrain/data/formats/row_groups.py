@@ -116,7 +116,8 @@ def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
     names: set[str] = set()
     for path in paths:
         try:
-            table = open_parquet(path).read(columns=[columns.label], use_threads=False)
+            with open_parquet(path) as file:
+                table = file.read(columns=[columns.label], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}; write it again"
@@ -128,7 +129,8 @@ def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
 def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
     """Returns the smallest and the largest pixel of a file from the statistics in its footer; None without them."""
     extremes = []
-    metadata = open_parquet(path).metadata
+    with open_parquet(path) as file:
+        metadata = file.metadata
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             column = metadata.row_group(group).column(index)
