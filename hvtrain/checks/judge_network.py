@@ -78,13 +78,18 @@ def _name_problems(
     """
     for name, usual in addresses.items():
         address = cluster[host]["addresses"][name]
-        # The fix cannot be an address that no interface of the named host has.
-        is_own = any(item["address"] == usual for item in cluster[name]["interfaces"])
+        # The fix cannot be a loopback address, or one that no interface of the named host has.
+        is_own = any(
+            item["address"] == usual and not _is_loopback(item["address"])
+            for item in cluster[name]["interfaces"]
+        )
         fix = f"on {host}: write '{usual if is_own else 'ADDRESS'} {name}' into /etc/hosts, or add it to DNS"
         if address is None:
             yield f"has no address for {name}", fix
-        elif address != usual or _is_loopback(address):
+        elif address != usual:
             yield f"resolves {name} to {address} instead of {usual}", fix
+        elif _is_loopback(address):
+            yield f"resolves {name} to {address}, which other hosts cannot reach", fix
         elif not is_own:
             finding = f"resolves {name} to {address}, but no interface of {name} has that address"
             yield finding, f"{fix} (on {name}, ip -4 address lists its addresses)"

@@ -171,7 +171,7 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
     order = list(dict.fromkeys(hosts))
     if len(batch_size) != len(order):
         raise ConfigError(
-            f"train.batch_size={batch_size} has {len(batch_size)} numbers, and batches are for "
+            f"train.batch_size={batch_size} has {counted(len(batch_size), 'number')} for "
             f"{counted(len(hosts), 'rank')} on {counted(len(order), 'host')}; give one number, one for each rank, or "
             "one for each host (with asynchronous parameter servers, one number)"
         )
@@ -211,13 +211,13 @@ def planned_batch_sizes(
 def resumed_plan(
     plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int
 ) -> StepPlan:
-    """Adapts a plan for planned_batch_sizes() to `size` ranks, starting at the checkpoint's position.
+    """Adapts the plan to `size` ranks, and starts it at the checkpoint's position.
 
     If the number of ranks has changed, they follow this plan to the end of the run, or with
     train.resize=scale to the end of the current epoch.
 
     Args:
-        plan: The plan from make_plan().
+        plan: The plan from make_plan(), for the batch sizes from planned_batch_sizes().
         meta: Metadata of the checkpoint to resume from; None: return `plan` unchanged.
         train: The current settings.
         size: The current number of ranks.

@@ -109,7 +109,10 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
 
 
 def sharded_tables(model: Model) -> list[tuple[Any, int]]:
-    """Returns, for each sharded table, this rank's rows as keras.table_rows.Rows, and the elements in a row."""
+    """Returns this rank's rows of each sharded table, with the number of elements in a row.
+
+    The rows are described by a Rows of hvtrain.keras.table_rows.
+    """
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
 
@@ -266,6 +269,6 @@ def _synchronize(model: Model, size: int) -> None:
         if type(layer) is not layers.BatchNormalization or layer.synchronized:
             raise ConfigError(
                 f"train.sync_batch_norm=true, but the layer {layer.name}, of type {type(layer).__name__}, "
-                "may normalize in its own way; make it a plain keras.layers.BatchNormalization"
+                "may normalize in its own way; make it a keras.layers.BatchNormalization without synchronized=True"
             )
         synchronize(layer)

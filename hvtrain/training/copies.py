@@ -1,8 +1,8 @@
 """Keeps a second copy of each checkpoint on another host, in the background (checkpoint.copies).
 
-Without a shared disk only rank 0's host has the checkpoints. Rank 0 connects to the receiver, the first rank on another
-host. Rank 0's writer sends each complete checkpoint, and waits until the receiver has it. The receiver never keeps
-an incomplete checkpoint, and prunes old ones by the same settings.
+Without a shared disk only rank 0's host has the checkpoints. The receiver, the first rank on another host with its own
+disk, connects to rank 0. Rank 0's writer sends each complete checkpoint, and waits until the receiver has it. The
+receiver never keeps an incomplete checkpoint, and prunes old ones by the same settings.
 """
 
 import hmac

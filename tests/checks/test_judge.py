@@ -146,6 +146,17 @@ def test_an_address_that_no_interface_has():
     )
 
 
+def test_a_name_that_every_host_resolves_to_itself():
+    cluster = healthy()
+    for facts in cluster.values():
+        facts["addresses"]["s3"] = "127.0.1.1"
+    wrong = failures(judge_names(cluster, NAMES))
+    assert (
+        "resolves s3 to 127.0.1.1, which other hosts cannot reach" in wrong["names", "s2"].finding
+    )
+    assert "write 'ADDRESS s3'" in wrong["names", "s2"].fix
+
+
 def test_interfaces():
     cluster = healthy()
     cluster["s3"]["interfaces"][1].update(address="10.9.0.3", network="10.9.0.0/24")

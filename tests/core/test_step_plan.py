@@ -131,7 +131,7 @@ def test_batch_sizes_by_rank_and_by_host():
     assert batch_sizes_by_rank([8, 4, 2], hosts) == [8, 4, 2]
     with pytest.raises(
         ConfigError,
-        match=r"\[8, 4, 2, 1\] has 4 numbers, and batches are for 3 ranks on 2 hosts; give one",
+        match=r"\[8, 4, 2, 1\] has 4 numbers for 3 ranks on 2 hosts; give one",
     ):
         batch_sizes_by_rank([8, 4, 2, 1], hosts)
 

@@ -195,5 +195,5 @@ def test_cells_of_another_kind_are_named_in_a_warning(tmp_path):
     source = Table(str(tmp_path / "t.csv"), "b", num_test=2, missing="median")
     assert source.num_examples("train") == 18
     assert source.description()["warnings"] == [
-        "a holds '?', which is not a number and counts as a gap"
+        "a is a column of numbers, but holds '?'; such cells count as gaps"
     ]

@@ -447,9 +447,9 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
     source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"), **MEDIAN)
     assert source.num_examples("test") == ROWS + 1
     assert source.description()["warnings"] == [
-        "y holds '?', which is not a number and counts as a gap",
+        "y is a column of numbers, but holds '?'; such cells count as gaps",
         "rows left out because of gaps: 1",
-        "test: x holds 'odd', which is not a number and counts as a gap",
+        "test: x is a column of numbers, but holds 'odd'; such cells count as gaps",
         "test: 97% of the rows have a c that training did not have; the model has learned nothing about it",
         "test: rows left out because of gaps: 1",
     ]

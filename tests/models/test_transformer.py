@@ -160,7 +160,7 @@ def test_what_it_cannot_take_is_refused(spec, options, message):
 
 
 def test_operations_are_counted_from_the_shapes():
-    """Of 2 blocks: 12 width^2 a position for kernels, 2 length x width for attention; and the head, not the look-up."""
+    """Of 2 blocks: 12 width^2 a position for kernels, 2 length x width for attention; and the head, not the lookup."""
     width, positions = 16, LENGTH
     block = 12 * width**2 + 2 * LENGTH * width
     assert flops_per_example(build()) == 6 * positions * (2 * block + VOCABULARY * width)

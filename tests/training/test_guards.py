@@ -196,9 +196,8 @@ def test_a_callback_that_only_rank_0_has_does_not_make_it_wait_for_the_others(ra
 
 
 def test_batch_sizes_for_other_ranks_are_refused(ranks):
-    assert (
-        "train.batch_size=[24, 8, 4] has 3 numbers, and batches are for 2 ranks on 1 host;"
-        in error(ranks, "numbers")
+    assert "train.batch_size=[24, 8, 4] has 3 numbers for 2 ranks on 1 host;" in error(
+        ranks, "numbers"
     )
 
 

@@ -370,8 +370,8 @@ def _column_warnings(
         unknown: Shares of new categories, from unknown_shares().
     """
     odd = [
-        f"{column.name} holds {odd_texts(cells[column.name])}, which is not a {column.kind} and "
-        "counts as a gap"
+        f"{column.name} is a column of {column.kind}s, but holds {odd_texts(cells[column.name])}; "
+        "such cells count as gaps"
         for column in columns
         if cells[column.name].odd
     ]

@@ -185,9 +185,9 @@ class Recompute(RunCallback):
             f"rank {culprit} ({self.strategy.devices[culprit]})" for culprit in verdict.ranks
         )
         error = LostRankError(
-            f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
-            f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
-            f"{tolerance:.1g}); take that host out, and resume from an earlier checkpoint"
+            f"{devices} computes wrong gradients: when all ranks recomputed rank {rank}'s gradient of step "
+            f"{self._step:,}, the results for {self._names[verdict.variable]} differed by {verdict.difference:.1g} "
+            f"of the norm (tolerance {tolerance:.1g}); remove that host, and resume from an earlier checkpoint"
         )
         error.culprit = verdict.ranks[0]
         raise error
