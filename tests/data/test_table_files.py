@@ -457,7 +457,7 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
     (tmp_path / "test.csv").write_text(PLAIN.replace("yes", "perhaps"))
     (tmp_path / "t.csv").write_text(PLAIN)
     source = Table(str(tmp_path / "t.csv"), "y", test_file=str(tmp_path / "test.csv"))
-    with pytest.raises(DataError, match=r"test.csv: the column y holds perhaps, which is none"):
+    with pytest.raises(DataError, match=r"test.csv: the column y holds perhaps, which is not one"):
         source.num_examples("test")
 
 
