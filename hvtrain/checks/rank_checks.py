@@ -110,9 +110,7 @@ def _broadcast() -> str:
         raise CheckError(
             "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug"
         )
-    return (
-        f"5 variables differed on {num_different} rank(s), and equal rank 0's after the broadcast"
-    )
+    return f"5 variables differed on {num_different} rank(s); the broadcast made them equal"
 
 
 def _overflow() -> str:
