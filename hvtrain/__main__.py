@@ -21,7 +21,7 @@ settings that are changed most often, with their defaults (all others are listed
   train.epochs=12                 passes over the training data
   train.batch_size=32             examples per step and rank
   optimizer=adam                  its own settings: optimizer.NAME=VALUE
-  optimizer.learning_rate=0.001   for one rank; train.learning_rate_scale scales it to all ranks
+  optimizer.learning_rate=0.001   for one rank; train.learning_rate_scale scales it for all ranks
   schedule=constant               the learning rate over the steps
   augment=[]                      layers that change training images
   callbacks=[]                    more Keras callbacks, such as early_stopping

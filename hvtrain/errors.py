@@ -11,7 +11,7 @@ from pathlib import Path
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
 INTERRUPTED = 130  # The exit code that shells report after Ctrl-C.
-THIS_RANK = -1  # A culprit: the rank that raises the error.
+THIS_RANK = -1  # A value of `culprit`: the rank that raises the error.
 MAX_MESSAGE_LENGTH = 1000
 NOT_FINITE_ADVICE = (
     "the last checkpoint predates this step; lower optimizer.learning_rate, clip gradients "
@@ -22,8 +22,10 @@ NOT_FINITE_ADVICE = (
 class UserError(Exception):
     """An error that a user can fix with its message alone.
 
-    spokesman: when all ranks raise the error, the rank that reports it first. culprit: the rank at
-    fault, or THIS_RANK; None if it is unknown.
+    Attributes:
+        exit_code: the exit code of a command that fails with this error.
+        spokesman: the rank that reports the error first if all ranks raise it.
+        culprit: the rank at fault, or THIS_RANK; None if it is unknown.
     """
 
     exit_code = 2
@@ -134,7 +136,7 @@ def in_one_line(error: BaseException) -> str:
     "KeyError: 'x'"
     """
     name = type(error).__name__
-    text = _message(error)
+    text = _unescaped_text(error)
     while True:  # Wrappings are nested.
         matches = (re.fullmatch(pattern, text) for pattern in _WRAPPINGS)
         match = next(filter(None, matches), None)
@@ -162,14 +164,14 @@ def location_of(error: BaseException) -> str:
     """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
 
     Returns "the function NAME" if only code that AutoGraph generated from that function is known, and "" if the
-    traceback has no code of the user.
+    traceback contains no user code.
     """
     frames = [
         (frame.filename, str(frame.lineno), frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
     ]
     # In a graph the message has the frames that the traceback lacks.
-    frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _message(error))
+    frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _unescaped_text(error))
     first_frame = next(
         (index for index, (file, *_) in enumerate(frames) if file.startswith(_PACKAGE)), 0
     )
@@ -192,6 +194,6 @@ def cause_of(error: BaseException) -> str:
     return in_one_line(error) + (f" ({location})" if location else "")
 
 
-def _message(error: BaseException) -> str:
+def _unescaped_text(error: BaseException) -> str:
     """Returns the error's text. Undoes escapes, since a KeyError's text is the repr of its message."""
     return str(error).replace("\\n", "\n").replace("\\x1b", "\x1b").strip()

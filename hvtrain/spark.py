@@ -1,7 +1,7 @@
 """Trains with one rank in each Spark task: `python -m hvtrain spark`, or this file given to spark-submit.
 
 The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a
-process beside each task, which trains as `python -m hvtrain` would there. `fit` does the same for a
+process beside each task, which trains as `python -m hvtrain` would. `fit` does the same for a
 DataFrame in a program's own Spark session, and `SparkModel` predicts on the executors with a finished run.
 """
 
@@ -36,6 +36,7 @@ from hvtrain.launch.output import MARK
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, enter
 from hvtrain.system.files import local_folder
+from hvtrain.system.text import counted
 
 EXAMPLES = """\
 examples:
@@ -65,7 +66,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "python -m hvtrain spark",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-        description="Trains on the executors of a Spark cluster, one rank in each of N tasks, which must run at once.",
+        description="Trains on the executors of a Spark cluster, one rank in each of N simultaneous tasks.",
         epilog=EXAMPLES,
         more_help=lambda: run_settings(arguments),
     )
@@ -158,7 +159,7 @@ def run_ranks(
             return code
         if "Timed out" in text:
             raise RankError(
-                f"Spark did not run {num_ranks} tasks at once: {text}; use fewer ranks or more executors"
+                f"Spark did not run {counted(num_ranks, 'task')} at once: {text}; use fewer ranks or more executors"
             ) from error
         raise
     return 0
@@ -236,7 +237,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
         frame: a DataFrame with columns of features and a target, as dataset=table takes them.
         overrides: settings of the run, such as "dataset.target=label", "model=mlp" and
             "run.dir=/shared/first".
-        num_ranks: number of tasks, which must run at once; None: spark.default.parallelism, or N of local[N].
+        num_ranks: number of simultaneous tasks; None: spark.default.parallelism, or N of local[N].
 
     Raises:
         UserError: a setting is wrong, or the training has failed.
@@ -344,10 +345,11 @@ def _patch_horovod() -> None:
 def rank_environment(mpi: bool) -> dict[str, str]:
     """Returns the driver's environment variables for the ranks, without most paths: executors have their own."""
     variables = environment.for_ranks(os.environ)
+    # OMPI_MCA_plm too, since mpirun reaches the executors through Horovod, not ssh.
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
         variables.pop(name, None)
     if mpi:
-        # mpirun starts on the driver and reaches the executors through Horovod, not ssh.
+        # mpirun starts on the driver, so PATH stays. Its own error messages are suppressed.
         variables.setdefault("OMPI_MCA_orte_execute_quiet", "1")
     else:
         variables.pop("PATH", None)

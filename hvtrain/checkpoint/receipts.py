@@ -5,7 +5,8 @@ Does not communicate.
 The file has two kinds of lines. Each start adds a line with the facts on which the bits may depend,
 {"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}; "facts" is left out if an earlier
 start has equal facts. Each checkpoint adds a receipt, {"step": 44, "start": DIGEST, "digests": {KEY:
-DIGEST}}, with the keys of the checkpoint's arrays.
+DIGEST}}, with the keys of the checkpoint's arrays. If an earlier start had already reached that step,
+"repeated" tells whether the bits are the same.
 """
 
 import hashlib

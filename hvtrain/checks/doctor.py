@@ -51,7 +51,7 @@ checks:
   ssh, folder, python, packages, code, horovod, data set   the same on all hosts
   clock, shared memory, open files, run folder, gpus       clocks agree, and there is enough of the others
   names, interface, ports                                  hosts find and reach each other
-  allreduce    64 MiB over all hosts: bytes / seconds, and that times 2 (n - 1) / n, which compares with a link's speed
+  allreduce    64 MiB over all hosts: bytes / seconds, and that times 2 (n - 1) / n, comparable to a link's speed
   links        8 MiB between every two hosts (with more than 16 hosts, only between neighbours); a link is slow below a
                third of the usual speed
 """

@@ -161,14 +161,14 @@ class SplitFacts:
     def faults(self, class_names: list[str]) -> list[str]:
         """Returns one line for each fault for which training would be refused."""
         lines = [
-            f"{self.name}: {values.num_nonfinite:,} values of {name} are NaN or infinite; fix them"
+            f"{self.name}: NaN or infinite values in {name} (count: {values.num_nonfinite:,}); fix them"
             for name, values in self.values.items()
             if values.num_nonfinite
         ]
         if self.num_outside:
             last = len(class_names) - 1
             lines.append(
-                f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets"
+                f"{self.name}: labels outside 0 ... {last} (count: {self.num_outside:,}); fix the targets"
             )
         return lines
 
@@ -215,7 +215,7 @@ class Findings:
         source: The data set.
         class_names: Names, or numbers, of the classes.
         described: The source's description of itself.
-        splits: What was found in each split.
+        splits: Facts about each split that has examples.
         views: For each training image shown, the whole image (without a target), its augmented
             draws, and the input that validation gives the model; only one draw if it is unknown
             which example a stream yields.

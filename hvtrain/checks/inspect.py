@@ -90,7 +90,7 @@ def _parser() -> Parser:
         usage="%(prog)s [OPTION ...] [dataset=CHOICE] [dataset.SETTING=VALUE ...]",
         description="""\
 Describes a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
-examples, examples that are in train and in test too, and what training would refuse (exit code 2). The page shows
+examples, examples of other splits that are in train too, and what training would refuse (exit code 2). The page shows
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
     )

@@ -119,14 +119,14 @@ class Comparison:
         error_without_reduction: One rank alone against one process on the joint batch.
         error_of_plain_loss: N ranks with the mean of their losses against one process on the joint
             batch; infinite for cases in which that mean is correct.
-        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the end.
+        rank_difference: The ranks against each other, at the start (after the broadcast) or at the end.
         reductions: Fewest reductions of any rank.
     """
 
     error: float
     error_without_reduction: float
     error_of_plain_loss: float
-    ranks_differ: float
+    rank_difference: float
     reductions: int
 
 
@@ -180,7 +180,7 @@ def compare(
         error=largest_difference(first.after, expected),
         error_without_reduction=largest_difference(without_reduction, expected),
         error_of_plain_loss=largest_difference(plain, expected) if plain else float("inf"),
-        ranks_differ=max(
+        rank_difference=max(
             largest_difference(trained.before + trained.after, first.before + first.after)
             for trained in trained_by_rank
         ),
@@ -209,9 +209,9 @@ def check_joint_batch(case: Case) -> str:
             f"(at most {case.tolerance:g}); gradients are not reduced, or are reduced wrongly"
         )
 
-    if comparison.ranks_differ:
+    if comparison.rank_difference:
         raise CheckError(
-            f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
+            f"weights differ between ranks by {comparison.rank_difference:.2g}; look at broadcast and reduction"
         )
     # A check that cannot fail proves nothing: the wrong ways must give clearly different weights.
     wrong_ways = {

@@ -177,7 +177,7 @@ def _dataset(cluster: Cluster) -> list[Row]:
         if data["error"]:
             yield data["error"], fix
         elif names and not (reference["error"] or reference["too_large"]):
-            sizes = f"{data['num_files']:,} files, {first} has {reference['num_files']:,}"
+            sizes = f"{_count_files(data)}, {first} has {reference['num_files']:,}"
             yield f"differs from {first} in {names} ({sizes})", fix
 
     comparable = {}
@@ -188,8 +188,14 @@ def _dataset(cluster: Cluster) -> list[Row]:
             skipped.append(skip("data set", f"not compared: {reason}", host))
         else:
             comparable[host] = facts
-    finding = f"{reference['num_files']:,} files, {human_bytes(reference['num_bytes'])}, in {reference['path']}"
+    size = human_bytes(reference["num_bytes"])
+    finding = f"{_count_files(reference)}, {size}, in {reference['path']}"
     return judge("data set", comparable, problems, finding, skipped)
+
+
+def _count_files(data: Mapping[str, Any]) -> str:
+    num_files = data["num_files"]
+    return f"{num_files:,} {'file' if num_files == 1 else 'files'}"
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
@@ -237,7 +243,7 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             size = -(-(needed + total - free) // 2**20)
             yield (
                 f"/dev/shm has {human_bytes(free)} free of {human_bytes(total)}; "
-                f"its slots need {human_bytes(needed)}",
+                f"the host's slots need {human_bytes(needed)}",
                 f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
             )
 
@@ -263,7 +269,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     def problems(host, limit):
         if -1 < limit < needed:  # -1: no limit.
             yield (
-                f"a process may open {limit} files; each of {num_ranks} ranks needs {needed}",
+                f"a process may open {limit} files, but needs {needed} with {counted(num_ranks, 'rank')}",
                 f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
                 "(or ulimit -n 65536 before sshd starts)",
             )

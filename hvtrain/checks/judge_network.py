@@ -196,7 +196,7 @@ def _interface_in(
 
 def _list_interfaces(facts: Facts) -> str:
     others = [item for item in facts["interfaces"] if item["name"] != "lo"]
-    return ", ".join(f"{item['name']} {item['address']}" for item in others)
+    return ", ".join(f"{item['name']} {item['address']}" for item in others) or "only loopback"
 
 
 def judge_ports(

@@ -108,8 +108,8 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     """Returns the rows for doctor's table.
 
-    A link fails if it is slower than a third of the usual speed. If all links of a host are that
-    slow, the host fails instead of its links.
+    A link fails if it is slower than a third of the usual speed, or than MIN_GBITS. If all links of a
+    host are that slow, the host fails instead of its links.
 
     The usual speed is the median of the hosts' best links, so that one slow host among three does
     not make the others look slow.

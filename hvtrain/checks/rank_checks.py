@@ -1,4 +1,4 @@
-"""The checks of verify: of the installation, and of the user's run.
+"""The checks that verify runs: those of the library, and those of the user's run.
 
 Every rank takes part in every check; a failed check raises CheckError after its last collective.
 """
@@ -60,15 +60,16 @@ def library_checks(strategy: Strategy, config: RunConfig) -> Checks:
 
 def _versions(strategy: Strategy, config: RunConfig) -> str:
     check_same_run(strategy.comm, config)
-    return ", ".join(f"{name} {number}" for name, number in versions().items())
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 def _controller(strategy: Strategy) -> str:
     ranks = strategy.comm.gather((strategy.topology.host, hvd.local_rank()))
     # Ranks with the same local rank on a host would take the same GPU or the same cores.
     if len(set(ranks)) < len(ranks):
+        (host, local_rank), count = Counter(ranks).most_common(1)[0]
         raise CheckError(
-            "two ranks have the same local rank on one host; give each host its own hostname"
+            f"{count} ranks on {host} have the local rank {local_rank}; give each host its own hostname"
         )
 
     hosts = dict.fromkeys(host for host, _ in ranks)
@@ -194,7 +195,7 @@ def _metrics(strategy: Strategy) -> str:
     gap = max(strategy.comm.gather(own_gap))
     if gap > 1e-5:
         raise CheckError(
-            f"metrics over ranks differ from one process by {gap:.2g}: they are not weighted by examples; "
+            f"metrics over ranks differ from those of one process by {gap:.2g}: they are not weighted by examples; "
             "please report this bug"
         )
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
@@ -294,7 +295,7 @@ def _data(run: OwnRun) -> str:
     total = run.source.num_examples("train")
     if sum(sizes) != total:
         raise CheckError(
-            f"shards of {sizes} examples are not the {total} of the data set; look at shard_sizes"
+            f"shards of {sizes} examples do not add up to the {total} of the data set; look at shard_sizes"
         )
     if num_shared > MAX_SHARED_FRACTION * len(num_readers) and not run.source.same_on_all_ranks:
         raise CheckError(
@@ -366,14 +367,10 @@ def _own_gradients(run: OwnRun) -> list[np.ndarray | None]:
     return [None if part is None else tf.convert_to_tensor(part).numpy() for part in gradients()]
 
 
-def _change(
-    optimizer: Optimizer,
-    gradients: list[Any],
-    variables: list[Any],
-) -> list[np.ndarray]:
+def _change(optimizer: Optimizer, gradients: list[Any], variables: list[Any]) -> list[np.ndarray]:
     """Takes one step and returns the changes of the variables.
 
-    gradients: of the loss, not yet scaled by the optimizer's scale_loss.
+    The gradients are those of the loss, not yet scaled by the optimizer's scale_loss.
     """
     # The run's optimizer is built; a plain one is not.
     if not optimizer.built:

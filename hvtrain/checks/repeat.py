@@ -44,10 +44,10 @@ class Repetition:
         folder: The run folder.
         begin: Step of the checkpoint at which the stretch begins; 0: the start of the run.
         saves: Later steps at which the run saved, in order; the last one ends the stretch.
-        each_step: Take digests after every step, not only after `saves`.
+        each_step: True to take digests after every step, not only after `saves`.
         compared_step: Step at which weights are compared with the run's checkpoint; 0: no step.
         facts: See consistency.facts_of.
-        digests: Of the variables, by step; at `begin`, those of the checkpoint.
+        digests: Digests of the variables, by step; at `begin`, those of the checkpoint.
         difference: The largest_difference of the weights at `compared_step`; None if not compared.
     """
 
@@ -141,7 +141,7 @@ def _train(
 ) -> int:
     """Trains the stretch; returns the exit code after a signal, else 0 (every rank).
 
-    Facts are recorded as of `original`, the run's own settings, of which `config` is a quiet variant.
+    The facts are recorded with `original`, the run's own settings, of which `config` is a quiet variant.
     """
     saved = _read_resume_point(repetition, strategy.comm)
     run = runner.open_inputs(config, strategy, state, saved)
@@ -216,7 +216,7 @@ class DigestRecording(Checkpointing):
             self.model.stop_training = True
 
     def _minutes_due(self) -> bool:
-        # The run may have saved here because of the clock or a signal.
+        # The run may have saved at this step because of the clock or a signal.
         return self.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:

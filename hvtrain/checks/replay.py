@@ -99,7 +99,7 @@ def choose_stretch(
 
     Args:
         folder: The run folder.
-        steps: The steps of its receipts, in order.
+        steps: The steps of the run's receipts, in order.
         bounds: FROM and TO; None: from the last checkpoint before the last receipt to that receipt.
         each_step: See Repetition.
 
@@ -189,6 +189,8 @@ def split_at_difference(
 
 
 def same_bits_line(steps: list[int]) -> str:
+    if len(steps) == 1:
+        return f"same bits: 1 receipt, of step {steps[0]:,}"
     return f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"
 
 
@@ -308,7 +310,7 @@ class Divergence:
                 run_ranks = run_facts.get("ranks", {}).get("number of ranks")
                 if run_ranks != num_ranks:
                     raise ConfigError(
-                        f"{run.folder} had {run_ranks} ranks, but {num_ranks} were started; start as many as it had"
+                        f"{run.folder} had {run_ranks} rank(s), but {num_ranks} started; start as many as it had"
                     )
                 bounds = (last_equal, step)
                 self.stretches.append(choose_stretch(run.folder, saves, bounds, each_step=True))

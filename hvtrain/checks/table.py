@@ -49,7 +49,7 @@ class CheckTable:
 
     Attributes:
         width: Width of a check's name, in characters.
-        is_quiet: Print nothing: rows are wanted as JSON, or another rank prints them.
+        is_quiet: True to print nothing, since rows are wanted as JSON or another rank prints them.
     """
 
     width: int

@@ -29,7 +29,7 @@ def compose(overrides: list[str] | None = None) -> Settings:
         The composed run as a plain nested dictionary.
 
     Raises:
-        ConfigError: Hydra refuses an override, one is not a setting, or an option has a bad value.
+        ConfigError: Hydra refuses an override, an override is not a setting, or an option has a bad value.
         SystemExit: The overrides include --cfg job, which only prints the composed run.
     """
     import hydra
@@ -89,7 +89,7 @@ def resolve(tree: Any) -> Settings:
     # Escaped, so that OmegaConf does not resolve references to it.
     tree.run.dir = r"\${run.dir}"
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    # Done here because a shell leaves the ~ of run.dir=~/x alone.
+    # A shell does not expand the ~ of run.dir=~/x.
     if isinstance(folder, str):
         folder = os.path.expanduser(folder)  # noqa: PTH111
     values["run"]["dir"] = folder
@@ -136,7 +136,7 @@ def override_value(value: Any) -> str:
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    # Letters of ASCII only: Hydra needs quotes around others.
+    # ASCII letters only: Hydra needs quotes around others.
     if re.fullmatch(r"(?ai)(?!(null|true|false|nan|inf)\Z)[a-z][\w./-]*", value):
         return value
     return QuotedString(value, Quote.single).with_quotes()
@@ -148,8 +148,8 @@ def find_run_folder(arguments: list[str]) -> Path | None:
     Returns None if there is no such option, or if its folder only adds choices to groups.
 
     Raises:
-        ConfigError: It is not a folder, or its config.yaml is not a whole run, so that Hydra would
-            silently use hvtrain's own instead.
+        ConfigError: The option does not name a folder, or names a run folder without config.yaml, or a folder
+            whose config.yaml is not a whole run: Hydra would silently use hvtrain's own instead.
     """
     from omegaconf import OmegaConf
 

@@ -103,7 +103,7 @@ def _full_steps(
     if min(shard_sizes) == 0:
         num_usable = max(1, sum(examples > 0 for examples in shard_sizes))
         raise ConfigError(
-            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
+            f"{size} ranks are more than the {counted(total, 'training example')} of {dataset_name} can feed; "
             f"use at most {counted(num_usable, 'rank')}"
         )
 
@@ -112,7 +112,7 @@ def _full_steps(
     examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
     if batch > examples:
         raise ConfigError(
-            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"train.batch_size={batch} exceeds the {counted(examples, 'example')} of a rank "
             f"({total} of {dataset_name} over {counted(size, 'rank')}); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
@@ -120,9 +120,9 @@ def _full_steps(
     steps = examples // batch
     if steps < train.accumulate:
         raise ConfigError(
-            f"train.accumulate={train.accumulate} exceeds the {steps} batches of a rank in an epoch ({total} "
+            f"train.accumulate={train.accumulate} exceeds a rank's number of batches in an epoch, {steps} ({total} "
             f"examples of {dataset_name} over {counted(size, 'rank')}); "
-            f"lower it to at most {steps}, or train.batch_size"
+            f"lower train.accumulate to at most {steps}, or lower train.batch_size"
         )
     # An epoch must end with a weight update, so it holds whole accumulations.
     return steps - steps % train.accumulate
@@ -202,7 +202,7 @@ def planned_batch_sizes(
             return meta["batch_sizes"]
         if is_resized and not is_replanned:
             raise CheckpointError(
-                f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+                f"the run began with train.batch_size={before} on {counted(meta['num_ranks'], 'rank')}, and now it is "
                 f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
             )
     return batch_sizes_by_rank(train.batch_size, hosts)

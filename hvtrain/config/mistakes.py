@@ -124,7 +124,7 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
 
     unknown = re.search(r"(?:Could not override|config group) '([^']+)'", text)
     if unknown:
-        # For train={epochs:3,foo:1} the message names train alone; its cause, train.foo.
+        # For train={epochs:3,foo:1} the message names only train; the error's cause names train.foo.
         name = unknown[1]
         key = getattr(error.__cause__, "full_key", None) or ""
         return _unknown_setting(key if key.startswith(f"{name}.") else name, arguments, compose)
@@ -146,13 +146,13 @@ def explain(error: Exception, arguments: list[str], compose: Compose) -> str:
     setting = getattr(error, "full_key", None)
     if setting:
         reason = str(error).partition("\n")[0].rpartition(": ")[2].strip('"')
-        return f"{setting} cannot be resolved: {reason}; set that, or give {setting}=VALUE"
+        return f"{setting} cannot be resolved: {reason}; fix the reference, or give {setting}=VALUE"
     return f"the settings cannot be composed: {text}; see --help"
 
 
 def _quoting_advice(argument: str) -> str:
     name, _, value = argument.partition("=")
-    # It may be a misspelt notify= with a secret in its address.
+    # The argument may be a misspelt notify= with a secret in its address.
     if "://" in value or len(value) > _MAX_QUOTED:
         value = "..."
     return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""

@@ -264,7 +264,7 @@ class RunConfig:
                 setattr(options, name, [patterns])
         if options.weights_except and not options.weights:
             raise ConfigError(
-                "model.weights_except was given without model.weights; set that to the source of the other weights"
+                "model.weights_except needs model.weights, which is not set; set it to the source of the other weights"
             )
         return options
 
@@ -291,7 +291,8 @@ def from_dict(tree: Settings) -> RunConfig:
     for pattern, factor in (config.train.rates or {}).items():
         if not is_number(factor) or not 0 < factor < float("inf"):
             raise ConfigError(
-                f"train.rates.{pattern}={factor} is not a factor above 0; use model.freeze=[{pattern}] to freeze it"
+                f"train.rates.{pattern}={factor} is not a finite number above 0; to freeze these variables, use "
+                f"model.freeze=[{pattern}]"
             )
     _check_optimizer(config.optimizer)
 

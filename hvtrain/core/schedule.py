@@ -50,11 +50,11 @@ class Schedule:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < math.inf:
             raise ConfigError(
-                f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0"
+                f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0 and finite"
             )
         if not 0 <= self.first_rate < math.inf:
             raise ConfigError(
-                f"schedule.warmup_from={self.warmup_from} is not a learning rate; it must be at least 0"
+                f"schedule.warmup_from={self.warmup_from} is not a learning rate; it must be at least 0 and finite"
             )
 
     @property

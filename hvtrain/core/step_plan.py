@@ -156,8 +156,9 @@ class StepPlan:
         smallest = self.share_offsets(last)[-1]
         if size > smallest:
             raise ConfigError(
-                f"{size} ranks are more than the {smallest} examples of step {last + 1} of an epoch, planned for the "
-                f"{len(self.shares)} ranks that the run began with; use at most {smallest} ranks, or train.resize=scale"
+                f"{size} ranks are more than the {smallest} example(s) of step {last + 1} of an epoch, planned for the "
+                f"{len(self.shares)} rank(s) that the run began with; use at most {smallest} rank(s), or "
+                "train.resize=scale"
             )
         return replace(self, size=size)
 

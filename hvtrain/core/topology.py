@@ -165,13 +165,13 @@ class Roles:
         Raises ConfigError if there is no such process.
         """
         # TF_CONFIG has both names for the coordinator.
-        if role == CHIEF:
-            role = COORDINATOR
-        if role not in self.counts:
+        job = COORDINATOR if role == CHIEF else role
+        if job not in self.counts:
             raise ConfigError(
                 f"--job-name {role} is not a job of this run; choose from {', '.join(self.counts)}"
             )
 
+        role = job
         count = self.counts[role]
         if index >= count:
             indices = "0" if count == 1 else f"0 to {count - 1}"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 # Width of a header's text in characters, not counting the line labels.
 HEADER_WIDTH = 84
-# Most lines for one label in a header; result.json has the full text.
+# Maximum number of lines for a label in a header; result.json has the full text.
 MAX_LINES = 3
-# Most names that listed() and counted() show.
+# Maximum number of names that listed() and counted() show.
 MAX_NAMES = 5
 
 
@@ -145,7 +145,7 @@ def counted(kinds: Counter[str]) -> str:
     >>> counted(Counter([".csv", ".md", ".md"]))
     '2 x .md, 1 x .csv'
     """
-    return ", ".join(f"{number} x {kind}" for kind, number in kinds.most_common(MAX_NAMES))
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MAX_NAMES))
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMES, separator: str = ", ") -> str:

@@ -80,7 +80,7 @@ def changes(old: Kinds, new: Kinds) -> list[str]:
     >>> old = {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 0.9}}
     >>> new = {"": {"type": "numbers", "shape": [8, 8, 3], "low": 0.0, "high": 255.0, "large": 250.0}}
     >>> changes(old, new)
-    ['images have 3 channels, were 1', 'values are 0 to 255, were 0 to 1']
+    ['images have 3 channels, had 1', 'values are 0 to 255, were 0 to 1']
     """
     texts = []
     for name, before in old.items():
@@ -97,7 +97,7 @@ def changes(old: Kinds, new: Kinds) -> list[str]:
         elif is_image:
             channels = [kind["shape"][-1] for kind in (now, before)]
             if channels[0] != channels[1]:
-                texts.append(f"{prefix}images have {channels[0]} channels, were {channels[1]}")
+                texts.append(f"{prefix}images have {channels[0]} channels, had {channels[1]}")
             smaller, larger = sorted(kind.get("large") or 0.0 for kind in (now, before))
             # Black images say nothing about the range, and images of NaN have none.
             if smaller > 0 and larger > RANGE_FACTOR * smaller:

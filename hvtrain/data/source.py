@@ -73,7 +73,7 @@ class StreamRequest:
 
 
 class Unreadable(NamedTuple):
-    """An example or a part of a file that data.on_error=skip left out."""
+    """An example, or a part of a file, that cannot be used."""
 
     location: str
     problem: str
@@ -150,7 +150,7 @@ class Source(ABC):
     more_facts: Mapping[str, Any] = MappingProxyType({})
     """Facts that are not attributes, for the model's builder and the task."""
     on_error: str = "stop"
-    """What to do with an unreadable example: "stop", or "skip" it. Set before streams are opened."""
+    """Treatment of unreadable examples: "stop" raises an error, "skip" leaves them out. Set before streams open."""
     same_on_all_ranks: bool = False
     """True if ranks are meant to read the same data. Otherwise, equal first batches are an error."""
     raw_batches: bool = False
@@ -165,7 +165,7 @@ class Source(ABC):
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     target_setting: str = "data set"
-    """What a user changes to get other targets; completes the advice "choose another ..."."""
+    """The setting that determines the targets, or "data set"; messages advise users to choose another."""
     augmentation: Any = None
     """The Augmentation of training images, if any; the runner sets it, and raw_batches with it."""
 
@@ -382,7 +382,7 @@ def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> S
     """Returns the names as text. Raises ConfigError if there is not one for each class."""
     if names is not None and len(names) != num_classes:
         raise ConfigError(
-            f"class_names has {len(names)} names for {num_classes} classes; give one for each class"
+            f"class_names has length {len(names)}, but num_classes is {num_classes}; give one name for each class"
         )
     # Names such as 10 and 20 come from the command line as numbers.
     return None if names is None else list(map(str, names))

@@ -27,11 +27,11 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
 # The groups whose `_target_` is called when a run is opened, and when it is trained again.
-BUILT = ("dataset", "model", "task", "optimizer")
-TRAINED = (*BUILT, "schedule", "strategy", "augment", "callbacks")
+OPENING_GROUPS = ("dataset", "model", "task", "optimizer")
+TRAINING_GROUPS = (*OPENING_GROUPS, "schedule", "strategy", "augment", "callbacks")
 TRUSTED_MODULES = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
 SETTINGS_HELP = """\
-SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
+SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME selects another data set."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,13 @@ def parse_command(
 
     Args:
         command: the name of the command.
-        usage: its own arguments and options, shown between RUN and the settings in its usage line.
+        usage: the command's own arguments and options, shown between RUN and the settings in the
+            usage line.
         description: what the command does, shown in its help.
         examples: command lines, indented.
-        *names: the names of its own arguments, such as split.
+        *names: the names of the command's own arguments, such as split.
         trains: True if the command trains the run again.
-        **options: its own options by name, as keyword arguments of argparse.
+        **options: the command's own options by name, as keyword arguments of add_argument.
 
     Raises:
         ConfigError: see finished_config.
@@ -136,11 +137,12 @@ def finished_config(
     # A folder that holds only settings has no model to open.
     if not is_run_folder(folder):
         raise ConfigError(
-            f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/"
+            f"run={folder} is not the folder of a run: it lacks {CONFIG_FILE} or checkpoints/; give a run's folder, "
+            "such as runs/first"
         )
 
     # Checked before anything is composed, since composing may call Hydra's callbacks.
-    groups = TRAINED if trains else BUILT
+    groups = TRAINING_GROUPS if trains else OPENING_GROUPS
     foreign = [] if trust else foreign_code(folder, settings, groups)
     if foreign:
         raise ConfigError(
@@ -155,13 +157,16 @@ def finished_config(
     return finished
 
 
-def foreign_code(folder: Path, settings: Sequence[str], groups: Sequence[str] = BUILT) -> list[str]:
+def foreign_code(
+    folder: Path, settings: Sequence[str], groups: Sequence[str] = OPENING_GROUPS
+) -> list[str]:
     """Returns the foreign code that using a run would call, each item as NAME=TARGET.
 
     A run folder may come from somebody else, and calling what its settings name, such as numpy.load,
     could execute anything. Targets are trusted if hvtrain's own choices or `settings` name them, or
     if they are losses, metrics or optimizers of Keras. The keys `defaults` and `hydra`, through which
-    Hydra calls code too, are returned by name alone if they were changed.
+    Hydra calls code too, are returned by name alone if they were changed. Choices in the run folder
+    are returned by path.
 
     Args:
         folder: the run folder.

@@ -108,7 +108,7 @@ validation or test (default).""",
             for rows in predictions(run, examples):
                 # All ranks get the same rows; only the chief writes them.
                 num_examples += len(rows["example"])
-                comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
+                comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called immediately
             comm.on_chief(writer.close)
             comm.on_chief(output.send)
         except BaseException:  # Even Ctrl-C must leave no half-written file.
@@ -132,7 +132,7 @@ SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tf
 
 
 def export() -> int:
-    """Exports a finished run's model, and prints how far the exported model's outputs differ from its own."""
+    """Exports a finished run's model, and prints how far the export's outputs differ from the model's."""
     options, finished = parse_command(
         "export",
         f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [repo=hf://USER/NAME] [--output PATH]",
@@ -235,7 +235,7 @@ def generate() -> int:
             "help": "seed for sampling; default: 0",
         },
     )
-    # An empty prompt has no token to begin with.
+    # An empty prompt gives no token to continue from.
     prompt = finished.arguments.get("prompt")
     if not prompt:
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
@@ -252,7 +252,8 @@ def generate() -> int:
         # a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
-                f"the run of {source.name} has no tokenizer, or is not causal; choose a run of dataset=text"
+                f"the run of {source.name} has no tokenizer, or is not causal; choose a run of dataset=text with "
+                "dataset.objective=causal and without a label"
             )
 
         written = continuation(

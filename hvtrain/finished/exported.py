@@ -1,4 +1,4 @@
-"""Exports a model to another format, runs the export as other programs would, and compares their outputs."""
+"""Exports a model to another format, runs the export as other programs would, and compares outputs with the model's."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def export_checked(
 def companion_files(
     path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]
 ) -> dict[Path, bytes]:
-    """Returns the files to write beside an exported model: its description and assets, by path.
+    """Returns the files to write with an exported model: its description and assets, by path.
 
     Assets are files such as a tokenizer. Exports of a model to several formats share these files.
     Raises ConfigError if one exists with other contents, since it then belongs to another model.

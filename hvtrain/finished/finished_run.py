@@ -196,7 +196,8 @@ def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
     if best:
         if "host" in best:
             raise CheckpointError(
-                f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
+                f"the best checkpoint is on host {best['host']}; copy it to {folder} and remove the key host from "
+                f"{writer.BEST} there, or give checkpoint=last"
             )
         return folder / store.folder_name(best["step"]), False
     if choice == "best":

@@ -92,7 +92,7 @@ def model_card(
 
     # Several inputs are described by the example only.
     value_range = inputs.get("values") if _is_array(inputs) else None
-    # The template copes with an empty result: a run that is still going, or was stopped, has none.
+    # The template copes with an empty result: an unfinished run has none.
     return jinja2.Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
@@ -154,7 +154,7 @@ def open_hub(repo: str) -> Any:
         ) from error
     except Exception as error:  # Network and login errors are of many types.
         raise ConfigError(
-            f"repo={repo} cannot be used: {in_one_line(error)}; if it needs a login: hf auth login"
+            f"repo={repo} cannot be used: {in_one_line(error)}; if you are not logged in, run: hf auth login"
         ) from error
     return api
 

@@ -76,11 +76,11 @@ def split_examples(run: FinishedRun, split: str) -> Examples:
     if opens_single_examples:
         data = source.evaluation(split, topology, batch_size)
     else:
-        whole = replace(topology, rank=0, size=1)
+        single_rank = replace(topology, rank=0, size=1)
         if isinstance(source, StreamedSource) and source.skips:
-            data = source.numbered_evaluation(split, whole, batch_size)
+            data = source.numbered_evaluation(split, single_rank, batch_size)
         else:
-            data = source.evaluation(split, whole, batch_size)
+            data = source.evaluation(split, single_rank, batch_size)
         # Ranks take whole batches in turn, so joining their rows by rounds
         # gives the order of the examples.
         data = data.shard(topology.size, topology.rank)
@@ -120,7 +120,7 @@ def input_examples(run: FinishedRun, path: Path) -> Examples:
         raise ConfigError(f"input={path} does not exist; give {ACCEPTED_INPUTS}")
     if path.suffix == ".npy":
         return _array_examples(run, path)
-    # For a run on a table, any file is read as a table, whatever its suffix.
+    # For a run on a table, any other file is read as a table, whatever its suffix.
     reads_any_file = isinstance(run.source, Table) and path.is_file()
     paths = files_below(path, is_junk) if path.is_dir() else [path]
     images = list(filter(is_image, paths))
@@ -222,24 +222,24 @@ def _array_examples(run: FinishedRun, path: Path) -> Examples:
     return Examples(str(path), len(array), batches)
 
 
-def _cast(array: np.ndarray, dtype: tf.DType, where: str) -> np.ndarray:
+def _cast(array: np.ndarray, dtype: tf.DType, location: str) -> np.ndarray:
     """Converts an array to a dtype.
 
-    Raises DataError if an integer dtype would change a value, such as a fraction.
+    Raises DataError if a value cannot be converted, or if an integer dtype would change it, such as a fraction.
     """
     try:
         converted = array.astype(dtype.as_numpy_dtype)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {error}; fix the file") from error
+        raise DataError(f"{location}: {error}; fix the file") from error
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
         raise DataError(
-            f"{where} has {array[converted != array][0]}, which is not {dtype.name}; fix the file"
+            f"{location} has {array[converted != array][0]}, which is not {dtype.name}; fix the file"
         )
     return converted
 
 
 def _table_examples(run: FinishedRun, path: Path) -> Examples:
-    """Returns the rows of a table, with the columns of dataset=table or else the model's inputs."""
+    """Returns the rows of a table, whose columns are those of dataset=table or, in other runs, the model's inputs."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
     if isinstance(run.source, Table):

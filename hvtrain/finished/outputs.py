@@ -1,4 +1,4 @@
-"""Computes the metrics and predictions of a finished run, the same on any number of ranks, and writes them.
+"""Computes a finished run's metrics and predictions, the same on any number of ranks, and writes the predictions.
 
 Predictions are written batch by batch: as a table, which is a CSV or Parquet file that appears once it
 is complete, or as masks, which are PNG files.
@@ -250,7 +250,10 @@ class Writer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Completes a table's file; masks are complete after each `add`. Raises StorageError if that fails."""
+        """Completes a table's file. Raises StorageError if that fails.
+
+        Masks are complete after each `add`.
+        """
         if self._file is not None:
             with _storage_errors(self.path):
                 self._file.close()
@@ -370,7 +373,7 @@ def writer_for(output: Path, has_masks: bool, inputs: Any = ()) -> Writer:
     if has_masks:
         if output.suffix or output.is_file():
             raise ConfigError(
-                f"--output {output} is a file; predictions of masks are images, so give a folder"
+                f"--output {output} has a suffix or is a file; masks are images, so give a folder without a suffix"
             )
         if output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output} is not empty; choose another folder")

@@ -81,14 +81,14 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._is_first_step = True
         if self.broadcast_done:
             return
-        # If it is built on some ranks only, the broadcast fails on all of them.
+        # If the model is built on some ranks only, the broadcast fails on all ranks.
         if any(are_built):
             self._broadcast()
         elif hvd.size() > 1 and hvd.rank() == 0:
             warnings.warn(
-                f"{self.model.name} is not built yet, so the ranks take their first step from different weights, and "
-                "are equal only after it; begin the model with a keras.Input, or call model.build(input_shape) "
-                "before fit",
+                f"{self.model.name} is not built yet, so the ranks take their first step from different weights, "
+                "which are broadcast only after it; begin the model with a keras.Input, or call "
+                "model.build(input_shape) before fit",
                 stacklevel=2,
             )
 
@@ -178,19 +178,16 @@ class MetricAverageCallback(Callback):
         self._compare(names, epoch)
         with tf.device(self.device or None):
             sums = sum_arrays([logs[name] for name in names])
-        # A metric may have a value for each class, such as F1Score.
+        # A metric such as F1Score may have a value for each class.
         logs.update({name: (total / hvd.size()).tolist() for name, total in zip(names, sums)})
 
     def _compare(self, names: list[str], epoch: int) -> None:
         # Values are summed by position, so all ranks must have the same names.
         for rank, other_names in enumerate(hvd.allgather_object(names, name="hvtrain.metrics")):
             if other_names != names:
-                only_here = sorted(set(names) - set(other_names))
-                only_there = sorted(set(other_names) - set(names))
                 raise RankError(
-                    f"ranks have different metrics after epoch {epoch + 1}: rank {hvd.rank()} alone has "
-                    f"{only_here}, and rank {rank} {only_there}; "
-                    "pass the same metrics and validation data, or none, on all ranks"
+                    f"ranks have different metrics after epoch {epoch + 1}: rank {hvd.rank()} has {names}, and rank "
+                    f"{rank} has {other_names}; pass the same metrics on all ranks, and validation data on all or none"
                 )
 
 
@@ -271,7 +268,7 @@ class ReductionCheckCallback(Callback):
         if num_reductions(optimizer) == self._reductions_before:
             raise RankError(
                 f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
-                "wrap the optimizer that compile gets in hvtrain.keras.DistributedOptimizer"
+                "pass compile an optimizer that is wrapped in hvtrain.keras.DistributedOptimizer"
             )
 
 

@@ -231,7 +231,7 @@ def broadcast_variables(
     for same_type in by_type.values():
         assigned += _broadcast_packed(same_type, root_rank, process_set)
     for tensor in tensors:
-        # A copy of the weight's new value: see DiLoCo.
+        # The anchor must be a copy of the weight's new value: see DiLoCo.
         if hasattr(tensor, "anchor"):
             tensor.anchor.assign(tensor)
     return None if tf.executing_eagerly() else tf.group(assigned)
@@ -371,7 +371,7 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def assign_mean(variable: Any, ranks: Sequence[int] | None = None) -> None:
-    """Sets a variable, on every rank, to its mean over `ranks`; None: over all ranks (every rank).
+    """Sets a variable on all ranks to its mean over `ranks`, by default over all of them (every rank).
 
     The mean is computed in double precision, so that the mean of equal values is exactly that value.
     """

@@ -66,7 +66,7 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         if not view.gpus:
             chosen.append(None)
         elif any(keys != view.keys for keys in on_host):
-            # Each rank is shown GPUs of its own.
+            # The ranks of this host see different GPUs.
             chosen.append(0)
         # From here on, all ranks of the host see the same GPUs.
         elif view.local_rank < len(view.gpus) or share:

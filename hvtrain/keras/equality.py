@@ -170,8 +170,8 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     return (
         f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
         f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
-        "training stops, and the last checkpoint predates the difference; look for code that changes "
-        "weights on one rank only"
+        "look for code that changes weights on one rank only, and resume from a checkpoint that predates "
+        "the difference"
     )
 
 

@@ -154,7 +154,7 @@ def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.Ind
     # Horovod cannot gather bfloat16.
     sent = tf.cast(in_every_step(slices.values), tf.float32 if dtype == tf.bfloat16 else dtype)
     values = hvd.allgather(sent, name=f"{name}_values", **options)
-    # In every step too: the indices of a position embedding are constant.
+    # The indices may be constant too, as those of a position embedding are.
     indices = hvd.allgather(in_every_step(slices.indices), name=f"{name}_indices", **options)
     return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
 

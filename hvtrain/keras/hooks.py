@@ -37,7 +37,7 @@ class Hook:
     reducer: Reducer
     finite_check: FiniteCheck | None
     # If no loss went through its scale_loss, a LossScaleOptimizer raises an error (True) or steps
-    # on the gradients as they are (False).
+    # without dividing the gradients by its scale (False).
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
     # Number of steps from one exchange with the other ranks to the next.
@@ -110,7 +110,10 @@ class Distributed:
         self._prepare_variables(variables)
 
     def _prepare_variables(self, variables: Any) -> None:
-        """Prepares for all variables that the optimizer is built with; a step may use only some of them."""
+        """Prepares the compression and sharded tables for all variables that the optimizer is built with.
+
+        A step may use only some of these variables.
+        """
         reducer = self._hvtrain.reducer
         if reducer.compressed and not reducer.is_alone:
             reducer.compressed.prepare(list(variables))

@@ -148,7 +148,7 @@ class LocalHook(Hook):
         )
 
     def num_due(self, first: int, last: int) -> tuple[int, int]:
-        """Returns how many reductions are due in steps first + 1 to last: (over all ranks, within hosts).
+        """Returns how many reductions are due in steps first + 1 to last, as (over all ranks, inside `within`).
 
         >>> LocalHook(None, None, every=4, warmup_steps=2).num_due(0, 12)
         (5, 0)
@@ -345,7 +345,8 @@ def _make_local(
     outer = make_outer()
     if outer is None and reducer.compression is not hvd.Compression.none:
         raise ValueError(
-            "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1 instead"
+            "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1 and "
+            "outer_momentum=0 instead"
         )
 
     hook = LocalHook(

@@ -98,10 +98,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             sharding. The optimizer must not be built yet; see gather_slots.
 
     Raises:
-        TypeError: it is not a Keras 3 optimizer.
-        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other or
-            are out of range; or gradient_accumulation_steps is set on an optimizer that overrides
-            Keras's step.
+        TypeError: optimizer is not a Keras 3 optimizer.
+        ValueError: the optimizer is wrapped twice, or steps inside another one; arguments exclude each
+            other or are out of range; or gradient_accumulation_steps is set on an optimizer that
+            overrides Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,
             names, shapes or types.
 

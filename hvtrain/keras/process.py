@@ -124,7 +124,7 @@ def _set_defaults() -> None:
         return
 
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # True if all ranks are on this host, as the launcher (Open MPI's or Horovod's) says.
+    # The launcher (Open MPI's or Horovod's) tells whether all ranks are on this host.
     launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
     if os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE"):
         os.environ.setdefault(CYCLE_TIME, "0.1")
@@ -218,5 +218,6 @@ def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bo
         raise ValueError(
             "Adasum needs 2, 4, 8, ... ranks, and on GPUs the same number on each host, numbered host by host (by "
             f"horovodrun, or mpirun --map-by slot); this is rank {topology.rank} of {size}, and local rank "
-            f"{topology.local_rank} of {topology.local_size} on {topology.host}; start other ranks, or use op=Average"
+            f"{topology.local_rank} of {topology.local_size} on {topology.host}; start the ranks accordingly, or use "
+            "op=Average"
         )

@@ -299,10 +299,10 @@ class Reducer:
             raise
 
     def _share_overflow(self, gradients: list[Any], own: list[int], dense: list[int]) -> None:
-        """Tells all ranks, by a NaN, if one of the gradients that stay on this rank is not finite.
+        """Tells all ranks, with a NaN, if one of the gradients that stay on this rank is not finite.
 
-        The first dense gradient carries the NaN to the other ranks; without one it is a message of
-        its own.
+        The first dense gradient carries the NaN to the other ranks; without a dense gradient, the NaN
+        is sent in its own message.
         """
         poison = tf.where(are_finite([gradients[i] for i in own]), 0.0, float("nan"))
         if not dense:

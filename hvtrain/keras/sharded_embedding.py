@@ -231,7 +231,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
     The initial values of row r depend only on the seed, the layer's name and r, and so are the same
     on any number of ranks.
 
-    Several features that use one layer share its messages.
+    Features that are looked up in the same call share its messages.
 
     Args:
         input_dim: number of rows; ids are 0 to input_dim - 1. Or a list with the number of rows of each
@@ -336,26 +336,26 @@ def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iter
         ValueError: a chosen layer is of a subclass that may share its weights, such as
             ReversibleEmbedding.
     """
-    kind = keras.layers.Embedding
-    build = kind.build
+    embedding_class = keras.layers.Embedding
+    build = embedding_class.build
 
     def build_sharded(layer, input_shape=None):
         if layer.built or isinstance(layer, ShardedRows) or not is_chosen(layer):
             build(layer, input_shape)
             return
-        if type(layer) is not kind:
+        if type(layer) is not embedding_class:
             raise ValueError(
                 f"layer {layer.name} is a {type(layer).__name__}, which may share its weights; leave it out of the "
                 "tables that are sharded"
             )
-        layer.__class__ = subclass_under_its_name(kind, ShardedRows, _hvtrain_seed=seed)
+        layer.__class__ = subclass_under_its_name(embedding_class, ShardedRows, _hvtrain_seed=seed)
         ShardedRows.build(layer, input_shape)
 
-    kind.build = build_sharded
+    embedding_class.build = build_sharded
     try:
         yield
     finally:
-        kind.build = build
+        embedding_class.build = build
 
 
 @contextmanager

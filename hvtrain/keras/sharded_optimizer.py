@@ -288,7 +288,7 @@ class Sharded:
             [part.own for part, _ in own],
             learning_rate,
         )
-        # In the order in which they were divided, whatever the order of this step's variables.
+        # In the order of make_parts, whatever the order of this step's variables.
         gather_weights([self._hvtrain_parts[i] for i in sorted(positions)], self._hvtrain_reducer)
 
 

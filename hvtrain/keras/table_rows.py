@@ -39,7 +39,7 @@ class Rows(NamedTuple):
         return len(range(self.rank, self.num_rows, self.num_ranks))
 
     def pieces(self, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the begin and end of each piece of this rank's rows; all ranks have the same pieces.
+        """Yields (begin, end) of each piece of this rank's rows; all ranks have the same pieces.
 
         The last end may exceed a rank's number of rows.
         """

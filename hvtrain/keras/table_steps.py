@@ -52,7 +52,7 @@ class VariableRecorder:
 
     _hvtrain_stepped: Sequence[Any] = ()
 
-    # Not in _backend_apply_gradients, which would count as overriding Keras's step: see overridden_steps.
+    # Recorded here, since overriding _backend_apply_gradients would count as another step: see overridden_steps.
     def _overwrite_variables_directly_with_gradients(self, grads, vars):
         stepped = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
         # Bypasses Keras's __setattr__, as make_distributed does.
@@ -61,7 +61,7 @@ class VariableRecorder:
 
 
 class TableClipping(VariableRecorder):
-    """Mixin before an optimizer that clips by norm: tables count with the rows of all ranks."""
+    """Mixin before the class of an optimizer that clips by norm: a table's norm includes all ranks' rows."""
 
     clipnorm: float | None
     global_clipnorm: float | None

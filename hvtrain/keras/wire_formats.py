@@ -18,7 +18,7 @@ Tensors = list[tf.Tensor]
 
 # Number of values that share a scale in Int8. An outlier costs precision only within its block.
 BLOCK = 1024
-# Two ranks send a message of more blocks in pieces.
+# Two ranks send long messages in pieces of this many blocks; the last piece may be almost twice as long.
 PIECE_BLOCKS = 4096
 
 
@@ -101,7 +101,7 @@ class ByteFormat(WireFormat):
         return _unpack(means, tensors), _unpack(errors, tensors)
 
     def _average_slices(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
-        """Returns the mean over the ranks of their blocks, and this rank's errors."""
+        """Returns the mean of the ranks' blocks, and this rank's errors."""
         dtype = blocks.dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
@@ -140,7 +140,7 @@ class ByteFormat(WireFormat):
         return [tf.concat(parts, axis=0) for parts in zip(*results)]
 
     def _mean_of_two(self, blocks: tf.Tensor, name: str, process_set: Any) -> Tensors:
-        """Does what _swap_pieces does, for a single piece."""
+        """Returns the mean of two ranks' blocks, and this rank's errors, for a single piece."""
         encoded, own = self.encode(blocks)
         other = self.decode(swap(encoded, f"{name}_bytes", process_set), blocks.dtype)
         return [(own + other) / 2, blocks - own]

@@ -26,8 +26,8 @@ from hvtrain.errors import LostRankError
 from hvtrain.system.console import hold_signals
 from hvtrain.system.run_files import RESULT_FILE, EpochRecord, read_history, restore_nan
 
-# Longer than a launcher takes to kill its ranks: 30 s after the first signal, or at once after the
-# second (supervisor.py).
+# Longer than a launcher takes to kill its ranks: 30 s after the first signal, or immediately after
+# the second (supervisor.py).
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _LOGS_LINE = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -104,7 +104,7 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def failure(output: str, code: int) -> str:
-    """Returns the line of the output that says why a run failed, and the exit code.
+    """Returns the line of the output that says why a run failed, followed by the exit code.
 
     >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
     'rank 1 was killed (exit code 75)'
@@ -252,7 +252,7 @@ def resident_bytes(pid: int) -> int:
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
-            # Not the launcher's shells and ssh clients, which get the ranks' command as one word.
+            # Skips the launcher's shells and ssh clients, which get the ranks' command as one word.
             with suppress(psutil.Error):
                 if ("-m", "hvtrain") in pairwise(process.cmdline()):
                     total += process.memory_info().rss

@@ -23,7 +23,7 @@ from hvtrain.system.files import write_atomic
 def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[str, str]:
     """Returns the text of each of the job's files by name.
 
-    Raises ConfigError if the cluster does not take one of the job's options, or a template fails.
+    Raises ConfigError if the job does not fit the cluster or its settings, or a template fails.
 
     folders: the user's config folders, whose templates override hvtrain's.
     """
@@ -40,7 +40,7 @@ def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] 
     """Writes the job's files into the folder, and returns their paths. Raises ConfigError or StorageError."""
     files = texts(cluster, job, folders)
     make_output(folder, may_hold_files=True)
-    # All are rendered by now, so an error in a template leaves no partial set behind.
+    # All files are rendered by now, so an error in a template leaves no partial set behind.
     for name, text in files.items():
         write_atomic(folder / name, text)
     return [folder / name for name in files]
@@ -79,7 +79,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
         name, equals, value = argument.partition("=")
         if not equals or (name != "cluster" and not name.startswith("cluster.")):
             raise ConfigError(
-                f"{argument!r} is not a setting of the launcher; those of the run come after --"
+                f"{argument!r} is not a setting of the launcher; write the run's settings after --"
             )
         values[name] = value
 
@@ -109,8 +109,8 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
 def _own_kind(kind: str, folders: Sequence[Path]) -> tuple[str, dict[str, Any], Mapping[str, str]]:
     """Reads the user's file of a kind from the first folder that has one.
 
-    Returns the kind that it is based on, its settings, and the settings' text. Without a file: the kind
-    itself, and no settings. Raises ConfigError if the file holds no settings.
+    Returns the kind that it is based on, its settings, and the settings' text. If there is no file, returns
+    the kind itself and no settings. Raises ConfigError if the file is not YAML or holds no settings.
     """
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"

@@ -65,8 +65,8 @@ class Slurm(ClusterKind):
         # sbatch requests the same number of ranks on all hosts.
         if nodes * ranks_per_node != job.num_ranks:
             raise ConfigError(
-                f"-np {job.num_ranks} is not cluster.nodes={nodes} x cluster.ranks_per_node={ranks_per_node}; Slurm "
-                "gives each host the same number of ranks"
+                f"-np {job.num_ranks} is not cluster.nodes={nodes} x cluster.ranks_per_node={ranks_per_node}; "
+                "change one of them: Slurm gives each host the same number of ranks"
             )
 
         self._check_time()
@@ -85,7 +85,7 @@ class Slurm(ClusterKind):
         trains = is_training(job.command)
         is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
         run_folder = _run_folder(job.command) if trains else None
-        # The script looks there for the newest checkpoint, to tell whether a requeue made progress.
+        # The script looks for the newest checkpoint in this folder, to tell whether a requeue made progress.
         folder_in_shell = None
         if trains and not is_remote(run_folder):
             folder_in_shell = (
@@ -189,7 +189,7 @@ class Docker(ClusterKind):
     def values(self, job: Job) -> dict[str, Any]:
         if len(job.hosts) > 1 and not self.keys:
             raise ConfigError(
-                "several hosts need ssh keys; give the folder that holds them on each: cluster.keys=/path/to/keys"
+                "several hosts need ssh keys; give the folder that holds them on each host: cluster.keys=/path/to/keys"
             )
         if job.hosts:
             place_ranks(job)  # Raises ConfigError if the hosts have too few slots.

@@ -125,8 +125,8 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     run_dir = config.run.dir
     # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
-    # A restart must find the folder again, so the launcher names it. Not on Slurm, where it is
-    # named after the job's number, which a requeue keeps, and not by hand, where rank 0 names it.
+    # A restart must find the folder again, so the launcher names it, except on Slurm, where it is named
+    # after the job's number, which a requeue keeps, and by hand, where rank 0 names it.
     is_new = not (run_dir or isinstance(cluster, Slurm) or options.job_name)
     if is_new:
         run_dir = default_run_dir(config)
@@ -226,7 +226,7 @@ def _job(
 
 
 def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
-    """Starts the job, or with --dry-run prints the command that would start it. Returns the exit code."""
+    """Starts the job or, with --dry-run, prints the command that would start it. Returns the exit code."""
     if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
     if options.dry_run:
@@ -280,9 +280,9 @@ def _make_run_folder(run_dir: str) -> str:
 def _write_files(
     options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]
 ) -> int:
-    """Writes the cluster's files, and submits them or with --dry-run prints them.
+    """Writes the cluster's files, and submits them or, with --dry-run, prints them.
 
-    Returns the exit code of the submission.
+    Returns the exit code of the submission, or 0 with --dry-run.
     """
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster_files.write(cluster, job, folder, folders)

@@ -36,7 +36,7 @@ def main() -> int:
 def script() -> str:
     """Returns the script, with all groups and settings, and for a choice's setting each GROUP=CHOICE that has it."""
     known = setting_values(RunConfig) | setting_values(ModelOptions, "model.")
-    # These belong to all runs, even if a choice's file lists one too.
+    # These settings belong to all runs, even if a choice's file lists them too.
     shared = [*known]
     owners = defaultdict(list)
     for group in (*GROUPS, *SEVERAL):

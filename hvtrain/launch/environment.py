@@ -19,11 +19,11 @@ _ALLOWED = re.compile(
     r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|AZURE_STORAGE_(ACCOUNT|SERVICE_ENDPOINT)|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
-# Not sent: they describe a rank of another launch, or this host's GPUs.
+# Variables that are never sent, since they describe a rank of another launch, or this host's GPUs.
 _NEVER_SENT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
-# Needed by programs on this host, such as ssh; other hosts have their own values.
+# Variables that programs on this host, such as ssh, need; other hosts have their own values.
 _LOCAL = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|KRB5\w+|XDG_\w+|HOSTNAME|"
     r"\w*CUDA_VISIBLE_DEVICES"

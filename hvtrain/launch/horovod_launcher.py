@@ -106,7 +106,9 @@ def _prepare() -> argparse.Namespace:
         raise ConfigError("the command of the ranks is missing; write it last: python -m hvtrain")
     option_names(sys.argv[: -len(args.command)])  # Raises ConfigError for a repeated option.
     if args.num_proc is not None and args.num_proc < 1:
-        raise ConfigError(f"-np {args.num_proc} is not a whole number of at least 1")
+        raise ConfigError(
+            f"-np {args.num_proc} is not a whole number of at least 1; give the number of ranks"
+        )
     if args.hostfile and not args.hosts:
         args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 

@@ -41,7 +41,7 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
         return arguments, False
 
     # Only Horovod's parser can tell the program's arguments from its own. It takes --prefix for an
-    # abbreviation of --prefix-output-with-timestamp, which also keeps the marks.
+    # abbreviation of --prefix-output-with-timestamp, which also keeps the prefixes.
     from horovod.runner import launch
 
     try:
@@ -50,7 +50,7 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
     except SystemExit as ended:
         if not ended.code:  # --help, for example.
             raise
-        # The launcher itself refuses them, in one line.
+        # The launcher itself refuses these arguments, in one line.
         return arguments, False
     end = len(arguments) - len(args.command)
     options = [argument for argument in arguments[:end] if argument != "--prefix"]

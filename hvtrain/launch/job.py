@@ -55,7 +55,7 @@ class Job:
         environment: environment variables of the ranks; no others are sent to them.
         min_ranks: minimum number of ranks of an elastic job; None: the number of ranks is fixed.
         max_ranks: maximum number of ranks of an elastic job.
-        num_ps: number of parameter servers, which are started on the first host with a
+        num_ps: number of parameter servers, which are started on the first host, along with a
             coordinator; 0: neither servers nor a coordinator.
         ssh: how to reach the hosts.
         mpirun: True to start ranks with MPI's own launcher instead of Horovod's.

@@ -38,7 +38,7 @@ Source = tuple[int | None, str]
 _NOISE = re.compile(
     r"Process \d+ exit with status code|Terminating remaining workers after failure"
 )
-# What a shell writes about a rank that was killed by a signal.
+# Lines that a shell writes about a rank that was killed by a signal.
 _BY_SHELL = ("Killed\n", "Terminated\n")
 # The part of an unfinished line that may turn out to be a verdict or a drawing.
 _MAY_BE_HIDDEN = re.compile(

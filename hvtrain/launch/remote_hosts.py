@@ -117,7 +117,7 @@ class Ssh:
             return (
                 f"host {host} does not let you in without a password: {reason}; "
                 f"run ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
-                "(if you have no key, first ssh-keygen -t ed25519), or name the key with -i"
+                "(if you have no key, first run ssh-keygen -t ed25519), or name the key with -i"
             )
         if "HOST IDENTIFICATION HAS CHANGED" in output or "Host key verification failed" in output:
             name = f"[{host}]:{self.port}" if self.port else host
@@ -227,7 +227,7 @@ class HostCalls:
         return count
 
     def call(self, host: str, function: str, mark: str, *arguments: int | None) -> int | None:
-        """Calls a function of on_host on another host, and returns its number; None if ssh did not reach it."""
+        """Calls a function of on_host on another host, and returns its result; None if ssh did not reach the host."""
         text = request(ON_HOST, function, mark, *arguments)
         try:
             done = self.ssh.run(host, [sys.executable, "-c", LOADER], text, SECONDS_FOR_A_HOST)

@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = int(self.headers["Content-Length"])
         if not 0 <= length <= _MAX_BYTES:
-            raise ValueError(f"a body of {length} bytes")
+            raise ValueError(f"Content-Length {length} is not between 0 and {_MAX_BYTES}")
         return self.rfile.read(length)
 
     def _answer(self, status: int, body: bytes = b"") -> None:
@@ -200,7 +200,7 @@ class Store(ThreadingHTTPServer):
 
 
 class Rendezvous(Store):
-    """The server at which processes started by hand meet, and which is then their store.
+    """The server at which processes started by hand meet, and which then serves as their store.
 
     Args:
         address: an address of this host.
@@ -293,11 +293,11 @@ def claim(
             response = connection.getresponse()
             answer = json.loads(response.read())
             if response.status not in (_OK, _WAITING, _REFUSED):
-                raise ValueError("another server's answer")
+                raise ValueError(f"unexpected status {response.status}")
         except OSError as error:
             if missing and isinstance(error, ConnectionError):
                 raise LostRankError(
-                    f"{names[0]} at {address} has ended while {', '.join(missing)} had not connected; "
+                    f"{names[0]} at {address} ended before {', '.join(missing)} connected; "
                     f"look at the output of {names[0]}"
                 ) from error
             # Rank 0's process may start later than this one.

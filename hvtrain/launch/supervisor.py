@@ -178,7 +178,7 @@ class Launch:
 
         hosts = self._hosts()
         if self._began_too_late:
-            return _launcher_failed(
+            return _launcher_failure(
                 f"no rank began within {self._seconds_to_begin:g} s on {', '.join(dict.fromkeys(hosts.rank_hosts))}; "
                 "look at the login scripts and the output of ps there, or give more time with --start-timeout"
             )
@@ -200,7 +200,7 @@ class Launch:
             # No rank was started, and the launcher has said why.
             if code > 0:
                 return Ending(code)
-            return _launcher_failed(f"killed by {signal.Signals(-code).name}; {self._advice}")
+            return _launcher_failure(f"killed by {signal.Signals(-code).name}; {self._advice}")
 
         if self._asked_to_save and listener.first.code == 128 + signal.SIGUSR1:
             # The signal came before the rank had set its handler, or the rank's program sets none.
@@ -262,7 +262,7 @@ class Launch:
         elif not count:
             sys.stderr.write(
                 f"hvtrain: {signal.Signals(signal_number).name} arrived, but no rank was found to pass it to; "
-                "send it to a rank's host\n"
+                "send it to a rank itself\n"
             )
             if signal_number != signal.SIGUSR1:
                 self._pass_on(signal_number)
@@ -284,6 +284,6 @@ class Launch:
         return HostCalls.read(self._folder)
 
 
-def _launcher_failed(cause: str) -> Ending:
+def _launcher_failure(cause: str) -> Ending:
     host = socket.gethostname()
     return Ending(RESTART_HELPS, f"FIRST FAILURE the launcher host {host}: {cause}", host)

@@ -31,7 +31,7 @@ OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
 class Arguments(Pass):
-    """Changes the arguments of calls, and renames methods and attributes that Keras 3 calls differently.
+    """Changes the arguments of calls, and renames methods and attributes that have other names in Keras 3.
 
     Args:
         text: The script.
@@ -177,7 +177,7 @@ class Arguments(Pass):
         return call
 
     def _takes_jit_compile(self, call: Call) -> bool:
-        """False if this calls a compile method that the script defines without jit_compile.
+        """False for a call of a compile method that the script defines without jit_compile.
 
         The argument then goes to super().compile inside that method.
         """

@@ -45,13 +45,13 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
     options = parser.parse_args()
     if not find_spec("libcst"):
         raise ConfigError(
-            "this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst"
+            "this command needs libcst, which is not installed; run pip install libcst"
         )
 
     # libcst is optional, so it is imported after the check.
     from hvtrain.migrate.rewriting import migrate
 
-    # All files are read before any is written, so an error leaves them as they were.
+    # All files are read before any is written, so an error leaves all of them unchanged.
     scripts = {}
     failures = []
     for path in map(Path, options.paths):
@@ -91,7 +91,7 @@ def _python_files(path: Path) -> list[Path]:
 
 
 def _belongs_to_tools(file: Path, folder: Path) -> bool:
-    """True for a file in a hidden folder or a Python environment, which is not part of the user's project."""
+    """True for a file in a hidden folder, a Python environment or node_modules, outside the user's own code."""
     return any(
         parent.name.startswith(".")
         or parent.name in ("site-packages", "node_modules")

@@ -103,7 +103,7 @@ class Names(cst.MetadataDependent):
         return last
 
     def called(self, call: Call) -> str:
-        """Returns the full name of what is called, like imported().
+        """Returns the full name of the called function or class; empty if it does not come from an import.
 
         For a class of the script without an __init__ of its own, this is the base class.
         """
@@ -155,7 +155,7 @@ def _bases_without(method: str, module: cst.Module) -> dict[str, BaseExpression]
 
 
 def _resolve(node: BaseExpression, table: dict[str, BaseExpression]) -> BaseExpression:
-    """Looks up a name in the table, then the entry itself, and so on until there is none; `A(x)` counts as `A`."""
+    """Follows a name through the table's entries, and returns the last one; `A(x)` counts as `A`."""
     name = node.func if isinstance(node, Call) else node
     # Each entry is followed only once, so a cycle ends.
     others = dict(table)

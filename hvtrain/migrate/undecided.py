@@ -78,7 +78,8 @@ class _Undecided(FilePaths):
         self.methods = {} if is_graph else REMOVED_METHODS
         # A stack with an entry for each enclosing condition: whether it tests the rank.
         self._conditions: list[bool] = []
-        # Variables that hold the result of such a test, and how often each name is used under one.
+        # Variables that hold the result of such a test, and how often each name is used under such a
+        # condition.
         self._rank_tests: set[str] = set()
         self._uses_on_rank_0: Counter[str] = Counter()
         self._names = names_used(text)
@@ -275,7 +276,7 @@ class _Undecided(FilePaths):
         ):
             self.report(
                 node,
-                "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead",
+                "Keras 3 does not accept a tf.Variable as a rate; assign to optimizer.learning_rate instead",
             )
         for arg in node.args:
             name = code_of(arg.value)

@@ -6,9 +6,9 @@ its own options from YAML. All builders follow these rules:
 - Images and numbers come normalized, as floats; tokens and categories are integers.
 - The output is float32, also under mixed precision, of shape (batch, num_outputs), or (batch, ...,
   num_outputs) for a class per pixel or token. It has no activation (use losses with
-  from_logits=True).
-- Every layer has a fixed name, so that variable paths are equal on all ranks and in every
-  checkpoint.
+  from_logits=True). Only two_tower returns vectors instead of logits.
+- Every layer with variables has a fixed name, so that variable paths are equal on all ranks and in
+  every checkpoint.
 - An invalid argument raises ValueError or TypeError, usually Keras's own, which a run shows in one
   line with the setting.
 """

@@ -19,13 +19,13 @@ from hvtrain.models.networks import body, clone
 FEATURE_LAYERS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
-    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280
-    # channels.
+    # As in the authors' code: block 2 before its projection, and the network without its last
+    # convolution (to 1,280 channels).
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 
-# Filters for the low-level features, so few that these do not outweigh the pyramid's (table 1 of the
-# paper).
+# Number of filters for the low-level features. With more, they would outweigh the pyramid's features
+# (table 1 of the paper).
 LOW_FILTERS = 48
 
 
@@ -43,7 +43,7 @@ def deeplabv3plus(
     """Builds DeepLabv3+: backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
     Outputs logits of shape [batch, height, width, num_outputs]. The backbone's layers keep the names
-    and the weight shapes of keras.applications. Where its features would become coarser than
+    and the weight shapes of keras.applications. Where the features would become coarser than
     output_stride, strides are removed and later convolutions dilated instead, so that each kernel sees
     the pixels that it saw before, but at more positions.
 
@@ -108,9 +108,10 @@ def deeplabv3plus(
 
 
 def dilation_changes(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
-    """Returns changes of layer settings, by layer name, that keep all features as fine as output_stride.
+    """Returns changes to layer settings, by layer name, that keep all features at least as fine as output_stride.
 
-    A layer after removed strides has to skip as many positions as those did (algorithme à trous).
+    A convolution after removed strides is dilated by their product, so that it sees the same pixels as
+    before (algorithme à trous).
     """
     stride: dict[str, int] = {}  # The stride of each layer's output, before the changes.
     changes = {}
@@ -128,7 +129,7 @@ def dilation_changes(trunk: Model, output_stride: int) -> dict[str, dict[str, An
         # A 1x1 kernel needs no dilation.
         if size == 1:
             continue
-        # At least 1, since no stride in FEATURE_LAYERS is above 2.
+        # At least 1, since no backbone in FEATURE_LAYERS has a stride above 2.
         rate = input_stride // output_stride
         changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":

@@ -213,7 +213,7 @@ def _weights_of_model(source: Model, model: Model) -> Arrays:
 
 def _weights_of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint, keyed as in the model, with LoRA's matrices added to the kernels."""
-    # A checkpoint's keys of weights are model/NUMBER/PATH; others belong to the optimizer and the ranks.
+    # In a checkpoint, weights have keys model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
     weights = {
         key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
     }

@@ -76,7 +76,8 @@ def hub_model(
         length: the largest number of tokens, for texts of unequal lengths.
         backbone: options of the backbone's constructor, which take precedence over the data set's
             and the preset's.
-        options: options of the task's constructor; for a bare backbone `dropout`, before the dense layer.
+        options: options of the task's constructor; for a bare backbone, only `dropout`, the fraction
+            dropped before the dense layer.
 
     Raises:
         ConfigError: keras-hub, the class or the preset is missing, or options are invalid.
@@ -92,7 +93,7 @@ def hub_model(
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
-    # Facts about the data set. Each constructor gets those for which it has an argument.
+    # Facts about the data set. A new backbone gets those for which its constructor has an argument.
     facts = {
         "vocabulary_size": vocabulary_size,
         "max_sequence_length": max(filter(None, lengths), default=length),
@@ -153,7 +154,8 @@ def _find_class(name: str):
         # If no name is similar, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         raise ConfigError(
-            f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(names)}"
+            f"keras_hub.models has no backbone or task {name!r}; choose one such as "
+            f"{', '.join(names)}"
         )
     chosen = classes[name]
     if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
@@ -177,7 +179,7 @@ def _class_for_backbone(chosen, backbone: type):
     matches = [cls for cls in suitable if issubclass(cls, chosen)]
     if len(matches) != 1:
         raise ConfigError(
-            f"model.name={chosen.__name__} does not fit model.preset, which has a "
+            f"model.name={chosen.__name__} does not fit model.preset, whose backbone is "
             f"{backbone.__name__}; choose {', '.join(sorted(cls.__name__ for cls in suitable))}"
         )
     return matches[0]

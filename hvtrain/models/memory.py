@@ -143,7 +143,7 @@ def flops_per_example(model: Model) -> float | None:
     forward pass. Recomputation is not counted.
 
     Returns:
-        The number; None if a layer's output shape is unknown, or the model has no graph of Keras layers.
+        The number of operations; None if a layer's output shape is unknown, or the model has no graph of Keras layers.
 
     >>> model = keras.Sequential([keras.Input((10, 3)), keras.layers.Dense(5)])
     >>> flops_per_example(model)  # 6 x 10 positions x 3 x 5
@@ -204,7 +204,7 @@ def recompute(model: Model) -> None:
     graphs = [graph for graph in graphs if hasattr(graph, "_nodes_by_depth")]
     if not graphs:
         raise ConfigError(
-            f"train.remat=true needs a Functional or Sequential model, and {model.name} is a "
+            f"train.remat=true needs a Functional or Sequential model, and {model.name} is of type "
             f"{type(model).__name__}; call its blocks through keras.remat, or leave the setting out"
         )
 
@@ -311,8 +311,8 @@ def _run_with_recompute(
 
     Args:
         segment: the segment.
-        known: as in _run.
-        operation_fn: as in _run.
+        known: the tensors computed so far, by the id of their symbolic tensor. The outputs are added.
+        operation_fn: returns the function that calls a layer, as Keras passes it.
         states: variables that are not weights, such as the seeds of dropout. The second run must read
             the values that the first one read.
     """

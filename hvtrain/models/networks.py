@@ -46,8 +46,7 @@ def image_input(image_shape: Shape, network: str, min_side: int) -> Any:
     if min(height, width) < min_side:
         raise ConfigError(
             f"{network} was given images of {height}x{width}; it needs {min_side}x{min_side} or "
-            "more, because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge "
-            "the images"
+            "more: choose model=mlp, which takes images of any size, or enlarge the images"
         )
     return keras.Input(image_shape, name="image")
 
@@ -305,7 +304,10 @@ def resnet50_v1_5(image_shape: Shape, num_outputs: int) -> Model:
 
 
 def body(image_shape: Shape, name: str, **options: Any) -> Model:
-    """Builds a network of keras.applications without its head, with random weights. Raises like `application`."""
+    """Builds a network of keras.applications without its head, with random weights.
+
+    Raises the same errors as `application`.
+    """
     # The functions of keras.applications build networks; its other members are modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
@@ -342,11 +344,11 @@ def clone(trunk: Model, image: Any, changes: Mapping[str, dict[str, Any]]) -> Mo
 
 
 def _fresh_names(model: Model) -> dict[str, str]:
-    """Maps generated layer names, a class and a number, to ones whose numbers count within the model.
+    """Maps generated layer names (a class and a number) to names that are numbered within the model.
 
-    Keras counts within the process: in a second InceptionV3 the first layer is conv2d_94 instead of
-    conv2d, so it could not load a checkpoint of the first. Counted within the model, both have the
-    same names.
+    Keras numbers layers within the process: in a second InceptionV3 the first layer is conv2d_94
+    instead of conv2d, so the second model could not load a checkpoint of the first. With numbers
+    within the model, both have the same names.
     """
     numbered = defaultdict(list)
     for layer in model.layers:

@@ -1,8 +1,8 @@
 """Finds parts of a model by name, and applies the settings that change them, such as model.freeze.
 
-A part is named by an fnmatch pattern, in which * matches anything, including slashes. It is matched
-against a layer's name, its path (the names of its enclosing layers, then its own) and the path of a
-variable: conv1, block2/*, */bias.
+A part is named by an fnmatch pattern, in which * matches anything, including slashes. The pattern is
+matched against a layer's name, its path (the names of its enclosing layers, then its own) and the
+path of a variable. Examples are conv1, block2/* and */bias.
 """
 
 import difflib
@@ -20,6 +20,7 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
 from hvtrain.models.hub_models import hub_layer
 from hvtrain.models.memory import recompute
+from hvtrain.system.text import counted
 
 # Layers that Keras can add LoRA's matrices to.
 LORA_LAYERS = (layers.Dense, layers.EinsumDense, layers.Embedding)
@@ -49,10 +50,11 @@ class Part:
 def parts(model: Model) -> list[Part]:
     """Returns each layer that has variables of its own, in the order of model.weights.
 
-    Unlike Keras's own paths of variables, these do not depend on how the layers were built. A nested
-    Sequential, for example, is in Keras's path if its first call built it, but not if it was loaded.
+    Unlike Keras's own variable paths, a part's path does not depend on how the layers were built. A
+    nested Sequential, for example, is in Keras's path if its first call built it, but not if it was
+    loaded.
     """
-    # By identity: layers may be shared, and == on Keras variables compares their values.
+    # Layers may be shared, and each is visited only once.
     seen = set()
     num_uses = Counter[str]()
 
@@ -85,7 +87,9 @@ def head_of(model: Model) -> list[Part]:
 
 
 def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[int]:
-    """Returns the ids of the variables that match a pattern, since == on Keras variables compares their values.
+    """Returns the ids of the variables that match any of the patterns.
+
+    Ids stand for the variables, because == on Keras variables compares their values.
 
     Raises:
         ConfigError: a pattern matches nothing trainable. The message names the setting.
@@ -102,7 +106,8 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
             # If none is similar, a few of the model's names are better than no hint.
             names = similar or list(known_names)[:4]
             raise ConfigError(
-                f"{setting} names {pattern}, which matches nothing trainable; similar names: {', '.join(names)}"
+                f"{setting} names {pattern}, which matches nothing trainable; names in this model "
+                f"include {', '.join(names)}"
             )
         matched_ids |= matches
     return matched_ids
@@ -111,7 +116,7 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
 def sharded_tables(model: Model) -> list[tuple[Any, int]]:
     """Returns this rank's rows of each sharded table, with the number of elements in a row.
 
-    The rows are described by a Rows of hvtrain.keras.table_rows.
+    The rows are described by a hvtrain.keras.table_rows.Rows.
     """
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
@@ -140,7 +145,8 @@ def describe_trainable(model: Model) -> str:
     num_trained = sum(map(_size, model.trainable_variables))
     if num_trained >= num_trainable:
         return ""
-    return f"{num_trained:,} of {num_trainable:,} parameters, in {len(model.trainable_variables)} variables"
+    variables = counted(len(model.trainable_variables), "variable")
+    return f"{num_trained:,} of {num_trainable:,} parameters, in {variables}"
 
 
 def _size(variable) -> int:

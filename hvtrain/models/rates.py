@@ -153,7 +153,7 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
 
 
 @contextmanager
-def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
+def averaged_weights(model: keras.Model, momentum: float | None) -> Iterator[None]:
     """Sets the model's weights to their averages within the block, then restores them exactly.
 
     Does nothing if `momentum` is None or no step has been taken.
@@ -175,7 +175,7 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
 
 
 def _inner_optimizer(optimizer):
-    """Returns the optimizer inside a LossScaleOptimizer; any other optimizer is returned itself."""
+    """Returns the optimizer inside a LossScaleOptimizer; any other optimizer is returned unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

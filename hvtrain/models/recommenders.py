@@ -34,7 +34,7 @@ def dlrm(
         num_outputs: number of logits of an example.
         width: length of each vector.
         bottom: units of the hidden layers before the products.
-        top: units of the hidden layers after them.
+        top: units of the hidden layers after the products.
     """
     inputs = symbolic(input_spec)
     numbers = _dense(inputs["numbers"], [*bottom, width], "bottom")

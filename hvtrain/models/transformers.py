@@ -42,7 +42,7 @@ def transformer(
             dataset=text.
         blocks: number of blocks.
         width: number of features at each position.
-        heads: attention heads, which divide the width among them.
+        heads: number of attention heads, each of width / heads features.
         mlp_ratio: units of the MLP's inner layer, as a multiple of the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
         mask_zero: True: token 0 is padding, which no position sees; give it the weight 0 as a target.
@@ -64,8 +64,8 @@ def transformer(
     shape = tuple(getattr(input_spec, "shape", ()))
     if len(shape) != 1 or not input_spec.dtype.is_integer or not (shape[0] or length):
         raise ConfigError(
-            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole numbers, of a known "
-            "largest length: choose dataset=text"
+            f"transformer was given inputs {input_spec}; it needs a row of integer tokens with a known "
+            "maximum length: choose dataset=text"
         )
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
+# Bandwidth of the trees relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
 
 # Share of a link's nominal speed that an all-reduce reaches. Fitted once,
@@ -34,8 +34,8 @@ class Link:
     Attributes:
         latency_seconds: Time until the first byte arrives.
         bytes_per_second: Speed from then on.
-        corrections: Pairs of an all-reduce's bytes and its measured / predicted seconds, by ascending
-            size. No real link has the same speed for all sizes.
+        corrections: Pairs of an all-reduce's bytes and the ratio of its measured to its predicted time,
+            by ascending size. No real link has the same speed for all sizes.
     """
 
     latency_seconds: float
@@ -82,7 +82,7 @@ class Machine:
         """Returns the number of hosts for num_ranks ranks; the last may be partly filled."""
         return -(-num_ranks // self.ranks_per_host)
 
-    def slowest(self, num_ranks: int) -> str:
+    def slowest_link(self, num_ranks: int) -> str:
         """Returns "inside" if num_ranks ranks fit on one host, else "between", whose link is usually slower."""
         return "inside" if self.num_hosts(num_ranks) == 1 else "between"
 
@@ -173,9 +173,9 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """Returns the time of two binary trees over the hosts, each for half of the data, and a chain inside each host.
 
     Inner ranks of one tree are leaves of the other, so each link carries 2 x bytes, and the latency
-    grows with the logarithm of the hosts (Sanders, Speck and Traeff 2009, "Two-tree algorithms for
-    full bandwidth broadcast, reduction and scan"). NCCL has had this algorithm since 2.4. The time to fill the
-    pipeline is left out.
+    grows with the logarithm of the number of hosts (Sanders, Speck and Traeff 2009, "Two-tree algorithms
+    for full bandwidth broadcast, reduction and scan"). NCCL has had this algorithm since 2.4. The time
+    to fill the pipeline is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
@@ -216,5 +216,5 @@ def allreduce_seconds(
     seconds, name = min(
         (ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms
     )
-    link: Link = getattr(machine, machine.slowest(num_ranks))
+    link: Link = getattr(machine, machine.slowest_link(num_ranks))
     return (machine.start_seconds + seconds) * link.correction(num_bytes), name

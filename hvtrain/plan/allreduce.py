@@ -27,7 +27,7 @@ from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.console import progress
 from hvtrain.system.files import write_json
 from hvtrain.system.resources import cores_of_each
-from hvtrain.system.text import human_bytes
+from hvtrain.system.text import counted, human_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -130,9 +130,10 @@ class Collectives:
 
     def table(self) -> list[str]:
         """Returns the lines to print, with medians over the rounds."""
+        num_rounds = len(self.seconds["hvtrain"][str(self.sizes[0])])
         lines = [
-            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
-            f"medians of {len(self.seconds['hvtrain'][str(self.sizes[0])])} rounds; half: in half precision; "
+            f"allreduce of float32 over {counted(self.num_ranks, 'rank')}, {self.transport}; "
+            f"medians of {counted(num_rounds, 'round')}; half: in half precision; "
             "gather: gathered, not added",
             f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}{'half us':>11}{'gather us':>11}",
         ]
@@ -282,7 +283,7 @@ def seconds_by_kind(method: Method, sizes: Sequence[str]) -> dict[str, float]:
 
     def add_halves(num_bytes: int) -> Action:
         # Like most gradients, too small for the normal range of half precision. Gloo adds such
-        # numbers in software, and takes twice as long as for ones.
+        # numbers in software, and takes twice as long as for numbers near 1.
         halves = tf.cast(tf.random.normal([num_bytes // 2], stddev=1e-5), tf.float16)
         name = f"bench_half_{num_bytes}"
         return tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name=name))

@@ -56,7 +56,7 @@ def main() -> int:
             "--advise compares steps of several ranks; give -np 2 or more, and --step-seconds S or --measure"
         )
 
-    # Read before TensorFlow is imported, so that an unusable file is refused at once.
+    # Read before TensorFlow is imported, so that an unusable file is refused immediately.
     measurements = [measurement for path in options.calibrate for measurement in read(Path(path))]
 
     # Imported only now, because importing TensorFlow takes seconds.
@@ -167,7 +167,7 @@ def _measure_step(options: argparse.Namespace, run: "Forecast") -> float:
 
 
 def _with_choice(overrides: list[str], choice: str) -> list[str]:
-    """Replaces a group's choice and its settings by another choice, such as "strategy=single"."""
+    """Replaces a group's choice and its settings with another choice, such as "strategy=single"."""
     group, _, _ = choice.partition("=")
     overrides = [text for text in overrides if not re.match(rf"[+~]*{group}[=.]", text)]
     overrides.append(choice)
@@ -219,7 +219,7 @@ def _parser() -> Parser:
         description="""\
 Forecasts a run on N ranks before anything is started: global batch, learning rate, steps, memory, checkpoints and the
 command that starts it. Given one rank's step time and the link speeds, it also forecasts the step time on 1 to N ranks.
-Nothing is trained or reduced.""",
+Without --measure, nothing is trained.""",
         epilog=f"""\
 {RUN_SETTINGS}
 
@@ -228,7 +228,7 @@ examples:
       model=resnet50 dataset=synthetic train.batch_size=64
   python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
 
-docs/plan.md has the model, its sources, and how close it comes to published runs of up to 512 GPUs.
+docs/plan.md has the model, its sources, and a comparison with published runs of up to 512 GPUs.
 """,
     )
     parser.add_argument("-np", type=at_least(1), required=True, metavar="N", help="number of ranks")
@@ -255,7 +255,7 @@ docs/plan.md has the model, its sources, and how close it comes to published run
     )
     step = group.add_mutually_exclusive_group()
     add_number(
-        step, "--step-seconds", positive, "in seconds, for the batch size that is set", metavar="S"
+        step, "--step-seconds", positive, "in seconds, with the run's batch size", metavar="S"
     )
     step.add_argument(
         "--measure",
@@ -310,8 +310,8 @@ docs/plan.md has the model, its sources, and how close it comes to published run
         group,
         "--noise-scale",
         positive,
-        "gradient noise scale in examples, as reported by a run with profile.noise_scale_every=16; adds how much the "
-        "larger global batch speeds up learning",
+        "gradient noise scale in examples, as reported by a run with profile.noise_scale_every=16; also prints "
+        "how much the larger global batch speeds up learning",
         metavar="B",
     )
     group.add_argument(

@@ -93,10 +93,11 @@ def forecast(
         ranks_per_host: Ranks on each host, which share its entry in train.batch_size.
         examples: Training examples of a data set that is not on this machine, and so is not opened;
             None: open the run's data set.
-        classes: The number of classes of such a data set, if its settings do not give it.
+        classes: The number of classes of such a data set; None: from its settings, or else 1000.
 
     Raises:
-        ConfigError, DataError: As the run itself would.
+        ConfigError: The settings are invalid, or the strategy is virtual_ranks or parameter_server.
+        DataError: The data set cannot be opened.
     """
     if "virtual_ranks" in config.strategy or "num_ps" in config.strategy:
         raise ConfigError(

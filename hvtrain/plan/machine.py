@@ -13,6 +13,7 @@ import numpy as np
 
 from hvtrain.errors import ConfigError
 from hvtrain.plan.algorithms import LINK_SHARE, Link, Machine, allreduce_seconds
+from hvtrain.system.text import counted
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     (True, 0.00102)
 
     Raises:
-        ConfigError: There are fewer than two sizes, or larger messages do not take longer.
+        ConfigError: There are fewer than two sizes or two ranks, or larger messages do not take longer.
     """
     from scipy.optimize import nnls  # Importing it takes half a second; only --calibrate needs it.
 
@@ -72,8 +73,9 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     ranks, sizes, seconds = np.array(rows, float).T
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
-            f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "
-            "this takes two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
+            f"{counted(len(measurements), 'measured allreduce')} cannot give latency and "
+            "bandwidth; this takes two sizes or more, on 2 ranks or more: run python -m hvtrain "
+            "allreduce"
         )
 
     # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the
@@ -121,7 +123,7 @@ def with_corrections(
         ratios[measurement.num_bytes].append(measurement.seconds / seconds)
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
-    name = machine.slowest(measurements[0].num_ranks)
+    name = machine.slowest_link(measurements[0].num_ranks)
     link = replace(getattr(machine, name), corrections=corrections)
     return replace(machine, **{name: link})
 
@@ -154,13 +156,13 @@ def machine_of(
     # By kind and link, since one link may have been measured with several numbers of ranks.
     groups: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for measurement in measurements:
-        groups[measurement.kind][machine.slowest(measurement.num_ranks)].append(measurement)
+        groups[measurement.kind][machine.slowest_link(measurement.num_ranks)].append(measurement)
     sums = groups.pop("", {})
     for name, group in sums.items():
         machine, descriptions[name] = _with_fit(machine, name, group)
 
     # After all fits, because corrections are relative to the fitted machine.
-    slowest = machine.slowest(options.np)
+    slowest = machine.slowest_link(options.np)
     exchanges = {
         kind: with_corrections(machine, links[slowest], algorithms)
         for kind, links in groups.items()

@@ -62,7 +62,7 @@ class Method:
 
     @property
     def keeps_errors(self) -> bool:
-        """True if each rank keeps its compression error, as WireFormat.keeps_errors says."""
+        """True if each rank keeps its compression error, as in WireFormat.keeps_errors."""
         return self.compression in ("int8", "powersgd")
 
     def fits(self, config: RunConfig) -> bool:

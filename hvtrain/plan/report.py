@@ -139,7 +139,7 @@ def _steps_text(forecast: Forecast) -> str:
     left_out = ""
     num_dropped = plan.num_examples - plan.examples_per_epoch
     if num_dropped:
-        left_out = f"; {num_dropped:,} examples per epoch are left out"
+        left_out = f"; examples left out per epoch: {num_dropped:,}"
     epochs = counted(plan.num_epochs, "epoch")
     return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} per epoch, {epochs}{left_out})"
 
@@ -171,7 +171,7 @@ def step_lines(
     batch_sizes = forecast.plan.batch_sizes
     num_ranks = forecast.plan.size
     # With buckets, the reduction overlaps with the backward pass.
-    when = "while others are computed" if rules.overlap else "at the end"
+    when = "while later gradients are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
     lines += [

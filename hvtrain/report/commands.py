@@ -138,7 +138,7 @@ def list_runs() -> int:
     parser = Parser(
         "python -m hvtrain runs",
         description="""\
-Lists the runs in a folder. Each is running, finished, stopped (on request) or failed. The score is the task's
+Lists the runs in a folder. Each is running, finished, stopped (on request), failed or damaged. The score is the task's
 metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
         epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
     )

@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """A line from a rank's log; `when` is "YYYY-MM-DD HH:MM:SS", `level` a level of logging, such as "WARNING"."""
+    """A line from a rank's log; `when` is "YYYY-MM-DD HH:MM:SS", and `level` a logging level, such as "WARNING"."""
 
     when: str
     level: str
@@ -217,7 +217,9 @@ def _read_result(folder: Path) -> Record:
         return {}
     result = read_json(path, dict)
     if not result:
-        raise ConfigError(f"{path} is damaged; move it away, and resume the run to test it again")
+        raise ConfigError(
+            f"{path} is damaged; move it away, and resume the run to test its model again"
+        )
 
     return restore_nan(result)
 

@@ -1,12 +1,12 @@
 """`python -m hvtrain find_lr` and `find_batch`: trial runs on all ranks, with some settings changed.
 
 find_lr trains some steps at an increasing learning rate, and suggests a rate (Smith 2015,
-arxiv.org/abs/1506.01186). The module range_test trains and judges the losses.
+arxiv.org/abs/1506.01186). The module range_test trains the run and judges its losses.
 
 find_batch trains some steps with ever larger batches, and reports which sizes fit and which is
 fastest. Each rank tries all sizes in one process, and resets its peak memory before each. Memory
 left over from an earlier size does little harm: sizes only grow, so it is never the larger part. The
-module batch_search measures, and batch_sizes judges.
+module batch_search measures the sizes, and batch_sizes judges them.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from hvtrain.errors import TrainingError
 from hvtrain.report.charts import write_panels
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.files import csv_text, write_atomic
+from hvtrain.system.text import counted
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
@@ -52,16 +53,16 @@ def smooth(losses: Sequence[float]) -> list[float]:
     """
     average = 0.0
     averages = []
-    for number, loss in enumerate(losses, start=1):
+    for step, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         # Rounded so that equal losses give equal averages, and thus a slope of exactly 0.
-        averages.append(round(average / (1 - SMOOTHING**number), 12))
+        averages.append(round(average / (1 - SMOOTHING**step), 12))
 
     return averages
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """True if the last loss is not finite, or the moving average is DIVERGENCE_FACTOR times its lowest value."""
+    """True if the last loss is not finite, or the moving average exceeds DIVERGENCE_FACTOR times its lowest value."""
     # Checked first, since no comparison with NaN is true.
     if losses and not math.isfinite(losses[-1]):
         return True
@@ -74,7 +75,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
-    """Suggests a rate from the losses of a test; returns None if the loss never falls.
+    """Suggests a rate from the losses of a test; returns None if there are too few, or if they never fall.
 
     Args:
         rates: the learning rate at each step.
@@ -151,7 +152,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     strategy.stop()
     if suggestion is None:
         raise TrainingError(
-            f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
+            f"the loss never fell in {counted(len(recorder.losses), 'step')}, see {run.folder / 'range.png'}; "
             "use more --steps, or another range"
         )
 

@@ -166,7 +166,7 @@ class Goal:
         is_due = bool(history) and history[-1].epoch >= self.first_epoch
         if is_due and self.metric not in names:
             raise ConfigError(
-                f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
+                f"a trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
                 "data set validation data, or choose one of these with --metric, and another --output"
             )
 
@@ -205,7 +205,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
         direction: MAX or MIN; None: guessed from the metric's name.
 
     Raises:
-        ConfigError: there is no metric, or the run has no validation data for it.
+        ConfigError: there is no metric, or the run has no validation for it.
     """
     name = metric or config.checkpoint.best
     if name is None:

@@ -25,7 +25,7 @@ MIN_VALUES = 8
 
 # Takes an epoch and the metric's value, and returns True if the trial should be pruned.
 ShouldPrune = Callable[[int, float], bool]
-# Takes a trial's number and settings; returns its value, or None if it was pruned.
+# Takes a trial's number, its settings and a ShouldPrune; returns the trial's value, or None if it was pruned.
 RunTrial = Callable[[int, dict[str, Any], ShouldPrune], float | None]
 
 FINISHED = "finished"

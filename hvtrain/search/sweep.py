@@ -43,7 +43,7 @@ from hvtrain.system.files import local_folder
 from hvtrain.system.run_files import EpochRecord, read_history, read_starts
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line, without_secrets
-from hvtrain.system.text import duration
+from hvtrain.system.text import counted, duration
 
 POLL_SECONDS = 0.5
 
@@ -211,17 +211,16 @@ class Trials:
     def run(self) -> int:
         """Runs trials until there are enough results, and returns the exit code.
 
-        The files contain all results, even after an error or an interruption.
+        sweep.csv and sweep.json contain all results, even after an error or an interruption.
         """
         exit_at_signals()
         self._collect()
         # Results from an earlier start count, so the same command continues a sweep.
         num_done = len(self.results["trials"])
         note = f", {num_done} done already" if num_done else ""
-        print(
-            f"{self.num_trials} trials of {self.results['num_ranks']} ranks{note}; results go to {self.folder}",
-            flush=True,
-        )
+        trials = counted(self.num_trials, "trial")
+        ranks = counted(self.results["num_ranks"], "rank")
+        print(f"{trials} of {ranks}{note}; results go to {self.folder}", flush=True)
 
         exit_code = None
         try:
@@ -361,7 +360,7 @@ def train_trial(
             # An error here ends the run and the sweep, because each trial would fail in the same way.
             goal.check(starts)
 
-            # All new epochs are judged, even after one that should be pruned, because later trials are
+            # All new epochs are judged, even those after a decision to prune, because later trials are
             # compared with them.
             decisions = [
                 should_prune(epoch, value) for epoch, value in values.items() if epoch > last_judged

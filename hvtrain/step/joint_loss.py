@@ -81,7 +81,7 @@ def joint_loss(
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy lacks."""
+    """Raises ConfigError for a loss that needs all ranks' examples, which this strategy does not give it."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
             f"strategy={strategy} gives a loss one replica's examples, but {type(loss).__name__} "

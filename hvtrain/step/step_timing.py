@@ -236,7 +236,7 @@ class Split:
             if steps_in_a_row < FEW_STEPS:
                 # After a pause the ranks begin at different times, and the first reduction waits
                 # for the last of them.
-                caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
+                caution = f"too few steps in a row to judge by ({steps_in_a_row}): the first waits for slower ranks"
 
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),

@@ -363,8 +363,8 @@ def report_failures(
 
 def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     """Returns the error that this rank raises when another one has failed or is lost."""
-    kind = FailedRankError if reason.is_failure else LostRankError
-    error = kind(f"stopped because {reason.text}")
+    error_type = FailedRankError if reason.is_failure else LostRankError
+    error = error_type(f"stopped because {reason.text}")
     error.exit_code = reason.code
     error.culprit = reason.rank
     error.spokesman = watchdog.spokesman

@@ -44,7 +44,7 @@ class Comm:
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         """Returns sharded variables as whole arrays on the chief, and an empty dict on the other ranks.
 
-        Embedding tables are mapped from files in the folder.
+        Embedding tables are memory-mapped from files in the folder.
         """
         return {}
 
@@ -80,7 +80,8 @@ class Comm:
         if not any(failures):
             return value
 
-        # All ranks raise the error of the lowest rank that failed, named unless all of them failed.
+        # All ranks raise the error of the lowest rank that failed. Unless all ranks failed, the message
+        # names that rank.
         culprit = next(rank for rank, failure in enumerate(failures) if failure)
         first_error, host = failures[culprit]
         if all(failures):

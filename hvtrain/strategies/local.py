@@ -1,4 +1,4 @@
-"""Ranks that step on their own and synchronize their weights every few steps, for slow networks."""
+"""Strategies whose ranks step on their own and synchronize their weights every few steps, for slow networks."""
 
 import logging
 import math
@@ -18,6 +18,7 @@ from hvtrain.keras.local_steps import OUTER_MOMENTUM, OUTER_RATE, local_hook
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import Steps
+from hvtrain.system.text import counted
 from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class LocalSGDStrategy(HorovodStrategy):
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
         self.differences = [
-            f"weights of the ranks differ between synchronizations, which come every {every} steps"
+            f"weights of the ranks differ between synchronizations, which come every {counted(every, 'step')}"
         ]
 
     def start(self) -> Topology:
@@ -156,7 +157,7 @@ class LocalSGDStrategy(HorovodStrategy):
         rounds, within = np.subtract(num_done, self._num_counted)
         if (rounds, within) != (rounds_due, within_due):
             raise RankError(
-                f"{rounds} synchronizations and {within} reductions within the host ran in steps "
+                f"{counted(rounds, 'synchronization')} and {counted(within, 'reduction')} within the host ran in steps "
                 f"{self._settled_step + 1:,} to {step:,}, but {rounds_due} and {within_due} were due; step once for "
                 "each batch, with the optimizer that was passed to compile"
             )
@@ -165,9 +166,12 @@ class LocalSGDStrategy(HorovodStrategy):
         self._num_counted = num_done
 
     def description(self) -> str:
-        warmup = f", after {self.warmup_steps} synchronous steps" if self.warmup_steps else ""
+        interval = f"every {counted(self.sync_every, 'step')}"
+        warmup = ""
+        if self.warmup_steps:
+            warmup = f", after {counted(self.warmup_steps, 'synchronous step')}"
         within = ", gradients reduced within hosts" if self.within_hosts else ""
-        return f"{super().description()}, {self.name} every {self.sync_every} steps{warmup}{within}"
+        return f"{super().description()}, {self.name} {interval}{warmup}{within}"
 
 
 class DiLoCoStrategy(LocalSGDStrategy):
@@ -194,8 +198,8 @@ class DiLoCoStrategy(LocalSGDStrategy):
         super().__init__(every, **local)
         if not (0 < outer_rate < math.inf and 0 <= outer_momentum < 1):
             raise ConfigError(
-                f"strategy.outer_rate={outer_rate} and strategy.outer_momentum={outer_momentum} are out of range; the "
-                "rate must be above 0 and finite, the momentum at least 0 and less than 1"
+                f"strategy.outer_rate={outer_rate} must be above 0 and finite, and "
+                f"strategy.outer_momentum={outer_momentum} must be at least 0 and less than 1"
             )
         self.outer_rate = outer_rate
         self.outer_momentum = outer_momentum

@@ -63,14 +63,14 @@ class CallSteps:
     def next(self, step: int, end: int) -> int:
         """Returns the number of steps to take from this step of the run, at most up to `end`."""
         self._end = end
-        number = min(
+        num_steps = min(
             self._steps,
             end - step,
             *(interval - step % interval for interval in self._intervals),
         )
         # Cut back to the last weight update, if the call includes one; see `accumulate`.
-        past_update = (step + number) % self._accumulate
-        return number - past_update if past_update < number else number
+        past_update = (step + num_steps) % self._accumulate
+        return num_steps - past_update if past_update < num_steps else num_steps
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, the last of a call."""

@@ -109,9 +109,9 @@ class MirroredStrategy(ReplicaStrategy):
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full or plan.global_batch % self.num_replicas:
             raise ConfigError(
-                f"strategy={self.name} splits the batch of each step into {self.num_replicas} equal "
-                f"parts, but this run has steps of {plan.global_batch} examples or fewer; choose "
-                f"data.uneven=trim and a batch size that is a multiple of {self.num_replicas}"
+                f"strategy={self.name} divides the batch of each step equally among "
+                f"{counted(self.num_replicas, 'replica')}, but this run has steps of {plan.global_batch} examples or "
+                f"fewer; choose data.uneven=trim and a batch size that is a multiple of {self.num_replicas}"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:

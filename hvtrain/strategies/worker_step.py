@@ -22,7 +22,7 @@ from hvtrain.strategies.loop import replaced, split_batch
 
 
 class StepResults(NamedTuple):
-    """The results of the model's train step on a batch, each with its variable."""
+    """The results of the model's train step on a batch; all but `result` are paired with their variables."""
 
     gradients: list[tuple[keras.Variable, Any]]
     # Numbers to add to the state of the metrics.
@@ -50,7 +50,7 @@ def compute(
     metrics = model.metrics_variables
     # Metrics begin at zero, so that their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
-    start += [(seed, _advanced(seed, seed_offset)) for seed in seeds_of(model)]
+    start += [(seed, _offset_seed(seed, seed_offset)) for seed in seeds_of(model)]
 
     steps: list[Any] = []
 
@@ -86,10 +86,10 @@ def compute(
     )
 
 
-def _advanced(seed: keras.Variable, seed_offset: tf.Tensor) -> tf.Tensor:
+def _offset_seed(seed: keras.Variable, seed_offset: tf.Tensor) -> tf.Tensor:
     """Returns a random generator's state for this step: the model's state plus `seed_offset`."""
-    step = tf.pad(seed_offset[None], [[0, seed.shape[0] - 1]])
-    return tf.cast(tf.cast(seed.value, seed_offset.dtype) + step, seed.dtype)
+    padded_offset = tf.pad(seed_offset[None], [[0, seed.shape[0] - 1]])
+    return tf.cast(tf.cast(seed.value, seed_offset.dtype) + padded_offset, seed.dtype)
 
 
 def reader(

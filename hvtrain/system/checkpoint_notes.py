@@ -108,7 +108,7 @@ def to_environment(step: int, host: str) -> dict[str, str]:
 class NoteKeeper:
     """Keeps this host's note up to date.
 
-    If a note cannot be written, it warns once and gives up: notes matter only after another failure.
+    Warns once and gives up if a note cannot be written, since notes matter only after another failure.
     """
 
     # The run folder; None: this rank writes no note.

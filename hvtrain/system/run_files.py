@@ -27,7 +27,7 @@ from hvtrain.system.files import (
     write_json,
 )
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE
-from hvtrain.system.text import human_bytes
+from hvtrain.system.text import counted, human_bytes
 
 CONFIG_FILE = "config.yaml"
 README_FILE = "README.md"
@@ -127,7 +127,7 @@ class EpochTable:
     def save(self, items: Sequence[Any]) -> None:
         """Writes the items that are new since the last call.
 
-        Raises StorageError if the disk is full, for example. The next call then writes them.
+        Raises StorageError if the disk is full, for example. The next call then writes these items too.
 
         Args:
             items: All items so far, in a list that only grows from one call to the next.
@@ -276,7 +276,8 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     parts = []
     if ranks > 1:
         if synchronizations:
-            parts.append(f"weights synchronized {synchronizations:,} times in {steps:,} steps")
+            times = f"{synchronizations:,} time{'s' * (synchronizations != 1)}"
+            parts.append(f"weights synchronized {times} in {steps:,} steps")
         else:
             parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
         checks = numbers["weight_checks"]
@@ -290,7 +291,8 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     steps_by_worker = numbers.get("steps_by_worker")
     if steps_by_worker:
         shares = ", ".join(f"{number:,}" for number in steps_by_worker)
-        parts.append(f"gradients of {len(steps_by_worker)} workers: {shares}, for {steps:,} steps")
+        workers = counted(len(steps_by_worker), "worker")
+        parts.append(f"gradients of {workers}: {shares}, for {steps:,} steps")
 
     counts = sorted(set(numbers["examples_each_epoch"]))
     if counts:

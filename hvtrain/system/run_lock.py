@@ -102,7 +102,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """Returns True while a run uses the folder. Locks the file for a moment, but does not create it."""
+    """Returns True while a run uses the folder. Locks LOCK_FILE for a moment, but does not create it."""
     try:
         # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:

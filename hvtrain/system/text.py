@@ -44,13 +44,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def format_known(value: float | None, form: str, missing: str = "-") -> str:
+def format_known(value: float | None, format_spec: str, missing: str = "-") -> str:
     """Formats a number; returns `missing` for None.
 
     >>> format_known(1234.5, ",.1f"), format_known(None, ",.1f"), format_known(None, ".2f", missing="")
     ('1,234.5', '-', '')
     """
-    return missing if value is None else format(value, form)
+    return missing if value is None else format(value, format_spec)
 
 
 def aligned(table: Sequence[Sequence[str]], alignments: str = "") -> list[str]:

@@ -138,7 +138,11 @@ class Multilabel(Task):
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets != 0) & (targets != 1)
-        return first_fault(is_wrong, lambda _: "holds a number that is neither 0 nor 1")
+
+        def problem(row):
+            return f"holds {targets[row][is_wrong[row]][0]}, which is neither 0 nor 1"
+
+        return first_fault(is_wrong, problem)
 
     def softener(self, source: Source) -> Callable[[Any], Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)

@@ -49,7 +49,7 @@ class Custom(Task):
         if not loss_weights:
             return
 
-        # Weights need several losses: with a single one, a weight
+        # Weights need losses by output name: the weight of a single loss
         # would only scale the learning rate.
         outputs = list(self.loss) if isinstance(self.loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):

@@ -22,6 +22,7 @@ from keras.metrics import (
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.system.text import counted
 
 # Number of examples on which the loss and each metric are tried before a run.
 NUM_CHECKED = 32
@@ -199,7 +200,7 @@ def check_additive(metric: Metric, name: str, targets: Any, outputs: Any) -> Non
     if isinstance(result, Mapping) or np.ndim(result):
         raise ConfigError(
             f"task.metrics.{name} gives several numbers, and a run logs one for each metric; let it average "
-            "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
+            f"them (task.metrics.{name}.average=macro for F1Score and FBetaScore), or choose another metric"
         )
     _check_k(metric, name, outputs.shape[-1])
     for initial, first, rest, whole in zip(*states):
@@ -213,14 +214,14 @@ def check_additive(metric: Metric, name: str, targets: Any, outputs: Any) -> Non
 
 
 def _check_k(metric: Metric, name: str, num_outputs: int) -> None:
-    """Raises ConfigError for a metric that takes the k largest outputs of an example if it has no more than k."""
+    """Raises ConfigError if a metric takes the k largest outputs of an example, and there are no more than k."""
     # Without a threshold, F1Score counts the largest output as positive.
     is_score = isinstance(metric, FBetaScore) and metric.threshold is None
     k = metric.k if isinstance(metric, TOP_K) else int(is_score)
     if k >= num_outputs:
         raise ConfigError(
-            f"task.metrics.{name} takes the {k} largest of {num_outputs} outputs, whatever they are; "
-            "set its k or threshold, or leave it out"
+            f"task.metrics.{name} takes the {k} largest of {counted(num_outputs, 'output')}, whatever they are; "
+            "set the metric's k or threshold, or leave the metric out"
         )
 
 
@@ -246,12 +247,12 @@ def logits_metric(metric: Metric, setting: str) -> Metric:
         return copy_metric(metric, from_logits=True)
     # Metrics with num_thresholds, such as PrecisionAtRecall, compare outputs with thresholds between
     # 0 and 1; regression and correlation metrics compare them with the targets themselves.
-    kind = type(metric)
-    is_of_numbers = kind.__name__ in ("Accuracy", "KLDivergence", "Poisson")
-    is_of_numbers |= kind.__module__.endswith(("regression_metrics", "correlation_metrics"))
-    if is_of_numbers or "num_thresholds" in config:
+    metric_type = type(metric)
+    takes_values = metric_type.__name__ in ("Accuracy", "KLDivergence", "Poisson")
+    takes_values |= metric_type.__module__.endswith(("regression_metrics", "correlation_metrics"))
+    if takes_values or "num_thresholds" in config:
         raise ConfigError(
-            f"{setting} is a {kind.__name__}, which needs probabilities, and this task's outputs are logits; "
+            f"{setting} ({metric_type.__name__}) needs probabilities, and this task's outputs are logits; "
             "choose another metric, such as AUC, or compute it from the predictions"
         )
 
@@ -271,7 +272,7 @@ def logits_metric(metric: Metric, setting: str) -> Metric:
 
 
 def copy_metric(metric: Metric, **changes: Any) -> Metric:
-    """Copies a metric with changes of its arguments, such as another name, and without its state."""
+    """Copies a metric without its state, with some arguments changed, such as its name."""
     return type(metric).from_config({**metric.get_config(), **changes})
 
 

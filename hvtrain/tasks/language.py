@@ -61,7 +61,7 @@ class Language(ClassTask):
 
         # Keras's metrics first take the mean over an example's positions, so a token
         # would count less in a batch that is padded to a greater length. Here each
-        # position is an example of its own.
+        # position counts as one example.
         def count_tokens(x, y, y_pred, sample_weight=None):
             logits = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
             return compute_metrics(x, tf.reshape(y, [-1]), logits, tf.reshape(sample_weight, [-1]))

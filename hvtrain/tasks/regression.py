@@ -47,7 +47,7 @@ class Regression(Task):
         return hasattr(target, "dtype") and target.dtype.is_floating
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
-        # MixUp can mix numbers as they are.
+        # MixUp can mix the numbers themselves, once they are floats.
         return lambda targets: tf.cast(targets, tf.float32)
 
     def review(
@@ -63,7 +63,7 @@ class Regression(Task):
         # Positive where the prediction is too high.
         residuals = predictions - targets
 
-        # A scatter plot can show one number per example.
+        # A scatter plot can show only one number per example.
         has_more_targets = reviewed.targets.size > reviewed.num_examples
         suffix = " Only the first target is shown." if has_more_targets else ""
 

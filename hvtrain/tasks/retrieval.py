@@ -139,7 +139,8 @@ class Retrieval(Task):
         shape: Any = getattr(outputs, "shape", ())
         if len(shape) != 3 or shape[1] != 2:
             raise ConfigError(
-                f"{name} gives {shape}, and task={self.name} needs (None, 2, width); use model=two_tower"
+                f"{name} gives {shape or 'no single tensor'}, and task={self.name} needs (None, 2, width); "
+                "use model=two_tower"
             )
 
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:

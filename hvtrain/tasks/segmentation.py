@@ -98,12 +98,12 @@ class Segmentation(ClassTask):
         predicted = self.decode(reviewed.outputs)
         names = output_names(source, reviewed.outputs.shape[-1])
 
-        # Numbers of pixels that count: [examples, true classes, predicted classes].
-        counts = targets != self.ignored_label
+        is_counted = targets != self.ignored_label
         matrices = [
             tf.math.confusion_matrix(target[pixels], prediction[pixels], len(names))
-            for target, prediction, pixels in zip(targets, predicted, counts)
+            for target, prediction, pixels in zip(targets, predicted, is_counted)
         ]
+        # Numbers of pixels that count: [examples, true classes, predicted classes].
         confusion = np.stack(matrices)
         # Numbers of pixels in both masks, and in at least one of them: [examples, classes].
         intersection = confusion.diagonal(axis1=1, axis2=2)
@@ -131,7 +131,7 @@ def _overlays(
     ignored_label: int | None,
     names: Sequence[str],
 ) -> Figure:
-    """Shows the worst examples, then the first of the rest: image, true mask and predicted mask.
+    """Returns pictures of the worst examples, then of the first others: image, true mask and predicted mask.
 
     Args:
         reviewed: The examples; their inputs are images.

@@ -249,9 +249,9 @@ class Task(ABC):
     def complete(self, source: Source) -> None:
         """Builds partial metrics with the source's facts, and adapts all to logits if needed."""
 
-        def completed(metric, setting):
+        def build(metric, setting):
             if isinstance(metric, Mapping):
-                return {name: completed(item, f"{setting}.{name}") for name, item in metric.items()}
+                return {name: build(item, f"{setting}.{name}") for name, item in metric.items()}
             if isinstance(metric, partial):
                 options = metric.keywords
                 facts = select_facts(metric.func, options, source.facts(), setting, source.name)
@@ -259,7 +259,7 @@ class Task(ABC):
                 _check_type(setting, metric, Metric)
             return logits_metric(metric, setting) if self.gives_logits else metric
 
-        self.metrics = completed(self.metrics, "task.metrics")
+        self.metrics = build(self.metrics, "task.metrics")
 
     def compile(
         self,
@@ -336,7 +336,7 @@ class Task(ABC):
             check_logits(outputs, name, f"task={self.name}")
 
     def check_parts(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a loss or metric that cannot take these examples, or a metric that does not add up."""
+        """Raises ConfigError if a loss or metric cannot take these examples, or a metric's state is not a sum."""
         if not self.output_is_free and isinstance(targets, np.ndarray):
             check_loss(self.loss, targets, outputs, self.gives_logits)
         for name, metric in self.metrics.items():
@@ -396,5 +396,5 @@ def _check_type(setting: str, value: Any, *types: type) -> None:
         for output, item in value.items():
             _check_type(f"{setting}.{output}", item, *types)
     elif not isinstance(value, types):
-        description = "null" if value is None else f"a {type(value).__name__}"
+        description = "null" if value is None else f"of type {type(value).__name__}"
         raise ConfigError(f"{setting} is {description}; it must be a keras {types[0].__name__}")

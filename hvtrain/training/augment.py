@@ -176,8 +176,8 @@ def _refuse_scaling(setting: str, members: list[keras.Layer], has_range: bool) -
         for inner in member._flatten_layers():
             if isinstance(inner, SCALING):
                 raise ConfigError(
-                    f"{setting} ({type(inner).__name__}) would rescale the training images, and not those of "
-                    f"validation; leave it out, or scale the images back and set value_range in {setting}"
+                    f"{setting} ({type(inner).__name__}) would rescale the training images but not the validation "
+                    f"images; leave it out, or scale the images back and set value_range in {setting}"
                 )
 
 
@@ -187,7 +187,7 @@ def _check_range(
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not the images'.
+    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not the range of the images.
 
     A layer with another range would clip the images.
 
@@ -215,5 +215,5 @@ def _members(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Laye
     if type(layer) not in (layers.Pipeline, keras.Sequential):
         yield setting, layer
         return
-    for number, inner in enumerate(layer.layers):
-        yield from _members(f"{setting}.layers[{number}]", inner)
+    for index, inner in enumerate(layer.layers):
+        yield from _members(f"{setting}.layers[{index}]", inner)

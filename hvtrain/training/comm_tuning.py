@@ -60,7 +60,11 @@ class CommSettings(NamedTuple):
 
 
 def default_settings(bucket_mib: float) -> CommSettings:
-    """Returns the settings that apply without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
+    """Returns the settings that apply without comm.tune.
+
+    Raises:
+        ConfigError: HOROVOD_FUSION_THRESHOLD is set, or HOROVOD_CYCLE_TIME is not a number.
+    """
     threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD")
     if threshold is not None:
         raise ConfigError(

@@ -164,7 +164,7 @@ def check_first_batches(run: Run, start_step: int) -> None:
         if fault:
             example, problem = fault
             raise DataError(
-                f"example {example} of the first batch of rank {rank} from {source.name}: {problem}; "
+                f"example {example} of rank {rank}'s first batch from {source.name} {problem}; "
                 "fix the targets or choose another task"
             )
     if comm.topology.size == 1 or source.same_on_all_ranks:
@@ -182,7 +182,10 @@ def check_first_batches(run: Run, start_step: int) -> None:
 
 
 def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> None:
-    """Records the kinds of a batch's inputs, or raises DataError if they have changed (chief only)."""
+    """Records the kinds of a batch's inputs, or compares them with the recorded ones (chief only).
+
+    Raises DataError if they differ; with guard.data=false, only logs a warning.
+    """
     source = run.source
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))

@@ -330,5 +330,5 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     inputs, targets, outputs = keras.tree.map_structure(
         lambda *parts: np.concatenate(parts)[:limit], *batches
     )
-    number = min(num_examples, limit)
-    return ReviewedExamples(inputs, targets, outputs, number, split, total, step)
+    num_examples = min(num_examples, limit)
+    return ReviewedExamples(inputs, targets, outputs, num_examples, split, total, step)

@@ -8,8 +8,8 @@ messages, lines of JSON, from its standard input: first {"addresses", "name", "f
 is true. It answers twice on its standard output: with the indices of the addresses that apprise does not know, and
 then with the indices of those that did not accept the notice.
 
-No launcher knows of this process: it has a session of its own, no parent, and none of the environment variables by
-which launchers find the processes to kill. It ends at most SECONDS_TO_SEND after rank 0.
+No launcher knows of this process: it has its own session, no parent, and none of the environment variables by which
+launchers find the processes to kill. It ends at most SECONDS_TO_SEND after rank 0.
 """
 
 import json
@@ -127,7 +127,7 @@ class Notice:
             self._submit("failed", cause_in_words(error))
 
     def note(self, text: str) -> None:
-        """Records why the run fails, to be sent if this process is ended before it can say more.
+        """Records why the run fails, to be sent if this process is killed before it sends a final notice.
 
         Any thread may call this.
         """

@@ -21,7 +21,7 @@ from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.text import flatten
-from hvtrain.training.run import ResumePoint, Start, versions
+from hvtrain.training.run import ResumePoint, Start, format_setting, versions
 
 log = logging.getLogger(__name__)
 
@@ -312,8 +312,8 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(
-                f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
-                "start with the same value, or choose another run.dir"
+                f"{name}={format_setting(now)}, but the run in this folder began with {format_setting(then)}, "
+                "which cannot change; start with the same value, or choose another run.dir"
             )
     return changed
 

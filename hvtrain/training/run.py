@@ -260,8 +260,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     splits = ", ".join(f"{size:,} {split}" for split, size in source.split_sizes().items())
     if len(set(plan.batch_sizes)) == 1:
         # The plan counts all replicas of a process as one rank, with their joint batch.
-        number = plan.size * strategy.num_replicas
-        product = f"{number} x {plan.global_batch // number} = {plan.global_batch}"
+        num_units = plan.size * strategy.num_replicas
+        product = f"{num_units} x {plan.global_batch // num_units} = {plan.global_batch}"
         batch = f"{product} ({strategy.unit} x batch)"
     else:
         batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
@@ -293,7 +293,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         **header(run.described),
         "trained on": config.data.one_batch and "the first batch in every step (data.one_batch)",
         "evaluated on": config.train.evaluation_steps
-        and f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)",
+        and f"the first batches of each rank, at most {config.train.evaluation_steps} (train.evaluation_steps)",
         "augmentation": config.augment and describe_augmentation(config, source),
         "global batch": batch,
         "learning rate": (
@@ -311,15 +311,16 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         if start.ended or start.step >= plan.num_steps:
             lines["resumed"] += "; nothing is left to train"
         lines["changed"] = "; ".join(
-            f"{name} {_format_setting(before)} -> {_format_setting(now)}"
+            f"{name} {format_setting(before)} -> {format_setting(now)}"
             for name, (before, now) in run.changed.items()
         )
 
     return {name: text for name, text in lines.items() if text}
 
 
-def _format_setting(value):
-    return "null" if value is None else value  # As in YAML and on the command line.
+def format_setting(value: Any) -> Any:
+    """Returns a setting's value as messages show it: null for None, as in YAML and on the command line."""
+    return "null" if value is None else value
 
 
 def describe_resize(start: Start, plan: StepPlan) -> str:

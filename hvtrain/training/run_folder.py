@@ -105,7 +105,7 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
         refuse_link(
             checkpoints,
             ConfigError,
-            "make it a folder, or set run.dir to the folder that it leads to",
+            "replace it with the folder that it leads to, or choose another run.dir",
         )
         folder.mkdir(parents=True, exist_ok=True)
         # Before the sweep, which would remove what another process is still writing.

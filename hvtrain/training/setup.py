@@ -24,6 +24,7 @@ from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multi
 from hvtrain.step.joint_loss import overridden_steps
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.storage.cache import forget_copies
+from hvtrain.system.text import counted
 from hvtrain.tasks import Task
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.prepared_step import class_weights, prepare_step
@@ -141,7 +142,7 @@ def plan_run(
     if strategy.cuts_batches and saved and saved["num_ranks"] != len(hosts):
         parts = saved["num_ranks"]
         raise CheckpointError(
-            f"the run in this folder began with steps of {parts} parts, and now they have {len(hosts)}; "
+            f"the run in this folder began with steps of {counted(parts, 'part')}, and now they have {len(hosts)}; "
             f"set strategy.virtual_ranks={parts}, or choose another run.dir"
         )
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)

@@ -52,8 +52,8 @@ class Tracker(ABC):
 
     def check(self, name: str) -> None:
         """Raises ConfigError if a package is missing; `name` is the choice in tracker=name."""
-        # All missing modules are named at once, so that one installation is enough. find_spec does
-        # not import them, which would take seconds.
+        # All missing modules are named, so that one installation is enough. find_spec does not import
+        # them, which would take seconds.
         missing = [module for module in self.needs if not find_spec(module)]
         if missing:
             raise ConfigError(
@@ -201,7 +201,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-# MLflow refuses a request with more parameters than this, and values with more characters.
+# MLflow's limits on the number of parameters in a request, and on the characters of a value.
 MAX_PARAMS = 100
 MAX_PARAM_LENGTH = 6000
 

@@ -72,7 +72,7 @@ class Watchdog:
         """
         return None
 
-    def signal_rank_0(self, number: int) -> None:
+    def signal_rank_0(self, signum: int) -> None:
         """Forwards a signal that this rank has received to rank 0, unless rank 0 receives one itself."""
 
     @property
@@ -199,9 +199,9 @@ class Member(Watchdog):
         self._is_leaving = self._reason is not None
         return self._reason
 
-    def signal_rank_0(self, number: int) -> None:
+    def signal_rank_0(self, signum: int) -> None:
         # In another thread, since signal handlers, which call this, must not wait for locks.
-        in_background(self._send, Kind.SIGNAL, number=number)
+        in_background(self._send, Kind.SIGNAL, number=signum)
 
     @property
     def spokesman(self) -> int:
@@ -364,7 +364,7 @@ class Member(Watchdog):
         hub = self._hub if self._hub and self._hub.is_here() else None
         state = hub.state() if hub else ""
         if state:
-            text = f"{text}, it is {state}"
+            text = f"{text} and is {state}"
         # When rank 0 wakes up, it reads this first.
         self._propose(StopReason(text, RESTART_HELPS, 0))
 

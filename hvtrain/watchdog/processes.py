@@ -1,4 +1,4 @@
-"""Inspects and wakes other processes on this host, and ends its own, for the watchdog.
+"""Inspects and wakes other processes on this host, and ends this process, for the watchdog.
 
 Writing a last message and Python stacks must not delay the end of a process for long.
 """
@@ -73,7 +73,7 @@ class Process:
         return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """Returns why the process may not answer, as text after "it is"; empty if it is running."""
+        """Returns why the process may not answer, as text after "and is"; empty if it is running."""
         with suppress(psutil.Error):
             # Process IDs are reused, so the start has to match too.
             if start_of(self.number) == self.started:
@@ -254,7 +254,7 @@ def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) ->
         text: the line.
         rank: this rank.
         culprit: the rank at fault; None: unknown.
-        wait_seconds: delay before stderr, for ranks that need not speak if another one does.
+        wait_seconds: delay before writing to stderr, for ranks that need not speak if another one does.
     """
     within(
         wait_seconds + SECONDS_FOR_FILES,

@@ -317,7 +317,7 @@ class Snapshot:
             return f"{state.name} hangs in {self._phase_text(state)}"
 
         process = processes.get(state.rank)
-        cause = f", it is {process}" if process else ""
+        cause = f" and is {process}" if process else ""
         return (
             f"{state.name} has not answered since {wall_clock(silence)}{cause}; "
             f"last seen in {state.status.phase}, step {_step(state)}"

@@ -266,10 +266,10 @@ def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
     assert re.fullmatch(r"its clock is [67]\.\d s ahead of that of s1", failures["clock", "s2"])
     assert (
         failures["shared memory", "s2"]
-        == "/dev/shm has 16 MiB free of 16 MiB; its slots need 128 MiB"
+        == "/dev/shm has 16 MiB free of 16 MiB; the host's slots need 128 MiB"
     )
     assert failures["open files", "s3"] == (
-        "a process may open 512 files; each of 6 ranks needs 1024"
+        "a process may open 512 files, but needs 1024 with 6 ranks"
     )
 
 

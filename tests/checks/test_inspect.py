@@ -270,7 +270,7 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys, browser):
             "[...document.images].every(image => image.complete && image.naturalWidth)"
         )
     if name == "own function":
-        assert "refused: train: 3 labels are outside 0 ... 2; fix the targets\n" in output
+        assert "refused: train: labels outside 0 ... 2 (count: 3); fix the targets\n" in output
 
 
 @pytest.mark.parametrize(

@@ -99,17 +99,17 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
         ("model.weights=[a]", "model.weights=['a'] is not a string or null"),
         (
             "model.weights_except=a*",
-            "model.weights_except was given without model.weights; set that to the source of the other weights",
+            "model.weights_except needs model.weights, which is not set; set it to the source of the other weights",
         ),
         ("train.ema=1", "train.ema=1.0 is out of range; it must be between 0 and 1, such as 0.999"),
         ("train.ema=0", "train.ema=0.0 is out of range; it must be between 0 and 1, such as 0.999"),
         (
             "train.rates={a*:0}",
-            "train.rates.a*=0 is not a factor above 0; use model.freeze=[a*] to freeze it",
+            "train.rates.a*=0 is not a finite number above 0; to freeze these variables, use model.freeze=[a*]",
         ),
         (
             "train.rates={a*:x}",
-            "train.rates.a*=x is not a factor above 0; use model.freeze=[a*] to freeze it",
+            "train.rates.a*=x is not a finite number above 0; to freeze these variables, use model.freeze=[a*]",
         ),
         ("train.rates=2", "train.rates=2 is not a group of settings or null"),
     ],

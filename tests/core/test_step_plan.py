@@ -172,7 +172,7 @@ def test_more_ranks_than_examples_of_a_step():
     made = plan([9, 9], batch_size=4, uneven="pad")
     assert made.on(2) == made
     with pytest.raises(
-        ConfigError, match=r"3 ranks are more than the 2 examples of step 3 .* at most 2 ranks, or"
+        ConfigError, match=r"3 ranks are more than the 2 example\(s\) of step 3 .* at most 2 rank"
     ):
         made.on(3)
 

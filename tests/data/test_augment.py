@@ -161,7 +161,7 @@ def test_layers_of_the_user():
             "draws random numbers from Python or NumPy, which would be the same in all steps",
         ),
         (layers.AugMix, r"augment.x \(AugMix\) draws random numbers from Python or NumPy"),
-        (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),
+        (lambda: layers.Dense(3), r"\(Dense\) has weights, which would stay untrained"),
         (
             lambda: Careless("fails"),
             r"fails on images of shape \(12, 12, 3\): .*test_augment.py, line \d+\); change its",
@@ -397,7 +397,7 @@ LAYER = "+augment.x={_target_: keras.layers."
         ),
         (
             [LAYER + "Rescaling, scale: 0.5}"],
-            r"x \(Rescaling\) would rescale the training images, and not those of validation",
+            r"x \(Rescaling\) would rescale the training images but not the validation images",
         ),
         (
             [

@@ -165,8 +165,8 @@ def error(ranks, name: str) -> str:
 @pytest.mark.nightly
 def test_what_is_skipped_is_told(ranks):
     folder, found, output = ranks
-    assert "skipped 1 examples that could not be read; their names are in logs/" in output
-    assert "skipped 2 examples that could not be read; their names are in logs/" in output
+    assert "skipped 1 example(s) that could not be read; their names are in logs/" in output
+    assert "skipped 2 example(s) that could not be read; their names are in logs/" in output
     record = found[0]["skipped"]["record"]
     assert (record["skipped_examples"], record["num_steps"]) == (2, 8)
     logged = (folder / "skipped" / "logs" / "rank-0001.log").read_text()

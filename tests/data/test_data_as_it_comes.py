@@ -491,7 +491,7 @@ RECORD_LABELS = [
     (
         {"bytes_list": tf.train.BytesList(value=[b"dog"])},
         {},
-        r"label holds 1 names \(dog\), but .*num_classes is 2; set it to 1, or give",
+        r"label holds 1 name\(s\) \(dog\), but .*num_classes is 2; set it to 1, or give",
     ),
     (
         {"bytes_list": tf.train.BytesList(value=[b"cow"])},
@@ -550,7 +550,7 @@ ROWS = [
     ([PIXELS, PIXELS], pa.array(["b", "a"]).dictionary_encode(), {}, [1, 0]),
     ([PIXELS, PIXELS], (pa.array(["b"]), pa.array(["a"], pa.large_string())), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),
-    ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 names \(b\), but dataset.num_classes is 2"),
+    ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 name\(s\) \(b\), but .*num_classes is 2"),
     ([PIXELS / 255, PIXELS * 1.0], [0, 1], {}, "b.parquet up to 2.*; write both in one range"),
     ([encoded(PICTURE, orientation=3), encoded(PICTURE)], [0, 1], {}, [0, 1]),
 ]
@@ -751,7 +751,7 @@ REFUSED_ARRAYS = [
     (X[:0], Y[:0], {}, r"x_train \(ndarray\) has no rows"),
     (X * 1j, Y, {}, "x_train holds complex128; numbers or text are needed"),
     (PICTURES_FIRST, Y, {}, r"images of shape \(3, 8, 8\) have their channels first"),
-    (X, Y, {**THREE, "class_names": ["ant", "bee"]}, "class_names has 2 names for 3 classes; give"),
+    (X, Y, {**THREE, "class_names": ["ant", "bee"]}, "has length 2, but num_classes is 3; give"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
     (
         X,

@@ -172,7 +172,7 @@ def test_how_many_texts_are_cut_is_said(tmp_path):
     options = {"vocabulary_size": 270, "length": 8, "examples": "documents"}
     source = Text(str(path), "text", **options)
     assert source.num_examples("train") == 8
-    assert source.description()["text"][-1] == "1 cut at dataset.length=8 tokens"
+    assert source.description()["text"][-1] == "1 text(s) cut at dataset.length=8 tokens"
 
 
 def test_paragraphs_are_examples(tmp_path):

@@ -156,17 +156,17 @@ def first(source, size=2, rank=0, steps=5):
         ),
         (
             lambda d: d.map(lambda x, y: {"x": x}),
-            r"gives elements of a dict; \(inputs, targets\) or",
+            r"gives an object of type dict per element; \(inputs, targets\) or",
         ),
-        (lambda d: d.map(lambda x, y: (x,)), r"gives elements of 1 parts; \(inputs, targets\) or"),
+        (lambda d: d.map(lambda x, y: (x,)), r"gives 1 part\(s\) per element; \(inputs, targets\)"),
         (
             lambda d: d.map(lambda x, y: (tf.RaggedTensor.from_row_lengths([x], [1]), y)),
             "gives RaggedTensorSpec.* make tensors dense",
         ),
-        (lambda d: [1], r"returned a list; a tf.data.Dataset or a keras.utils.PyDataset is needed"),
+        (lambda d: [1], r"returned an object of type list; a tf.data.Dataset or a keras.utils"),
         (
             lambda d: None,
-            r"returned a NoneType; a tf.data.Dataset or a keras.utils.PyDataset is needed",
+            r"returned None; a tf.data.Dataset or a keras.utils.PyDataset is needed",
         ),
         (lambda d: d.repeat(), r"never ends; set num_examples"),
     ],
@@ -189,7 +189,7 @@ def test_functions_with_wrong_arguments_are_refused():
         from_dataset(lambda shard, num_shards, folder: None)
     with pytest.raises(
         ConfigError,
-        match=r"num_examples has test; it may have train, or train, validation, test if the function",
+        match=r"num_examples has test; it may have train, validation, test if the function",
     ):
         from_dataset(numbers, num_examples={"train": 3, "test": 4})
     source = made(lambda d: d)
@@ -334,18 +334,18 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
     ("batches", "message"),
     [
         ([], r"the PyDataset has no batches or no __len__; define __len__"),
-        ([np.zeros(3)], r"batch 0 is a ndarray; \(inputs, targets\) or"),
+        ([np.zeros(3)], r"batch 0 holds an object of type ndarray; \(inputs, targets\) or"),
         (
             [(np.zeros(3), np.zeros(2))],
             r"the arrays of batch 0 have 2 and 3 rows; each example needs one in each",
         ),
         (
             [TWO, TWO, (np.zeros((3, 3)), np.zeros(3))],
-            r"batch 2 of 3 holds 3 examples, but batch 0 holds 2; give all batches one",
+            r"batch 2 of 3 holds 3 example\(s\), but batch 0 holds 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((1, 3)), np.zeros(1)), TWO],
-            r"batch 1 of 3 holds 1 examples, but batch 0 holds 2; give all batches one",
+            r"batch 1 of 3 holds 1 example\(s\), but batch 0 holds 2; give all batches one",
         ),
         (
             [TWO, (np.zeros((2, 4)), np.zeros(2)), TWO],

@@ -130,7 +130,7 @@ def test_one_piece_is_read_ahead_and_no_more(folder, monkeypatch):
 def test_fewer_row_groups_than_ranks_is_refused_for_training_but_not_for_testing(folder):
     source = Parquet(str(folder), SHAPE, 3)
     with pytest.raises(
-        DataError, match=r"7 row groups of training data for 8 ranks.*write at least 8 row groups"
+        DataError, match=r"7 row group\(s\) of training .* for 8 ranks.*write at least 8 row groups"
     ):
         source.shard_sizes("train", 8)
     assert sorted(source.shard_sizes("test", 4)) == [0, 2, 4, 4]
@@ -281,7 +281,7 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
         ),
         (
             {"label_column": "text"},
-            r"text holds 1 names \(x\), but dataset.num_classes is 3; set it to 1, or give",
+            r"text holds 1 name\(s\) \(x\), but dataset.num_classes is 3; set it to 1, or give",
         ),
     ]:
         with pytest.raises(DataError, match=message):

@@ -209,7 +209,7 @@ def test_the_description_names_classes_and_input():
     assert found["class_names"] == ["ash", "elm", "oak"] and found["num_classes"] == 3
     assert found["input"]["shape"] == SHAPE
     assert found["input"]["range"] == (images.min(), images.max())
-    with pytest.raises(ConfigError, match="class_names has 2 names for 3 classes; give one for"):
+    with pytest.raises(ConfigError, match="class_names has length 2, but num_classes is 3; give"):
         ArraySource("trees", dict, SHAPE, 3, class_names=["ash", "elm"])
 
 

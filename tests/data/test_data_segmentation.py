@@ -216,7 +216,7 @@ def test_wrong_settings_are_refused(tmp_path):
             ConfigError, match=f"num_classes={number}: 8-bit masks hold 2 to 255 classes"
         ):
             SegmentationFolder(str(tmp_path), [8, 12, 3], number)
-    with pytest.raises(ConfigError, match=r"class_names has 1 names for 3 classes"):
+    with pytest.raises(ConfigError, match=r"class_names has length 1, but num_classes is 3"):
         SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
 
 

@@ -74,7 +74,7 @@ def test_fewer_files_than_ranks_is_refused_for_training_but_not_for_testing(tmp_
     source = TFRecords(str(tmp_path), SHAPE, 3)
     with pytest.raises(
         DataError,
-        match=r"4 TFRecord files of training .* for 5 ranks.*write at least 5 TFRecord files",
+        match=r"4 TFRecord file\(s\) of training .* for 5 ranks.*write at least 5 TFRecord files",
     ):
         source.shard_sizes("train", 5)
     assert source.shard_sizes("test", 4) == [3, 0, 0, 0]

@@ -536,4 +536,6 @@ def test_ranks_refuse_shards_that_have_changed_or_are_damaged(ranks, name, messa
 def test_ranks_train_on_what_is_left_of_a_damaged_shard(ranks):
     _, results, output = ranks
     assert results[0]["skipped"]["record"]["num_steps"] == 6
-    assert "skipped 1 examples that could not be read, and the rest of 1 damaged file(s)" in output
+    assert (
+        "skipped 1 example(s) that could not be read, and the rest of 1 damaged file(s)" in output
+    )

@@ -273,7 +273,7 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("quotes of Spark", text(f'"a \\"b, c\\" {number}"' for number in NUMBERS), {}, r't.csv cannot be read: a quote in a cell is written as \\", and "" is needed; fix the file'),
     ("files that were joined as text", 2 * PLAIN, {}, r"t.csv cannot be read: row 60 repeats the names of the columns; fix the file"),
     ("joined files with an index", 2 * text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name=",x"), {}, r"row 60 repeats the names of the columns"),
-    ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
+    ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: it is UTF-8 except for 1 byte;"),
     ("Shift-JIS", text(["東京", "大阪", "名古屋"] * 20).encode("shift_jis"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
     ("Windows-1251", text(["Москва 12345678", "Казань 87654321"] * 30).encode("cp1251"), {}, r"t.csv cannot be read: it is neither UTF-8 nor, by its letters, Windows-1252"),
     ("no rows", "x,y\n", {}, r"dataset.file=.*t.csv holds no rows"),

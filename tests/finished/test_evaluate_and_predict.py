@@ -247,7 +247,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message)
         ([], "RUN is missing; name the folder of a run"),
         (
             ["run=nowhere"],
-            "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/",
+            "run=nowhere is not the folder of a run: it lacks config.yaml or checkpoints/; give",
         ),
         (["{run}", "split=tests"], "split=tests is not one of train, validation, test"),
         (["run={run}", "checkpoint=first"], "checkpoint=first is not one of best, last"),

@@ -170,7 +170,7 @@ def test_who_is_not_logged_in_is_told_before_the_export(hub, folder, monkeypatch
     monkeypatch.setattr(Hub, "error", OSError("Token is required, but no token found.\nMore of it"))
     with pytest.raises(
         ConfigError,
-        match=r"repo=hf://me/digits cannot be used: .*no token found.*; if it needs a login: ",
+        match=r"repo=hf://me/digits cannot be used: .*no token found.*; if you are not logged in, ",
     ):
         export_words(
             monkeypatch,

@@ -133,7 +133,7 @@ def test_sharded_tables_learn_what_whole_ones_learn(runs):
 def test_recomputed_gradients_raise_no_alarm_and_change_no_bit(runs):
     folder, _, output = runs
     assert record(runs, "recomputed")["num_steps"] == record(runs, "whole")["num_steps"]
-    assert "gradients were computed again on all ranks" in output
+    assert "gradients on all ranks, with relative differences up to" in output
     ours, expected = newest(folder / "recomputed"), newest(folder / "whole")
     assert all((ours[name] == expected[name]).all() for name in expected)
 

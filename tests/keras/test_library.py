@@ -43,7 +43,7 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     assert joint_batch["size"] == 2
     assert results["error"] < results["tolerance"]
     assert results["error_without_reduction"] > max(0.1, 3 * results["tolerance"])
-    assert results["ranks_differ"] == 0, "at the end, and at the start after the broadcast"
+    assert results["rank_difference"] == 0, "at the end, and at the start after the broadcast"
     assert results["reductions"] == results["expected"], (
         "one for each step that changes weights, counted in the graph"
     )

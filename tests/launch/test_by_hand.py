@@ -95,7 +95,7 @@ def test_who_is_missing_is_named_to_all():
         server.close()  # As rank 0 does at its end.
         waiting.join(timeout=30)
         assert re.fullmatch(
-            r"coordinator 0 at 127.0.0.1:\d+ has ended while (coordinator 0, )?ps 0, worker 1 had not connected; "
+            r"coordinator 0 at 127.0.0.1:\d+ ended before (coordinator 0, )?ps 0, worker 1 connected; "
             "look at the output of coordinator 0",
             results[2],
         ), "and not 60 s later"

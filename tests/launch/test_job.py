@@ -43,7 +43,7 @@ from hvtrain.system import host_facts
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-np 0 true", "^-np 0 is not a whole number of at least 1$"),
+        ("-np 0 true", "^-np 0 is not a whole number of at least 1; give the number of ranks$"),
         (
             "-np two true",
             "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$",
@@ -157,7 +157,7 @@ def test_settings_keep_their_type_and_texts_stay_texts():
         ConfigError, match=r"cluster.time: ssh has no such setting; choose cluster=slurm\|mpijob"
     ):
         choose(["cluster.time=1"], [])
-    with pytest.raises(ConfigError, match="those of the run come after --"):
+    with pytest.raises(ConfigError, match="write the run's settings after --"):
         choose(["model=cnn"], [])
 
 

@@ -211,5 +211,5 @@ def test_without_libcst_it_says_what_to_install(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "hvtrain: this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst\n"
+        "hvtrain: this command needs libcst, which is not installed; run pip install libcst\n"
     )

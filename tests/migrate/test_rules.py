@@ -203,7 +203,7 @@ LEFT = {
     "from keras.mixed_precision import LossScaleOptimizer\nLossScaleOptimizer(o, dynamic=False)":
         (2, "dynamic= was removed; the scale always adapts"),
     "import keras\nimport tensorflow as tf\nrate = tf.Variable(0.1)\nkeras.optimizers.Adam(rate)":
-        (4, "Keras 3 takes no tf.Variable as a rate"),
+        (4, "Keras 3 does not accept a tf.Variable as a rate"),
     "import keras\noptions = {'lr': 0.1}\nkeras.optimizers.Adam(**options)": (3, "lr in these arguments is"),
     "import keras\noptions['lr'] = 0.1\nkeras.optimizers.Adam(**options)": (3, "lr in these arguments is"),
     "import keras\nkeras.optimizers.SGD.from_config({'lr': 0.1})": (2, "lr in these arguments is"),

@@ -141,7 +141,7 @@ def test_what_cannot_be_recomputed_is_refused():
 
     with pytest.raises(
         ConfigError,
-        match=r"^train.remat=true needs a Functional or Sequential model, and own is a Own",
+        match=r"^train.remat=true needs a Functional or Sequential model, and own is of type Own",
     ):
         change_parts(Own(name="own"), config(remat=True), 1)
     inputs = [

@@ -172,10 +172,10 @@ def refused(message, name="BertTextClassifier", shape=(3,), **options):
 
 def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
     refused(
-        "no backbone or task 'BertTextClasifier'; the nearest: BertTextClassifier,",
+        "no backbone or task 'BertTextClasifier'; choose one such as BertTextClassifier,",
         "BertTextClasifier",
     )
-    refused("no backbone or task 'zzz'; the nearest: BertBackbone, GPT2CausalLM", "zzz")
+    refused("no backbone or task 'zzz'; choose one such as BertBackbone, GPT2CausalLM", "zzz")
     refused(
         "TextClassifier is a base class; choose a subclass, such as AlbertTextClassifier, .* model.preset",
         "TextClassifier",

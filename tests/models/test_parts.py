@@ -107,16 +107,19 @@ def test_how_much_trains_is_said():
     [
         (
             ["midle"],
-            "model.freeze names midle, which matches nothing trainable; similar names: middle",
+            "model.freeze names midle, which matches nothing trainable; names in this model include middle",
         ),
-        (["conv*"], "model.freeze names conv*, which matches nothing trainable; similar names: "),
+        (
+            ["conv*"],
+            "model.freeze names conv*, which matches nothing trainable; names in this model include ",
+        ),
         (
             ["stem", "*"],
             "model.freeze=[stem,*] leaves nothing to train; leave out a layer, such as logits",
         ),
         (
             ["bn/moving_mean"],
-            "model.freeze names bn/moving_mean, which matches nothing trainable; similar names: ",
+            "model.freeze names bn/moving_mean, which matches nothing trainable; names in this model include ",
         ),
         (["flatten"], "model.freeze names flatten, which matches nothing trainable"),
     ],

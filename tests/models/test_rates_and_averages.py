@@ -13,7 +13,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.models.rates import (
-    averaged,
+    averaged_weights,
     decay_kernels,
     factors_of,
     keep_averages,
@@ -106,7 +106,7 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
 
     with pytest.raises(
         ConfigError,
-        match=r"^train.rates names boddy, which matches nothing trainable; similar names",
+        match=r"^train.rates names boddy, which matches nothing trainable; names in this model include",
     ):
         set_rates(compiled(keras.optimizers.SGD()), {"boddy": 2})
     with pytest.raises(
@@ -178,7 +178,7 @@ def test_the_average_is_of_the_weights_after_each_step_that_changes_them(accumul
             now = model.get_weights()
             average = now if average is None else [0.7 * a + 0.3 * b for a, b in zip(average, now)]
     raw = model.get_weights()
-    with averaged(model, 0.7):
+    with averaged_weights(model, 0.7):
         for weight, expected in zip(model.get_weights(), average):
             np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
         assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), raw)) > 1e-3
@@ -194,14 +194,14 @@ def test_the_raw_weights_come_back_after_an_error_too():
     keep_averages(optimizer, 0.5)
     model = compiled(optimizer)
     first = model.get_weights()
-    with averaged(model, 0.5):
+    with averaged_weights(model, 0.5):
         assert all(np.array_equal(a, b) for a, b in zip(first, model.get_weights())), (
             "no average before the first step"
         )
     for batch in BATCHES[:2]:
         model.train_on_batch(*batch)
     raw = model.get_weights()
-    with pytest.raises(RuntimeError), averaged(model, 0.5):
+    with pytest.raises(RuntimeError), averaged_weights(model, 0.5):
         raise RuntimeError
     assert all(np.array_equal(a, b) for a, b in zip(raw, model.get_weights()))
 

@@ -142,9 +142,9 @@ np.save("logits.npy", keras.models.load_model("model.keras")(np.load("tokens.npy
         (
             tf.TensorSpec((8, 8, 1), tf.float32),
             {},
-            "it needs a row of tokens as whole numbers, of a known largest length",
+            "it needs a row of integer tokens with a known maximum length",
         ),
-        ({"a": tf.TensorSpec((8,), tf.int32)}, {}, "it needs a row of tokens"),
+        ({"a": tf.TensorSpec((8,), tf.int32)}, {}, "it needs a row of integer tokens"),
         (tf.TensorSpec((8,), tf.int32), {"blocks": 0}, "blocks=0; it needs at least 1"),
         (
             tf.TensorSpec((8,), tf.int32),

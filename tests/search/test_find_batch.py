@@ -84,7 +84,7 @@ def test_the_search_ends_with_the_data(tmp_path):
     )
     code, output = run("mpi", 2, *MODULE, *arguments, cwd=tmp_path)
     assert code == 0, output
-    assert "ended: train.accumulate=2 exceeds the 1 batches of a rank in an epoch" in output
+    assert "ended: train.accumulate=2 exceeds a rank's number of batches in an epoch, 1" in output
     assert content(tmp_path / "test")[0] == [128, 256]
 
 

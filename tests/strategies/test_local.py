@@ -213,7 +213,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
             "callbacks.own.save_freq=16 would save rank 0's own weights, since those of strategy=local_sgd differ",
         ),
         ("never", "strategy.every=0 is not a whole number of at least 1"),
-        ("outer", "strategy.outer_momentum=1.0 are out of range"),
+        ("outer", "strategy.outer_momentum=1.0 must be at least 0 and less than 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(runs, name, line):

@@ -240,7 +240,7 @@ def test_split_names_the_rank_that_others_wait_for():
         "19.00 ms without communication"
     )
     assert Split.of(ranks, steps_in_a_row=3, sees_exchange=True).in_words(2) == (
-        f"{split.in_words(2)}; 3 steps in a row are too few to judge by: the first waits for slower ranks"
+        f"{split.in_words(2)}; too few steps in a row to judge by (3): the first waits for slower ranks"
     )
 
 

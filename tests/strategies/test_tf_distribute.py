@@ -188,7 +188,7 @@ REFUSED_BY_REPLICAS = [
     ("nan", r"the gradient of step \d+ is not finite on rank 0; it did not reach the weights"),
     (
         "pads",
-        r"strategy=mirrored splits the batch of each step into 2 equal parts, but .* choose data.uneven=trim",
+        r"strategy=mirrored divides the batch of each step equally among 2 replicas, but .* choose data.uneven=trim",
     ),
     (
         "synced",

@@ -66,7 +66,7 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
 
     refusals = [(name, [], message) for name, message in REFUSED.items()]
     for name, argument in OF_PROBABILITIES.items():
-        message = f"task.metrics.own is a {name}, which needs probabilities"
+        message = rf"task.metrics.own \({name}\) needs probabilities"
         needed = [f"+task.metrics.own.{argument}=0.5"] if argument else []
         refusals.append((name, needed, message))
     for name, arguments, message in refusals:
@@ -82,7 +82,7 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
 def test_a_score_of_one_output_needs_a_threshold():
     """Without one, Keras takes the largest of the outputs for yes, which is each example's only one."""
     source = Given(spec("float32", 5), spec("float32"))
-    with pytest.raises(ConfigError, match=r"task.metrics.f1 takes the 1 largest of 1 outputs"):
+    with pytest.raises(ConfigError, match=r"task.metrics.f1 takes the 1 largest of 1 output,"):
         Binary(metrics={"f1": keras.metrics.F1Score("macro")}).prepare(source)
     Binary(metrics={"f1": keras.metrics.F1Score("macro", 0.5)}).prepare(source)
 
@@ -211,13 +211,13 @@ def test_a_metric_that_would_be_wrong_is_refused(metric, message):
 @pytest.mark.parametrize(
     ("loss", "metrics", "message"),
     [
-        ("mse", {}, "task.loss is a str; it must be a keras Loss"),
+        ("mse", {}, "task.loss is of type str; it must be a keras Loss"),
         (
             None,
             {"step": keras.metrics.AUC()},
             "task.metrics.step is a column of history.csv; rename",
         ),
-        (None, {"a": "accuracy"}, "task.metrics.a is a str; it must be a keras Metric"),
+        (None, {"a": "accuracy"}, "task.metrics.a is of type str; it must be a keras Metric"),
         (None, {"a": None}, "task.metrics.a is null; it must be a keras Metric"),
     ],
 )

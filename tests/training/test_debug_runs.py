@@ -82,7 +82,7 @@ def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
     assert len((folder / "fast/history.csv").read_text().splitlines()) == 2
     assert "val_loss" in (folder / "fast/history.csv").read_text()
     assert (
-        "at most 2 batches of a rank (train.evaluation_steps)"
+        "the first batches of each rank, at most 2 (train.evaluation_steps)"
         in (folder / "output.txt").read_text()
     )
 
@@ -123,14 +123,14 @@ def test_a_run_that_resumes_is_not_judged(ranks, folder):
 @pytest.mark.parametrize(
     ("name", "began"),
     [
-        ("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks "
-                   "(BreaksAtStep)"),
-        ("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
-                     "root (Root) passes back"),
-        ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in "
-                   "example 5 of 32"),
-        ("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after "
-                 "finite outputs of all layers"),
+        ("output", "the gradient of step 6 is not finite on rank 1; it did not reach the weights; non-finite values "
+                   "first appear in the output of breaks (BreaksAtStep)"),
+        ("gradient", "the gradient of step 1 is not finite on rank 1; it did not reach the weights; non-finite values "
+                     "first appear in the gradient that root (Root) passes back"),
+        ("inputs", "the gradient of step 3 is not finite on rank 1; it did not reach the weights; non-finite values "
+                   "first appear in the inputs of the batch, in example 5 of 32"),
+        ("loss", "the loss of step 1 is not finite on rank 1; non-finite values first appear in the loss itself, "
+                 "after finite outputs of all layers"),
     ],
 )  # fmt: skip
 def test_nan_names_the_layer_the_step_and_the_rank(ranks, name, began):
@@ -149,7 +149,7 @@ def test_nan_leaves_a_sound_run_alone(ranks):
 @pytest.mark.distributed
 def test_profile_names_its_files(ranks, folder):
     log_lines = lines(folder, "profile")
-    assert f"20 steps are traced in {folder / 'profile/profile'}; " in log_lines
+    assert f"traced 20 steps in {folder / 'profile/profile'}; " in log_lines
     (events,) = re.findall(r"(\S+horovod.json), for ui.perfetto.dev or chrome://tracing", log_lines)
     (planes,) = re.findall(r"(\S+\.xplane\.pb), for tensorboard --logdir", log_lines)
     assert Path(events).stat().st_size > 1000 and Path(planes).stat().st_size > 1000
@@ -161,6 +161,4 @@ def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
     with pytest.raises(
         ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"
     ):
-        LayerSearch(
-            RunContext(run, None, None, None, RunReport([], {}, Goodput.resumed(None, 0.0)))
-        )
+        LayerSearch(RunContext(run, None, None, None, RunReport([], {}, Goodput.resume(None, 0.0))))

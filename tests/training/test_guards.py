@@ -114,7 +114,7 @@ def test_a_resume_with_other_numbers_or_another_model_is_refused_and_nothing_is_
 
 def test_more_ranks_than_examples(ranks):
     assert (
-        "2 ranks are more than the 1 training examples of leaves can feed; use at most 1 rank"
+        "2 ranks are more than the 1 training example of leaves can feed; use at most 1 rank"
         in error(ranks, "few")
     )
 

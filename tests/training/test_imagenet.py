@@ -188,15 +188,15 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
     truth = folder / "ILSVRC2012_validation_ground_truth.txt"
     refused(
         str(truth),
-        r"gives 30 images classes that have no folder in train/: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_numbers",
+        r"gives 30 image\(s\) a class that has no folder in train/: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_num",
     )
     short = tmp_path / "short.txt"
     short.write_text("n1\n")
-    refused(str(short), "short.txt has 1 lines for 30 images; give one line for each image, or")
+    refused(str(short), r"short.txt \(1\) is not the number of images \(30\); give one line")
     short.write_text(f"ILSVRC2012_val_00000001.JPEG {SYNSETS[0]}\n")
     refused(
         str(short),
-        r"gives 29 images classes that have no folder in train/: ILSVRC2012_val_00000002.JPEG \(no class\)",
+        r"gives 29 image\(s\) a class that has no folder in train/: ILSVRC2012_val_00000002.JPEG \(no class\)",
     )
 
 

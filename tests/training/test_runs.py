@@ -145,7 +145,7 @@ def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
 
 def test_the_timeline_is_told_in_words(default_run):
     run, output = default_run
-    steps = re.search(r"(\d+) steps are traced in \S+/profile;", output)
+    steps = re.search(r"traced (\d+) steps in \S+/profile;", output)
     assert steps and 20 <= int(steps[1]) < 40, "profile.steps, or a few more"
     for activity in (
         r"waiting until all ranks have their gradients",

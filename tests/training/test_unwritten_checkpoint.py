@@ -30,7 +30,7 @@ def end_of_attempt(monkeypatch, folder, commit_steps=0, **reported):
         run=run,
         position=position,
         weights=None,
-        report=RunReport([], {}, Goodput.resumed(None, 0.0), **reported),
+        report=RunReport([], {}, Goodput.resume(None, 0.0), **reported),
     )
     interruption = SimpleNamespace(agree_on_reason=lambda: None)
     callback = Checkpointing(context, None, None, interruption, Writer(folder, CheckpointConfig()))

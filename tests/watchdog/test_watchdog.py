@@ -119,7 +119,7 @@ def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank
     assert re.search(rf"rank {rank}( on h1)? has not answered since \d\d:\d\d:\d\d", line), (
         ranks.said()
     )
-    assert ", it is stopped by a signal (SIGSTOP, Ctrl-Z); " in line
+    assert " and is stopped by a signal (SIGSTOP, Ctrl-Z); " in line
     assert f"{tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}" in line
     assert "in act" in ranks.stacks(rank), "where it was stopped"
     assert codes == [75, 75, 75], ranks.said()

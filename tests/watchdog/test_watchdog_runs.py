@@ -103,7 +103,7 @@ def test_gloo_gives_up_before_the_watchdog(tmp_path):
     naming = [
         line
         for line in lines
-        if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)
+        if re.search(r"rank 1 on \S+ has not answered since .* and is stopped by a", line)
     ]
     assert naming and GOES_ON.format(run=tmp_path / "run") in naming[0], output
     assert "on_train_batch_end" in stacks(tmp_path, 1)

@@ -192,7 +192,7 @@ def infer(
         return f"of the type {dtype}"
     lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
     if len(lengths) != 1 or not lengths[0]:
-        return f"lists of {min(lengths)} to {max(lengths)} numbers"
+        return f"a list of {min(lengths)} to {max(lengths)} numbers"
     return replace(column, kind="vector", length=lengths[0])
 
 
@@ -311,9 +311,11 @@ def read(column: Column, values: pa.Array, location: str) -> Cells:
 
 def _wrong_kind_error(column: Column, values: pa.Array, location: str) -> DataError:
     example = next(iter(values.drop_null()[:1].to_pylist()), None)
+    problem = f"{location}: the column {column.source} holds {example!r}, which cannot be read as"
+    if column.kind == "name":
+        return DataError(f"{problem} a name; fix the file")
     return DataError(
-        f"{location}: the column {column.source} holds {example!r}, which cannot be read as {column.feature}; "
-        "fix the file, or choose string_categorical, which takes names"
+        f"{problem} {column.feature}; fix the file, or choose string_categorical, which takes names"
     )
 
 

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from hvtrain.system.text import counted
+
 DELIMITERS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 # The names of all columns must fit into the sample; gene tables have 60,000 columns.
@@ -197,7 +199,7 @@ def _from_windows(text: bytes) -> str:
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
-        raise ValueError(f"{num_wrong} bytes are not UTF-8, and {num_right} other characters are")
+        raise ValueError(f"it is UTF-8 except for {counted(num_wrong, 'byte')}")
     runs = re.findall(rb"[\x80-\xff]+", text)
     if sum(map(len, runs)) > MAX_MEAN_RUN * len(runs):
         raise ValueError(

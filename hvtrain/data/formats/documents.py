@@ -104,7 +104,7 @@ def read_labelled(
 
     Raises:
         ConfigError: The file is not a table, lacks a column, or has too many labels for classes.
-        DataError: There is no text, a text has no label, or all have the same.
+        DataError: There is no text, a text has no label, or all texts have the same label.
     """
     path = user_path(file)
     if not has_columns(path):

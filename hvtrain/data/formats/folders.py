@@ -51,7 +51,7 @@ def files_below(folder: Path, skips: Callable[[str], bool] = is_bookkeeping) -> 
 
     Args:
         folder: The folder.
-        skips: True for the name of a file or folder to leave out.
+        skips: Returns True for the name of a file or folder to leave out.
 
     Raises:
         DataError: A link leads to a folder that contains it, or a folder is a Delta table.
@@ -192,8 +192,8 @@ def look_up_labels(
         )
     if len(texts) != len(paths):
         raise DataError(
-            f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one line for each image, or lines "
-            "of FILE CLASS"
+            f"the number of lines in {class_file} ({len(texts):,}) is not the number of images ({len(paths):,}); give "
+            "one line for each image, or lines of FILE CLASS"
         )
 
     by_number = {row[0]: row[-1] for row in _rows(number_file)} if number_file else {}
@@ -205,7 +205,7 @@ def look_up_labels(
     ]
     if wrong:
         raise DataError(
-            f"{class_file} gives {len(wrong):,} images classes that have no folder in train/: {listed(wrong)}; write "
+            f"{class_file} gives {len(wrong):,} image(s) a class that has no folder in train/: {listed(wrong)}; write "
             "the folders' names, or set dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
         )
     return [(str(path), labels[text]) for path, text in zip(paths, texts)]

@@ -371,8 +371,9 @@ def read_cells(
     """
     missing = sorted({column.source for column in columns} - arrays.keys())
     if missing:
+        noun = "column" if len(missing) == 1 else "columns"
         raise DataError(
-            f"{location} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}"
+            f"{location} lacks the {noun} {', '.join(missing)}; it has {', '.join(arrays)}"
         )
     cells = {}
     for column in with_progress(columns, f"{location}: cells of columns"):

@@ -36,7 +36,7 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
         pairs = zip(schema.columns, phrases)
         counts = Counter(column.kind for column, phrase in pairs if "(" not in phrase)
         phrases = [phrase for phrase in phrases if "(" in phrase]
-        phrases += [f"{count:,} columns: {kind}" for kind, count in counts.items()]
+        phrases += [f"columns of kind {kind}: {count:,}" for kind, count in counts.items()]
     if schema.left_out:
         reasons = ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
         phrases.append(f"left out: {reasons}")
@@ -127,8 +127,9 @@ def _odd_numbers(values: np.ndarray) -> list[str]:
 def _noun(column: Column, cells: Cells) -> str:
     """Names a column's kind, with the number of its categories or the length of its vectors."""
     if column.is_category:
-        noun = "names" if column.kind == "name" else "codes"
-        return f"{pc.count_distinct(cells.values).as_py():,} {noun}"
+        noun = "name" if column.kind == "name" else "code"
+        num_distinct = pc.count_distinct(cells.values).as_py()
+        return f"{num_distinct:,} {noun}{'s' * (num_distinct != 1)}"
     return f"vector of {column.length} numbers" if column.kind == "vector" else column.kind
 
 

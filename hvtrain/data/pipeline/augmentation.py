@@ -2,8 +2,7 @@
 
 Keras's layers draw random numbers from generators that keep their state in variables, so the output
 of a layer depends on how often it was called before. Here a layer is traced once, with generators
-that derive each number from a seed. Its graph is then searched for any other state: layers are
-checked, not trusted.
+that derive each number from a seed. Its graph is then searched for any other state.
 
 So a stream stays a function of (seed, rank, size, step), and can be resumed and regrouped without
 saved state. Layers get raw images, in the range of the data set, before they are normalized.
@@ -87,7 +86,7 @@ class PureLayer:
         # Checked after tracing, which creates the weights.
         if layer.trainable_variables:
             raise ConfigError(
-                f"{self.name} has weights, which nothing here would train; make it a part of the model"
+                f"{self.name} has weights, which would stay untrained; make it a part of the model"
             )
         outputs = self._traced.structured_outputs
         self.output_spec = {

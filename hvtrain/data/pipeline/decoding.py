@@ -2,7 +2,7 @@
 
 TensorFlow decodes JPEG, PNG, GIF, WebP and BMP. Pillow decodes what TensorFlow cannot decode or would
 misread: photographs to be turned upright, TIFF, AVIF, WebP with transparency, BMP with a palette,
-greyscale images in formats that TensorFlow decodes only in colour, CMYK as greyscale, and most images of
+greyscale images in formats that TensorFlow decodes only in color, CMYK as greyscale, and most images of
 four channels.
 """
 
@@ -23,7 +23,7 @@ from hvtrain.data.formats.image_files import decode_by_pillow
 from hvtrain.errors import ConfigError
 
 # A camera writes the orientation of a photograph near the start of the file, mostly in the first
-# 200 bytes. A colour profile before it takes up to 3 KB.
+# 200 bytes. A color profile before it takes up to 3 KB.
 HEAD_BYTES = 4096
 
 # In RE2, \C matches any byte. EXIF data are a TIFF file of either byte order. Its entry 0x0112 is
@@ -49,7 +49,7 @@ _FOR_PILLOW = {
 _FOUR_CHANNELS = r"\CPNG\C{20}[\x08\x10]\C*"
 
 # The header of a JPEG's frame with four components of 8 bits, CMYK, which libjpeg does not convert to grey.
-# A colour profile of any length may precede it.
+# A color profile of any length may precede it.
 _CMYK = r"\C*\x00\x14\x08\C{4}\x04[\x00\x01C]\C*"
 
 RESIZES = ("bilinear", "area", "antialias")
@@ -70,7 +70,7 @@ class RandomResizedCrop:
     """Crops a random part of each training image and resizes it to image_shape (Szegedy et al. 2015).
 
     The crop is taken from the full-size image during decoding, and only that part of a JPEG is
-    decoded. Its outer columns may differ by a few colour levels from those of the whole JPEG.
+    decoded. The outer columns of that part may differ slightly in color from those of the whole JPEG.
 
     Attributes:
         area: Smallest and largest fraction of the image's area; drawn uniformly.
@@ -111,7 +111,7 @@ class RandomResizedCrop:
     def windows(sizes: Tensor, draws: Tensor) -> Tensor:
         """Returns the first drawn crop that fits, for each image.
 
-        If none fits, as in an image more than ten times as wide as high, the first is clipped to the image.
+        If none fits, as is likely in an image ten times as wide as high, the first is clipped to the image.
 
         Args:
             sizes: int32 [num_images, 2], height and width.
@@ -136,8 +136,8 @@ class Sizing:
 
     Attributes:
         image_shape: Height, width, channels.
-        resize: bilinear, between four pixels, as Keras and TensorFlow do by default; area, the mean
-            of the pixels that an output pixel covers; antialias, bilinear over the same pixels.
+        resize: bilinear interpolates between four pixels, the default of Keras and TensorFlow; area takes the
+            mean of the pixels that an output pixel covers; antialias is bilinear with an anti-aliasing filter.
         fit: crop keeps the largest central part with the aspect ratio of image_shape; pad keeps the whole
             image, with black around it; stretch does not keep the aspect ratio.
         crop_fraction: The central fraction of the resized image's height and width that is kept.
@@ -166,7 +166,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Number of rows cut off at each of top and bottom, and number of columns cut off at each side."""
+        """Height of the strips cut off at the top and bottom, and width of the strips cut off at the sides."""
         height, width, _ = self.image_shape
         share = (1 / self.crop_fraction - 1) / 2
         return round(height * share), round(width * share)
@@ -207,7 +207,10 @@ class Sizing:
         return [*tf.unstack(corner), *tf.unstack(sides)]
 
     def resize_mask(self, labels: Image.Image, padding: Any) -> Image.Image:
-        """Resizes a mask like its image, but by nearest neighbor: labels cannot blend. `padding` fills the rest."""
+        """Resizes a mask like its image, but by nearest neighbor, since labels cannot blend.
+
+        Pixels outside the image get the label `padding`.
+        """
         width, height = labels.size
         top, left, rows, columns = map(int, self.window(height, width))
         extent = (left, top, left + columns, top + rows)
@@ -305,7 +308,7 @@ def decode_batch(encoded: Tensor, sizing: Sizing, draws: Tensor | None = None) -
 def _decode_central(sizing: Sizing, encoded: Tensor, is_for_pillow: Tensor) -> Tensor:
     """Decodes an image and resizes the part that `fit` and `crop_fraction` select."""
     # The whole image is decoded even if only a part is used: decode_and_crop_jpeg() saves nothing
-    # for a central crop, and its outer columns differ in colour from what the saved model gets.
+    # for a central crop, and its outer columns differ in color from what the saved model gets.
     image = _decode_whole(encoded, is_for_pillow, sizing)
     window = sizing.window(*tf.unstack(tf.shape(image)[:2]))
     if sizing.fit == "pad":

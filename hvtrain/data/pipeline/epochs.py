@@ -175,7 +175,8 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
     """Returns the ascending lengths to which batches are padded; the last one is `longest`.
 
     Args:
-        chosen: data.bucket_by_length: the boundaries, or their number, each half the next; 0 means one boundary.
+        chosen: The setting data.bucket_by_length: the boundaries, or their number (0 counts as 1). In the
+            latter case, each boundary is half the next.
         longest: The length that no example exceeds.
 
     Raises:

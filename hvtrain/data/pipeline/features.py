@@ -61,7 +61,7 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
 
     numbers = np.asarray(cells.values[rows], np.float64)
     if column.missing in FILLING:
-        fill = _fill(numbers, column.missing)
+        fill = _fill_values(numbers, column.missing)
         numbers = np.where(np.isnan(numbers), fill, numbers)
         column = replace(column, fill=fill.tolist())
 
@@ -82,7 +82,7 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
     return column
 
 
-def _fill(numbers: np.ndarray, missing: str) -> np.ndarray:
+def _fill_values(numbers: np.ndarray, missing: str) -> np.ndarray:
     known = numbers[~np.isnan(numbers).any(axis=1)]
     if missing == "most_frequent":
         return stats.mode(known).mode
@@ -132,8 +132,8 @@ def gap_error(column: Column, cells: Cells, location: str) -> DataError:
     odd = f", among them {odd_texts(cells)}" if cells.odd else ""
     return DataError(
         f"{location}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or "
-        "drop them, or train with dataset.missing=median, most_frequent, indicator or drop (all drop rows without a "
-        "target)"
+        "drop them, or train with dataset.missing=median, most_frequent, indicator or drop (each of which drops rows "
+        "without a target)"
     )
 
 
@@ -152,9 +152,9 @@ class TableFeatures:
         self.columns = sorted(schema.columns, key=lambda column: column.name)
         self.schema = replace(schema, columns=self.columns)
         self._numbers = [column for column in self.columns if not column.is_looked_up]
-        self.has_block = len(self._numbers) > MAX_INPUTS
+        self.has_shared_input = len(self._numbers) > MAX_INPUTS
         self._types = {column.name: _type(column) for column in self.columns}
-        if self.has_block and any(column.is_wide for column in self._numbers):
+        if self.has_shared_input and any(column.is_wide for column in self._numbers):
             # All columns of one input have the same type.
             self._types |= {column.name: "float64" for column in self._numbers}
         self.inputs = dict(sorted(self._named_inputs()))
@@ -200,11 +200,11 @@ class TableFeatures:
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
         """Yields the names of the model's inputs, each with its columns. Keras allows no / in names."""
-        if self.has_block:
+        if self.has_shared_input:
             yield NUMBERS, self._numbers
         names = set()
         for column in self.columns:
-            if self.has_block and not column.is_looked_up:
+            if self.has_shared_input and not column.is_looked_up:
                 continue
             name = column.name.replace("/", "_")
             while name in names or RESERVED_NAMES.match(name):

@@ -160,7 +160,7 @@ def fit(
 ) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Fits mean and scale to training images with scikit-learn's StandardScaler.
 
-    A pixel that never changes gets scale 1.
+    A pixel or channel that never changes gets scale 1.
 
     Args:
         images: [n, h, w, c], of which only `rows` are read.

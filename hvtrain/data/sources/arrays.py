@@ -131,7 +131,7 @@ class ArraySource(MemorySource):
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
             self.image_shape,
-            f"as in the arrays ({self._fitted['dtype'].dtype}); any numeric type is taken",
+            f"as in the arrays ({self._fitted['dtype'].dtype}); any numeric type is accepted",
             (low, high),
         )
 
@@ -150,7 +150,7 @@ class ArraySource(MemorySource):
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers, 0 ... 1 for floats; if images exceed that, the range in training."""
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats, or the range of training images if wider."""
         self.fitted()
         low, high = self._fitted["range"].tolist()
         is_integer = self._fitted["dtype"].dtype.kind in "iu"
@@ -229,9 +229,11 @@ class ImagesWithMasks(ArraySource):
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:
-            if not np.isin(masks, (0, IGNORED)).all():
+            others = masks[~np.isin(masks, (0, IGNORED))]
+            if others.size:
                 raise DataError(
-                    f"{location}: masks hold values other than 0 and 255, unlike those of train; fix them"
+                    f"{location}: masks hold the value {others[0]}, but those of train hold only 0 and {IGNORED}; fix "
+                    "these masks"
                 )
             masks = masks == IGNORED
 

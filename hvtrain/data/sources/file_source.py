@@ -93,7 +93,7 @@ class FileSource(StreamErrors, StreamedSource):
 
     no_random_crop = ""
     _warnings: Sequence[str] = ()
-    """What a user should know about the files, for the description."""
+    """Warnings about the files, for the description."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class FileSource(StreamErrors, StreamedSource):
         }
 
     def retry_reader(self, split: str, topology: Topology) -> Read:
-        """Opens the reader for single examples of a failed batch; by default, that of reader()."""
+        """Opens the reader for single examples of a failed batch; by default, calls reader()."""
         return self.reader(split, topology)
 
     def manifest(self) -> dict[str, Any]:
@@ -341,8 +341,8 @@ class DealtSource(FileSource):
         """
         if len(names) != self.num_classes:
             raise DataError(
-                f"{self.origin}: {label} holds {len(names)} names ({listed(sorted(names))}), but dataset.num_classes "
-                f"is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
+                f"{self.origin}: {label} holds {len(names)} name(s) ({listed(sorted(names))}), but "
+                f"dataset.num_classes is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
             )
         self.class_names = sorted(names)
 
@@ -363,8 +363,8 @@ class DealtSource(FileSource):
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
             raise DataError(
-                f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for "
-                f"{num_shards} ranks, and each rank reads its own; write at least {num_shards} "
+                f"{self.origin} holds {len(counts)} {self.PIECE}(s) of training data for "
+                f"{num_shards} ranks, and each rank needs its own; write at least {num_shards} "
                 f"{self.PIECE}s or use fewer ranks"
             )
         return deal(counts, num_shards, weights)

@@ -100,7 +100,7 @@ class HuggingFace(StreamErrors, IndexedSource):
         if isinstance(target, str) and types[target] == "ClassLabel":
             self.class_names = train.features[target].names
             self.num_classes = len(self.class_names)
-            # DatasetDict.class_encode_column() numbers the classes of each split on its own.
+            # DatasetDict.class_encode_column() numbers the classes of each split separately.
             for split, rows in self._splits.items():
                 names = getattr(rows.features.get(target), "names", self.class_names)
                 if names != self.class_names:
@@ -261,7 +261,7 @@ class HuggingFace(StreamErrors, IndexedSource):
             numbers: The rows' indices in the split, for messages.
 
         Raises:
-            DataError: A value is missing or a list has another length, with the row's index; or an integer needs
+            DataError: A value is missing, a list has another length than in row 0 of train, or an integer needs
                 more than 32 bits.
         """
         values = one_array(table[name])
@@ -335,7 +335,7 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     names = split_entries(parts)
     if not len(parts.get(names.get("train"), ())):
         raise DataError(
-            f"{folder} has {', '.join(parts)}; a split named train is needed, with at least one row"
+            f"{folder} has {', '.join(parts) or 'no splits'}; a split named train is needed, with at least one row"
         )
     warnings = unused_warnings(map(Path, parts), map(Path, names.values()))
     # Arrow tables keep images encoded, for TensorFlow to decode.

@@ -84,7 +84,8 @@ def purchases(
 
     Args:
         num_train, num_test: Number of examples of each split.
-        num_users, num_items, num_clusters: Numbers of each; num_items must be a multiple of num_clusters.
+        num_users, num_clusters: Numbers of users and of clusters.
+        num_items: Number of items, a multiple of num_clusters.
         seed: Seed of the random data, independent of the run's seed.
 
     Raises:

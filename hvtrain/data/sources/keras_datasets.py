@@ -81,9 +81,9 @@ class KerasFiles(NamedTuple):
     advice: str
     """Another way to get the data, for error messages."""
     read: Callable[[Path], Elements]
-    """Reads a folder that the user provides."""
+    """Reads a folder of files that the user or a Debian package provides."""
     names: Sequence[str] = IDX_NAMES
-    """The names of the files in that folder."""
+    """The names of the files in such a folder."""
 
     def fetch(self) -> str:
         """Makes sure that the files are in the cache, and returns a phrase that names the cache.

@@ -191,19 +191,20 @@ class MemorySource(IndexedSource):
             DataError: If the arrays differ in length, an example differs in size from those of
                 train, or a floating-point number is not finite as float32.
         """
-        where = f"{self.name}, {split} ({self.origin})"
+        location = f"{self.name}, {split} ({self.origin})"
         # Arrays by the part and the path within it, such as "inputs.age".
         arrays = inputs_of(dict(zip(("inputs", "targets", "weights"), elements)))
         if len({len(array) for array in arrays.values()}) > 1:
             lengths = listed([f"{len(array)} {name}" for name, array in arrays.items()])
-            raise DataError(f"{where}: {lengths}; each example needs one of each")
+            raise DataError(f"{location}: {lengths}; each example needs one of each")
 
         for name, array in arrays.items():
             # Sizes are compared, not shapes, since Keras itself adds and drops axes of size 1.
             size = math.prod(array.shape[1:])
             if size != self._sizes.setdefault(name, size):
                 raise DataError(
-                    f"{where}: {name} hold {size} values per example, but {self._sizes[name]} in train; make them equal"
+                    f"{location}: {name} hold {size} values per example, but {self._sizes[name]} in train; make the "
+                    "sizes equal"
                 )
             if array.dtype.kind != "f":
                 continue
@@ -213,7 +214,7 @@ class MemorySource(IndexedSource):
             if not is_finite.all():
                 row = np.argmin(is_finite.reshape(len(array), -1).all(axis=1))
                 raise DataError(
-                    f"{where}: the {name} of example {row} hold NaN or infinite values (as float32); fix or drop it"
+                    f"{location}: the {name} of example {row} hold NaN or infinite values (as float32); fix or drop it"
                 )
 
         return elements

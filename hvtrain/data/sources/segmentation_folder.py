@@ -104,8 +104,8 @@ class SegmentationFolder(ListedImages):
         return {WHITE_FILE: str(self._masks.is_binary).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # The run decides, since other data may have masks without 255. If the run did not read 255 as class 1, the
-        # values of these masks decide: with 255 ignored, only the background would be evaluated.
+        # If the run read 255 as class 1, so does this source, whose masks may lack 255. Otherwise, the values of its
+        # own masks decide: if they hold only 0 and 255 and 255 were ignored, only the background would be evaluated.
         if files.get(WHITE_FILE) == b"True":
             self._masks = replace(self._masks, is_binary=True)
 
@@ -117,7 +117,7 @@ class SegmentationFolder(ListedImages):
         return list_pairs(self.folder)
 
     def _has_white_foreground(self) -> bool:
-        """True if training masks hold no value but 0 and 255. Then 255 is class 1, not ignored.
+        """True if training masks hold 255 and no other value except 0. Then 255 is class 1, not ignored.
 
         Many tools paint the foreground white. If it were ignored, only one class would be left.
         """

@@ -160,7 +160,7 @@ class Table(MemorySource):
 
     def _encode(self, split: str, table: pa.Table) -> dict[str, Parts]:
         """Encodes a split's table; the training table also holds the splits that have no table."""
-        where = str(self._files[split])
+        location = str(self._files[split])
         arrays = plain_columns(table)
         is_fitted = self._known_features is not None
         schema = (
@@ -169,10 +169,10 @@ class Table(MemorySource):
             else infer_schema(arrays, self._settings, self.name, partitions_in(table))
         )
         if self._settings.id not in (None, *table.column_names):
-            raise DataError(f"{where} lacks the column {self._settings.id} (dataset.id); add it")
+            raise DataError(f"{location} lacks the column {self._settings.id} (dataset.id); add it")
         columns = [*schema.columns, schema.target]
-        cells = read_cells(columns, arrays, where)
-        targets, is_used = self._targets(schema, cells[schema.target.name], where)
+        cells = read_cells(columns, arrays, location)
+        targets, is_used = self._targets(schema, cells[schema.target.name], location)
         for column in schema.columns:
             if column.missing == "drop":
                 is_used &= ~cells[column.name].is_gap
@@ -180,12 +180,12 @@ class Table(MemorySource):
 
         parts = self._split(rows) if split == "train" else {split: rows}
         if not is_fitted:
-            progress = with_progress(schema.columns, f"{where}: statistics of columns")
+            progress = with_progress(schema.columns, f"{location}: statistics of columns")
             fitted = [fit(column, cells[column.name], parts["train"]) for column in progress]
             schema = replace(schema, columns=fitted)
             self._set_schema(schema)
         values = {
-            column.name: fill_gaps(column, cells[column.name], where, rows)
+            column.name: fill_gaps(column, cells[column.name], location, rows)
             for column in schema.columns
         }
         warnings = _column_warnings(columns, cells, unknown_shares(schema.columns, values))
@@ -204,7 +204,7 @@ class Table(MemorySource):
         elements = {}
         ids = self._ids_in(table)
         for part, indices in parts.items():
-            elements[part] = self._features.encode(values, indices, where), targets[indices]
+            elements[part] = self._features.encode(values, indices, location), targets[indices]
             self._loaded[part] = values, indices
             self._ids[part] = {name: column[indices] for name, column in ids.items()}
         return elements
@@ -218,12 +218,14 @@ class Table(MemorySource):
             raise DataError(f"{setting}={file} holds no rows; give a table with rows")
         return table
 
-    def _targets(self, schema: Schema, cells: Cells, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _targets(
+        self, schema: Schema, cells: Cells, location: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the targets, as int32 class indices or float32 numbers, and a mask of the rows that have one."""
         column = schema.target
         has_target = ~cells.is_gap
         if column.missing == "refuse" and not has_target.all():
-            raise gap_error(column, cells, where)
+            raise gap_error(column, cells, location)
         if not schema.classes:
             return cells.values[:, 0].astype(np.float32), has_target
 
@@ -232,7 +234,7 @@ class Table(MemorySource):
         unknown = pc.unique(cells.values.filter(indices.is_null())).drop_null().to_pylist()
         if unknown:
             raise DataError(
-                f"{where}: the column {column.name} holds {unknown[0]}, which is not one of "
+                f"{location}: the column {column.name} holds {unknown[0]}, which is not one of "
                 f"the run's classes ({', '.join(schema.classes)}); drop those rows"
             )
         return pc.fill_null(indices, 0).to_numpy().astype(np.int32), has_target
@@ -284,7 +286,7 @@ class Table(MemorySource):
 
     def assets(self) -> dict[str, bytes]:
         # If columns share one input, users need the schema to know their positions in it.
-        return self.fitted() if self._features.has_block else {}
+        return self.fitted() if self._features.has_shared_input else {}
 
     def fit(self, train: Part) -> None:
         # Features are fitted on loading. Frees memory for the shards, which are cut next.
@@ -347,14 +349,15 @@ class Table(MemorySource):
         features = self._features
         schema = features.schema
         table = read_table(file, "input", **self._text_format)
-        where = f"input={file}"
-        cells = read_cells(schema.columns, plain_columns(table), where)
+        location = f"input={file}"
+        cells = read_cells(schema.columns, plain_columns(table), location)
         values = {
-            column.name: fill_gaps(column, cells[column.name], where) for column in schema.columns
+            column.name: fill_gaps(column, cells[column.name], location)
+            for column in schema.columns
         }
         unknown = unknown_shares(schema.columns, values)
         for text in _column_warnings(schema.columns, cells, unknown):
-            log.warning("%s: %s", where, text)
+            log.warning("%s: %s", location, text)
         raw = partial(features.raw, values)
         return NewRows(table.num_rows, raw, self._ids_in(table), unknown)
 

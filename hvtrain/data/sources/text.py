@@ -210,7 +210,8 @@ class Text(MemorySource):
         description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
         num_cut = sum(self._num_cut.values())
         if num_cut:
-            description["text"].append(f"{num_cut:,} cut at dataset.length={self._length} tokens")
+            cut_phrase = f"{num_cut:,} text(s) cut at dataset.length={self._length} tokens"
+            description["text"].append(cut_phrase)
         others = text_files(user_path(self._file))[1] if self._file else None
         if others:
             warning = f"{self._file}: left out files that are not .txt: {counted(others)}"
@@ -372,7 +373,8 @@ class Text(MemorySource):
         # The tokenizer's own tokens are 0 ... size - 1.
         mask_token = self._tokenizer.size
         shape = tf.shape(tokens)
-        # Tokens with draws below 1 are masked. Their draws are uniform in 0 ... 1 and choose how.
+        # Tokens with draws below 1 are masked. Their draws are uniform in 0 ... 1, and select the mask, a
+        # random token or no change.
         draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
         draws = tf.where(weights > 0, draws, 1.0)
         random_tokens = tf.random.stateless_uniform(

@@ -23,7 +23,7 @@ class PreparedDataset(FunctionSource):
     Example:
         python -m hvtrain dataset=tfds dataset.dataset=mnist dataset.image_shape=[28,28,1]
 
-    Each epoch reads the files in another order, and shuffles their examples within a buffer. A
+    Each epoch reads the files in a different order, and shuffles their examples within a buffer. A
     resumed run reads the epoch's earlier examples again, but does not decode their images.
 
     Args:
@@ -62,8 +62,8 @@ class PreparedDataset(FunctionSource):
         self._keys = [input or supervised[0], target or supervised[1]]
         if not {*self._keys} <= features.keys():
             raise ConfigError(
-                f"dataset.input={self._keys[0]} and dataset.target={self._keys[1]} are not both features of {dataset}; "
-                f"choose from {', '.join(features)}"
+                f"dataset.input={self._keys[0] or 'null'} and dataset.target={self._keys[1] or 'null'} are not both "
+                f"features of {dataset}; choose from {', '.join(features)}"
             )
 
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))

@@ -304,7 +304,7 @@ class TFRecords(DealtSource):
         return read
 
     def _read_again(self, records: np.ndarray, codes: np.ndarray) -> list[np.ndarray]:
-        """Returns a record; an empty one is read again, since it may be intact and only follow a damaged one."""
+        """Returns one record, read again if it is empty: it may be intact and merely follow a damaged one."""
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.
@@ -342,7 +342,7 @@ class TFRecords(DealtSource):
         if row >= len(offsets) or may_have_changed:
             count = next(counts[piece] for counts in self.counts.values() if piece in counts)
             if len(offsets) != count:
-                defect = defect or f"holds {len(offsets)} records and had {count} before"
+                defect = defect or f"holds {len(offsets)} record(s), but held {count} before"
             if defect:
                 return Unreadable(piece, defect)
 

@@ -48,17 +48,15 @@ def from_arrays(
         source = from_arrays(x_train, y_train, x_test, y_test, num_validation=5000)
 
     Args:
-        images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The
-            default is True if x is an array of such a shape, and either x holds bytes or y holds class
-            indices or masks.
+        images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The default is True
+            if x is an array of such a shape, and either x holds bytes or y holds class indices or masks.
         num_classes: Number of classes, if each target is one whole number; by default, that of class_names or the
             largest number in y_train plus 1. If it is given, one-hot rows, whole floats and booleans are
             classes too, and whole numbers [n, h, w] are masks of classes (255: ignored), which
             augmentation moves with their images.
         class_names: The name of each class. Text targets become indices into these names, which by
             default are the sorted texts in y_train.
-        num_validation: Number of examples taken out of the training part at random, with a fixed
-            seed.
+        num_validation: Number of examples taken out of the training part at random, with a fixed seed.
         facts: More facts for the model's builder and the task, such as vocabulary_size.
         options: Those of ArraySource, for images.
 
@@ -160,7 +158,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
         # To tf.nest, a sparse matrix or a data frame is one value; _plain_array() converts it.
         arrays[split] = tuple(
             tf.nest.map_structure(
-                partial(_plain_array, where=f"{name}, {letter}_{split}"), _pack_rows(part, train)
+                partial(_plain_array, location=f"{name}, {letter}_{split}"), _pack_rows(part, train)
             )
             for letter, part, train in zip("xyw", (x, y, w), splits["train"])
             if part is not None
@@ -175,8 +173,8 @@ def _pack_rows(part: Any, train: Any) -> Any:
         return {name: _pack_rows(item, item) for name, item in part.items()}
     if not isinstance(part, list):
         return part
-    # A list of arrays that are longer than the list is a structure. It becomes a tuple, since
-    # tf.data would stack the arrays of a list.
+    # A list with an array that is at least as long as the list is a structure. It becomes a tuple,
+    # since tf.data would stack the arrays of a list.
     rows = train if isinstance(train, list) else part
     lengths = [len(item) for item in rows if len(getattr(item, "shape", ()))]
     if len(rows) <= max(lengths, default=0):
@@ -184,19 +182,19 @@ def _pack_rows(part: Any, train: Any) -> Any:
     return np.fromiter(part, object)
 
 
-def _plain_array(values: Any, where: str) -> np.ndarray:
+def _plain_array(values: Any, location: str) -> np.ndarray:
     """Converts values to an array of numbers or text.
 
     Args:
         values: An array, a data frame, a sparse matrix, or a number.
-        where: The beginning of messages.
+        location: Name of the values, such as "arrays, x_train", with which messages begin.
 
     Raises:
         DataError: The values are of another kind, or have no rows.
     """
     if np.ma.is_masked(values):
         raise DataError(
-            f"{where} has {np.ma.count_masked(values):,} masked values; fill them "
+            f"{location} has {np.ma.count_masked(values):,} masked values; fill them "
             "(values.filled(...)), or drop the rows"
         )
     # NumPy would make a sparse matrix a single object.
@@ -206,25 +204,27 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
         array = np.asarray(values)
         if not array.ndim or not len(array):
             raise DataError(
-                f"{where} ({type(values).__name__}) has no rows; each example needs one"
+                f"{location} ({type(values).__name__}) has no rows; each example needs one"
             )
         if array.dtype.kind == "O":
-            array = _convert_objects(array, where)
+            array = _convert_objects(array, location)
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(f"{where} has rows of different lengths; pad them to one length") from error
+        raise DataError(
+            f"{location} has rows of different lengths; pad them to one length"
+        ) from error
 
     # Neither booleans, numbers nor text.
     if array.dtype.kind not in "biufUS":
         raise DataError(
-            f"{where} holds {array.dtype}; numbers or text are needed (for dates, give numbers such "
+            f"{location} holds {array.dtype}; numbers or text are needed (for dates, give numbers such "
             "as days: (x - x.min()) / numpy.timedelta64(1, 'D'))"
         )
     return array.astype(np.float64) if array.dtype == np.longdouble else array
 
 
-def _convert_objects(array: np.ndarray, where: str) -> np.ndarray:
+def _convert_objects(array: np.ndarray, location: str) -> np.ndarray:
     """Converts an array of objects to the type that its values share.
 
     Raises:
@@ -237,16 +237,16 @@ def _convert_objects(array: np.ndarray, where: str) -> np.ndarray:
 
     for row, value in enumerate(array):
         if {*map(str, np.ravel(np.asarray(value, object)))} & {"None", "nan", "<NA>", "NaT"}:
-            raise DataError(f"{where} has no value in row {row}; fill the gap or drop the row")
+            raise DataError(f"{location} has no value in row {row}; fill the gap or drop the row")
     types = sorted({type(value).__name__ for value in values})
     raise DataError(
-        f"{where} holds values of several types ({listed(types)}); give numbers alone, or a dict of columns such as "
+        f"{location} holds values of several types ({listed(types)}); give numbers alone, or a dict of columns such as "
         "{name: frame[name].to_numpy() for name in frame}, or write the table and choose dataset=table"
     )
 
 
 def _class_targets(
-    targets: Any, num_classes: int, class_names: Sequence[str] | None, where: str
+    targets: Any, num_classes: int, class_names: Sequence[str] | None, location: str
 ) -> Any:
     """Converts targets that are clearly classes, or masks of them, to whole numbers; returns others unchanged.
 
@@ -259,7 +259,7 @@ def _class_targets(
     if not isinstance(targets, np.ndarray):
         return targets
     if targets.dtype.kind in "US":
-        return _name_indices(targets, class_names, where) if class_names else targets
+        return _name_indices(targets, class_names, location) if class_names else targets
 
     if targets.ndim == 2 and targets.shape[1] == num_classes > 1:
         is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(axis=1) == 1).all()
@@ -268,7 +268,7 @@ def _class_targets(
         if (targets == np.floor(targets)).all():
             return targets.astype(np.int64)
         # class_indices() raises the error that says what class labels have to be.
-        return class_indices(targets, where) if targets.ndim == 1 else targets
+        return class_indices(targets, location) if targets.ndim == 1 else targets
 
     # Masks may have an axis for their one channel, as images do.
     if targets.ndim == 4 and targets.shape[3] == 1:
@@ -283,7 +283,7 @@ def _is_column(array: np.ndarray) -> bool:
     return array.shape[1:] in ((), (1,))
 
 
-def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
+def _count_classes(labels: np.ndarray, num_classes: int | None, location: str) -> int:
     """Returns num_classes or, by default, the largest label + 1.
 
     Raises:
@@ -296,13 +296,13 @@ def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
         is_shifted = high >= num_classes
     if low > 0 and is_shifted:
         raise DataError(
-            f"{where} holds the labels {low} to {high}, and classes are numbered from 0; give y - {low}, "
+            f"{location} holds the labels {low} to {high}, and classes are numbered from 0; give y - {low}, "
             f"num_classes={high + 1} if there are examples of 0 elsewhere, or floats if numbers are predicted"
         )
     return num_classes or high + 1
 
 
-def _name_indices(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
+def _name_indices(targets: np.ndarray, names: Sequence[str], location: str) -> np.ndarray:
     """Converts text targets to indices of class names.
 
     Raises:
@@ -313,7 +313,7 @@ def _name_indices(targets: np.ndarray, names: Sequence[str], where: str) -> np.n
     unknown = [text for text in texts if text not in names]
     if unknown:
         raise DataError(
-            f"{where} holds {listed(unknown)}, not among the classes ({listed(names)}); drop those examples, or "
+            f"{location} holds {listed(unknown)}, not among the classes ({listed(names)}); drop those examples, or "
             "add the names to class_names"
         )
     indices = np.array(list(map(names.index, texts)), np.int64)
@@ -356,41 +356,41 @@ def from_frame(
     arrays: dict[str, Any] = {}
     for split, frame in {"train": train, "test": test, "validation": validation}.items():
         if frame is not None:
-            where = f"{name}, {split}"
+            location = f"{name}, {split}"
             if not len(frame):
-                raise DataError(f"{where} has no rows; leave it out")
-            cells = _frame_cells(where, frame, int(np.prod(shape)), image_column)
+                raise DataError(f"{location} has no rows; leave it out")
+            cells = _frame_cells(location, frame, int(np.prod(shape)), image_column)
             options.setdefault("example_shape", cells[0].shape)
             arrays[f"x_{split}"] = np.stack([cell.reshape(shape) for cell in cells])
-            arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
+            arrays[f"y_{split}"] = _frame_column(location, frame, label_column)
 
     return from_arrays(**arrays, name=name, images=True, **options)
 
 
 def _frame_cells(
-    where: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
+    location: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have in the table."""
     if isinstance(image_column, str | int):
-        rows = _frame_column(where, frame, image_column)
+        rows = _frame_column(location, frame, image_column)
     else:
-        rows = np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
+        rows = np.stack([_frame_column(location, frame, column) for column in image_column], axis=1)
     # A cell may hold an array of any shape.
     cells = list(map(np.atleast_1d, rows))
     for row, cell in enumerate(cells):
         if cell.size != num_pixels or cell.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}, row {row}: the image has {cell.size} values of type {cell.dtype}; {num_pixels} numbers are "
-                "needed (encoded images: write Parquet and choose dataset=parquet)"
+                f"{location}, row {row}: the image has {cell.size} values of type {cell.dtype}; {num_pixels} numbers "
+                "are needed (encoded images: write Parquet and choose dataset=parquet)"
             )
     return cells
 
 
-def _frame_column(where: str, frame: Any, column: str | int) -> np.ndarray:
+def _frame_column(location: str, frame: Any, column: str | int) -> np.ndarray:
     """Returns a column as an array. Raises DataError if it is missing."""
     names = _columns(frame)
     if str(column) not in names:
-        raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")
+        raise DataError(f"{location} has no column {column}; it has {', '.join(names)}")
     return frame[names[str(column)]].to_numpy()
 
 

@@ -77,8 +77,8 @@ class FunctionSource(Source):
         unknown = [split for split in self._num_examples if split not in self._splits]
         if unknown:
             raise ConfigError(
-                f"{self.name}: num_examples has {', '.join(unknown)}; it may have {', '.join(self._splits)}, or "
-                f"{', '.join(self.SPLITS)} if the function declares split"
+                f"{self.name}: num_examples has {', '.join(unknown)}; it may have {', '.join(self.SPLITS)} if the "
+                "function declares split, and otherwise only train"
             )
 
     @property
@@ -216,7 +216,7 @@ class FunctionSource(Source):
         # The model was built for the types of the whole training part.
         if parts[0].element_spec != element_spec:
             raise DataError(
-                f"{call} gives {describe_spec(parts[0].element_spec)}, but the whole training part "
+                f"{call} gives {describe_spec(parts[0].element_spec)}, but the whole training part holds "
                 f"{describe_spec(element_spec)}; give all shards and splits the same types and shapes"
             )
 
@@ -246,7 +246,7 @@ class FunctionSource(Source):
         # A PyDataset cannot return to an earlier epoch, so a new one is opened.
         shard: Any = open_shards.get(key)
         if shard is None or shard.epoch > epoch:
-            # A PyDataset has to be whole, since each epoch reads its batches in another order.
+            # A PyDataset has to be complete, since each epoch reads its batches in a different order.
             num_seen = 0 if self._has_batches else start
             shard = function.open(key, epoch=epoch, start=num_seen, **values)
             if shard is None:

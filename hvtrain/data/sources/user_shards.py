@@ -56,7 +56,7 @@ def checked_pipeline(dataset: Dataset, name: str) -> Dataset:
     """
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-        raise DataError(f"{name} gives elements of {_describe_parts(spec)}; {PARTS_NEEDED}")
+        raise DataError(f"{name} gives {_describe_parts(spec)} per element; {PARTS_NEEDED}")
     for part in nest.flatten(spec):
         # Ragged and sparse tensors have specs of other types.
         if not isinstance(part, TensorSpec) or not part.shape.is_fully_defined():
@@ -182,7 +182,7 @@ class PyDatasetExamples:
         """
         batch = self._dataset[index]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            raise self._fail(f"batch {index} is {_describe_parts(batch)}; {PARTS_NEEDED}")
+            raise self._fail(f"batch {index} holds {_describe_parts(batch)}; {PARTS_NEEDED}")
         parts = nest.map_structure(lambda part: narrow_dtype(np.asarray(part)), tuple(batch))
         # A scalar has no rows.
         sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
@@ -195,7 +195,7 @@ class PyDatasetExamples:
 
     def _size_error(self, size: int, index: int) -> UserError:
         return self._fail(
-            f"batch {index} of {len(self._sizes)} holds {size} examples, but batch 0 holds "
+            f"batch {index} of {len(self._sizes)} holds {size} example(s), but batch 0 holds "
             f"{self._sizes[0]}; give all batches one size (only the last may be smaller)"
         )
 
@@ -214,7 +214,7 @@ class UserFunction(StreamErrors):
         declared: Names of the known arguments that the function takes.
 
     Raises:
-        ConfigError: If it does not take shard and num_shards, or needs other arguments.
+        ConfigError: If the function does not take shard and num_shards, or needs other arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -272,7 +272,7 @@ class UserFunction(StreamErrors):
 
         Raises:
             ConfigError: If the function fails.
-            DataError: If it returns anything else, or None for the training split.
+            DataError: If the function returns an object that is not a shard, or None for the training split.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.describe_call(key)
@@ -292,8 +292,9 @@ class UserFunction(StreamErrors):
             raise self.record_error(ConfigError(message)) from error
 
         if shard is not None or key.split == "train":
+            shown = "None" if shard is None else f"an object of type {type(shard).__name__}"
             raise self.fail(
-                f"{call} returned a {type(shard).__name__}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
+                f"{call} returned {shown}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
             )
         return None
 
@@ -324,8 +325,8 @@ class UserFunction(StreamErrors):
 
 def _describe_parts(element: Any) -> str:
     if isinstance(element, tuple | list):
-        return f"{len(element)} parts"
-    return f"a {type(element).__name__}"
+        return f"{len(element)} part(s)"
+    return f"an object of type {type(element).__name__}"
 
 
 def describe_spec(spec: Any) -> str:

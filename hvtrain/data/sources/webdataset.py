@@ -128,7 +128,7 @@ class Sharded(ListedImages):
         self._label_suffix, self._fields = suffix, fields
         self._num_validation = num_validation
         super().__init__(*settings, **images)
-        # Computed here, since it refuses missing shards.
+        # Accessed here, so that missing shards are refused when the source is opened.
         self.shards  # noqa: B018
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Sharded(ListedImages):
         """Lists the examples of each split.
 
         Args:
-            refuse: Called with each item that cannot be used; it may raise an error.
+            refuse: Called with each item that cannot be used; may raise an error.
 
         Raises:
             ConfigError: num_validation does not fit the shards.

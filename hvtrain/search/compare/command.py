@@ -20,7 +20,7 @@ from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, m
 from hvtrain.system.files import write_atomic, write_json
 from hvtrain.system.host_facts import processor, versions
 from hvtrain.system.secrets import command_line, without_secrets
-from hvtrain.system.text import aligned
+from hvtrain.system.text import aligned, counted
 
 
 def main() -> int:
@@ -49,7 +49,8 @@ def main() -> int:
     facts = _facts(options)
     exit_at_signals()
     print(
-        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True
+        f"{len(contest.schedule())} runs of {counted(options.np, 'rank')}; results go to {folder}",
+        flush=True,
     )
 
     ended_by = None

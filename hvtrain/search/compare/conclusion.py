@@ -152,7 +152,7 @@ def spread_conclusion(metric: str, values: Mapping[str, float]) -> str:
 
 
 def examples_warning(examples: Mapping[str, int]) -> list[str]:
-    """Warns if the full runs trained on different numbers of examples.
+    """Warns if the whole runs trained on different numbers of examples.
 
     A difference of 10% is tolerated: incomplete batches are dropped, and batch sizes differ between strategies.
 
@@ -174,7 +174,7 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
     They include the time of a rank's own work in a step, from the first entry of strategy=horovod whose
-    rounds were measured; None if there is no such entry.
+    rounds were measured. Returns None if there is no such entry.
     """
     for entry in comparison["strategies"]:
         splits = [run["split"] for run in entry["rounds"] if run["split"]]

@@ -18,7 +18,7 @@ from hvtrain.launch.child import ONLY_STEPS, Training, in_turns, train
 from hvtrain.system.command import take_values
 from hvtrain.system.console import progress
 from hvtrain.system.files import remove
-from hvtrain.system.text import duration
+from hvtrain.system.text import counted, duration
 
 SINGLE = "single"
 JOINT = "joint"
@@ -161,7 +161,7 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
 
 @dataclass
 class Contest:
-    """Starts the runs one after the other, and keeps what was measured so far.
+    """Starts the runs one after the other, and keeps their measurements.
 
     Attributes:
         contestants: the strategies.
@@ -270,7 +270,7 @@ class Contest:
         if known_seconds:
             parts.append(f"about {duration(known_seconds)}")
         if num_unknown:
-            parts.append(f"{num_unknown} runs of unknown length")
+            parts.append(f"{counted(num_unknown, 'run')} of unknown length")
 
         return f"left: {' and '.join(parts) or 'nothing'}"
 

@@ -199,7 +199,7 @@ def curve(training: Training) -> Curve:
 def time_to_target(points: Curve, metric: str, value: float) -> TimeToTarget | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end.
 
-    None if no epoch reaches it.
+    Returns None if no epoch reaches the value.
     """
     sign = _sign(metric)
     for point in points:
@@ -212,7 +212,7 @@ def time_to_target(points: Curve, metric: str, value: float) -> TimeToTarget | N
 def default_target(curves: Sequence[Curve]) -> Target | None:
     """Returns the metric to compare by, a validation metric if possible, and the best value that every run reached.
 
-    None if the runs have no target metric in common.
+    Returns None if the runs have no target metric in common.
     """
     for metric in _TARGET_METRICS:
         sign = _sign(metric)

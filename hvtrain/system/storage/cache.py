@@ -229,9 +229,9 @@ def _entry(
             if folder.is_dir():
                 break
             log.info(
-                "storage        %s: %s objects, %s, to %s",
+                "storage        %s: %s, %s, to %s",
                 remote.address,
-                f"{len(objects):,}",
+                f"{len(objects):,} object{'s' * (len(objects) != 1)}",
                 human_bytes(num_bytes),
                 folder,
             )

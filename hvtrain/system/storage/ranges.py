@@ -122,11 +122,11 @@ class RemoteFile:
 
     def open_unbuffered(self) -> io.RawIOBase:
         """Opens the object as an unbuffered file, each read of which is a part."""
-        return _Positioned(self.part, self.state.num_bytes)
+        return _RawFile(self.part, self.state.num_bytes)
 
     def read_ahead(self) -> io.BufferedReader:
         """Opens the object as a buffered file for sequential reading, without keeping what is read on this host."""
-        return io.BufferedReader(_Positioned(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
+        return io.BufferedReader(_RawFile(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
 
 
 # Few, since a process may often open only 1,024 files.
@@ -186,8 +186,8 @@ class ReadAhead:
 
 
 @dataclass(eq=False)
-class _Positioned(io.RawIOBase):
-    """A read-only file of num_bytes, whose content at an offset is part(size, offset)."""
+class _RawFile(io.RawIOBase):
+    """A read-only file of `num_bytes` bytes that reads its content by calling part(size, offset)."""
 
     part: Callable[[int, int], bytes]
     num_bytes: int
@@ -200,8 +200,8 @@ class _Positioned(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.num_bytes}
-        self.position = begins[whence] + offset
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.num_bytes}
+        self.position = origins[whence] + offset
         return self.position
 
     def readinto(self, buffer: Any) -> int:
@@ -209,7 +209,7 @@ class _Positioned(io.RawIOBase):
         buffer[: len(data)] = data
         return len(data)
 
-    # RawIOBase would read into a buffer of its own and copy that.
+    # RawIOBase.read would first read into another buffer, and then copy it.
     def read(self, size: int = -1) -> bytes:
         rest = max(0, self.num_bytes - self.position)
         size = rest if size < 0 else min(size, rest)

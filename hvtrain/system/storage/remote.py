@@ -55,7 +55,7 @@ _LOCAL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Object(NamedTuple):
-    """An object below an address: its name there ("" for the address itself), size and modification time."""
+    """An object at or below an address: its relative name ("" for the address itself), size and modification time."""
 
     name: str
     num_bytes: int

@@ -3,7 +3,7 @@
 Objects are uploaded first and their manifest last, so whatever the manifest lists is complete, even if the process is
 killed. Stores have no locks that pyarrow can take: the latest start wins, and an earlier one ends at its next upload.
 
-The outputs of commands are written on this host first too, and uploaded once they are complete.
+Outputs of commands are also written on this host first, and uploaded once they are complete.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from hvtrain.system.storage.remote import Object, Remote, locate
 
 log = logging.getLogger(__name__)
 
-# The object that identifies the run, and the start of it (a process) that may write.
+# The object that identifies the run, and the start of the run (a process) that may write to it.
 OWNER = "hvtrain-owner.json"
 # File in the local working folder: the run that its files belong to, and the run's address.
 IDENTITY_FILE = ".object-store-run"
@@ -120,7 +120,8 @@ class _ObjectStore(RunStore):
         # A restart within this process finds its own start.
         if owner and owner.get("start") != self._start:
             log.info(
-                "storage        %s was last started on %s at %s; if that still runs, it stops at its next checkpoint",
+                "storage        %s was last started on %s at %s; if that start is still running, it stops at its "
+                "next checkpoint",
                 self.address,
                 owner.get("host"),
                 owner.get("since"),

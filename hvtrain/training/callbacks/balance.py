@@ -81,15 +81,15 @@ class Balance(RunCallback):
             new * (work / old) for new, work, old in zip(new_sizes, work_seconds, old_sizes)
         )
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
-        # The conditions above are the same on all ranks, so all of them come here or none does.
+        # The conditions above are the same on all ranks, so all ranks reach this broadcast or none does.
         cost = self.comm.broadcast(self._first_step_seconds)
         if old_seconds < MIN_SPEEDUP * new_seconds or saved_seconds < cost:
             return
 
         if self.is_chief:
             log.info(
-                "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
-                "take %.1f ms instead of %.1f (train.balance)",
+                "%s; from epoch %d on, batches are %s instead of %s, and the slowest rank's own work in a step "
+                "should take %.1f ms instead of %.1f (train.balance)",
                 slowest_in_words(times, old_sizes, self.strategy.devices),
                 epoch + 2,
                 " + ".join(map(str, new_sizes)),

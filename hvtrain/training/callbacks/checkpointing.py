@@ -37,8 +37,8 @@ class Interruption(RunCallback):
     """Requests a stop after train.max_time or after a signal to this rank (every rank).
 
     All ranks stop after the same step, and the run is saved and can be resumed. A signal that arrived
-    between two attempts counts too. During training, Ctrl-C is such a signal; a second one ends the
-    process at once.
+    between two attempts counts too. During training, Ctrl-C is such a signal; a second Ctrl-C ends the
+    process immediately.
     """
 
     def __init__(self, context: RunContext) -> None:

@@ -8,7 +8,7 @@ from hvtrain.core.step_plan import share_of_progress
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
-from hvtrain.models.rates import averaged
+from hvtrain.models.rates import averaged_weights
 from hvtrain.step.step_timing import FEW_STEPS, Split, StepTimes, seconds_per_step, slowdown_cause
 from hvtrain.system.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
@@ -110,7 +110,7 @@ class Validation(RunCallback):
 
     def _validate(self) -> None:
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
-        with averaged(self.model, self.config.ema):
+        with averaged_weights(self.model, self.config.ema):
             results = self.run.task.results(self.strategy.evaluate(self.model, self.dataset))
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.unlogged = self.latest
@@ -228,8 +228,8 @@ class Throughput(RunCallback):
         self.rank_seconds = list(own_work)
         if after_warmup.steps > 0:
             self.newest_times = list(newest_times)
-            is_rank_by_rank = self.strategy.num_computing == topology.size
-            sees_exchange = is_rank_by_rank or self.strategy.cuts_batches
+            has_one_replica_per_rank = self.strategy.num_computing == topology.size
+            sees_exchange = has_one_replica_per_rank or self.strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.plan.steps_per_epoch)
             self.report.split = Split.of(times_and_hosts, steps_in_a_row, sees_exchange)
 
@@ -310,7 +310,7 @@ class Recording(RunCallback):
         # ReduceLROnPlateau logs this epoch's rate, and may have changed the optimizer's since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
 
-        # Not in the logs, since the console shows only what was learned.
+        # Added here and not to the logs, since the console would show them.
         norm = gradient_norm(self.model.optimizer)
         if norm is not None:
             metrics["gradient_norm"] = float(f"{norm:.6g}")
@@ -360,6 +360,6 @@ def report_skipped(run: Run, report: RunReport) -> None:
         files = sum(part.num_examples is None for part in report.unreadable.values())
         rest = f", and the rest of {files} damaged file(s)" if files else ""
         log.info(
-            f"skipped {report.num_skipped:,} examples that could not be read{rest}; "
+            f"skipped {report.num_skipped:,} example(s) that could not be read{rest}; "
             "their names are in logs/ of the run folder"
         )

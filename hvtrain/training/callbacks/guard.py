@@ -19,6 +19,7 @@ from hvtrain.keras.optimizer import ranks_at_fault
 from hvtrain.keras.process import is_lost_rank_error
 from hvtrain.keras.sharded_embedding import wrong_ids
 from hvtrain.strategies.comm import Comm
+from hvtrain.system.text import counted
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -95,8 +96,8 @@ def explain_errors(
                 origin = search(step)
                 hint = ""
             raise TrainingError(
-                f"the gradient of step {step:,} is not finite on {ranks_in_words(ranks)}{origin}; "
-                f"it did not reach the weights; {NOT_FINITE_ADVICE}{hint}"
+                f"the gradient of step {step:,} is not finite on {ranks_in_words(ranks)}; "
+                f"it did not reach the weights{origin}; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
         if is_lost_rank_error(error):
@@ -180,13 +181,13 @@ class OneBatch(RunCallback):
         )
         if "loss" in self.training:
             changes += f"; in training, with dropout if there is any: {self.training['loss']:.4g}"
-        batch = f"one batch of {self.plan.global_batch} examples"
+        batch = f"one batch of {counted(self.plan.global_batch, 'example')}"
         best = self.run.task.best
         if is_learned(self.before, after, self.training, best, self.run.task.sign(best)):
             log.info("%s was memorized: %s", batch, changes)
             return
         raise TrainingError(
-            f"{batch} was not memorized in {self.step:,} steps: {changes}; look for a fault "
+            f"{batch} was not memorized in {counted(self.step, 'step')}: {changes}; look for a fault "
             "in the last layer, the loss, the targets, frozen layers or the learning rate, or raise train.steps"
         )
 

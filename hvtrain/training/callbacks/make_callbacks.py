@@ -311,7 +311,7 @@ def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model)
     if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
         raise ConfigError(
             f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
-            "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
+            "checkpoint would keep rank 0's rows alone; set restore_best_weights=false: best.keras has the best weights"
         )
     is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
     if is_checkpoint and callback.save_freq != "epoch" and run.strategy.sync_every > 1:
@@ -330,7 +330,7 @@ def _check_callback(name: str, callback: Callback, run: Run, model: keras.Model)
 def monitored_names(callbacks: Mapping[str, Callback], best: str | None) -> dict[str, str]:
     """Returns the names of the metrics on which Keras's callbacks and checkpoint.best depend, by setting.
 
-    Empty if a callback of the user's may add its metrics in some epochs only.
+    The result is empty if one of the user's callbacks may add metrics in some epochs only.
     """
     if any(map(_may_add_metrics, callbacks.values())):
         return {}

@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.models.parts import sharded_tables
 from hvtrain.strategies.loop import replaced
+from hvtrain.system.text import counted
 from hvtrain.training.callbacks.repeated_step import step_without_update
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
@@ -114,8 +115,8 @@ class Recompute(RunCallback):
     def on_train_end(self, logs: Any) -> None:
         if self._differences:
             log.info(
-                f"{len(self._differences):,} gradients were computed again on all ranks, with relative differences up "
-                f"to {max(self._differences):.1g}"
+                f"recomputed {counted(len(self._differences), 'gradient')} on all ranks, with relative "
+                f"differences up to {max(self._differences):.1g}"
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:

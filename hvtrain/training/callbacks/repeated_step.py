@@ -77,11 +77,13 @@ class LayerSearch(RunCallback):
         origins = self.comm.gather(self._repeat(step - 1))
         first = min((origin for origin in origins if origin), default=None)
         if first is None:
-            return "; when it is repeated layer by layer, all values are finite"
+            return "; when the step is repeated layer by layer, all values are finite"
         # Compared by phase and position, since descriptions differ between
         # ranks, for instance in the number of the example.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
-        return f"; it began with {first.description}, on {ranks_in_words(ranks)}"
+        return (
+            f"; non-finite values first appear in {first.description}, on {ranks_in_words(ranks)}"
+        )
 
     def _repeat(self, steps_before: int) -> Origin | None:
         batch = next(iter(self.run.batches_from(steps_before)))

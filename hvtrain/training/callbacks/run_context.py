@@ -47,18 +47,18 @@ class Goodput:
     seconds: dict[str, float]
 
     @classmethod
-    def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
+    def resume(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
         """Continues from a checkpoint's record(); without a valid one, starts from zero.
 
         The time between the checkpoint and this start was lost. Up to last_step_at it counts as
         "repeated", because those steps run again; the rest counts as "restarts".
 
         Args:
-            saved: What record() returned, as read from the checkpoint.
+            saved: The result of record() from the checkpoint; None if there is none.
             now: When this start began.
             last_step_at: When the last step before this start ended; 0 if unknown.
 
-        >>> resumed = Goodput.resumed(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130, 112)
+        >>> resumed = Goodput.resume(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130, 112)
         >>> resumed.seconds["repeated"], resumed.seconds["restarts"]
         (13.0, 19.0)
         """
@@ -74,7 +74,7 @@ class Goodput:
         # have begun before the checkpoint.
         now = max(now, until)
         if last_step_at > now:
-            # It is a file's modification time, and is this late if this start copied the file here.
+            # A file's modification time, which is this late if this start copied the file to this host.
             last_step_at = 0.0
         ended = max(until, last_step_at)
         seconds["repeated"] += ended - until
@@ -248,7 +248,7 @@ class RunContext:
         report = RunReport(
             records,
             {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-            Goodput.resumed(run.meta.get("goodput"), began, last_step_ended),
+            Goodput.resume(run.meta.get("goodput"), began, last_step_ended),
             flops_per_example=flops_per_example(model),
             peak_flops=peak and peak * run.strategy.num_computing,
         )

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvtrain.errors import StorageError
 from hvtrain.system.files import refuse_link, remove
+from hvtrain.system.text import counted
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
     reduction_seconds = reductions(folder / REDUCTIONS)
     operation_seconds = sorted(operations(folder).items(), key=lambda item: -item[1])
     return [
-        f"{steps} steps are traced in {folder}; time per step on rank 0 (times overlap):",
+        f"traced {counted(steps, 'step')} in {folder}; time per step on rank 0 (times overlap):",
         *(
             f"  {1000 * seconds / steps:9.3f} ms  {name}"
             for name, seconds in (*reduction_seconds.items(), *operation_seconds[:NUM_OPERATIONS])
