@@ -16,6 +16,7 @@ from hvtrain.errors import TrainingError
 from hvtrain.report.charts import write_panels
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.files import csv_text, write_atomic
+from hvtrain.system.text import counted
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
@@ -151,8 +152,8 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     strategy.stop()
     if suggestion is None:
         raise TrainingError(
-            f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
-            "use more --steps, or another range"
+            f"{counted(len(recorder.losses), 'step')} show no rate at which the loss falls, see "
+            f"{run.folder / 'range.png'}; use more --steps, or a range of lower rates"
         )
 
     # Shown as the setting, which a run multiplies by its learning-rate factor.
