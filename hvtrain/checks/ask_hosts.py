@@ -118,6 +118,6 @@ def _ask(host: str, function: str, host_request: Facts, ssh: Ssh, seconds: float
     if facts is None:
         last_line = result.stderr.strip().rpartition("\n")[2] or "no error message"
         raise RankError(
-            f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V"
+            f"the probe failed on host {host}: {last_line}; run {sys.executable} -V there"
         )
     return facts

@@ -100,8 +100,10 @@ def _full_steps(
     """Returns how many steps of an epoch have a full batch on every rank. Raises ConfigError if there are none."""
     size = len(shard_sizes)
     total = sum(shard_sizes)
+    if total == 0:
+        raise ConfigError(f"{dataset_name} has no training examples; check the settings of dataset")
     if min(shard_sizes) == 0:
-        num_usable = max(1, sum(examples > 0 for examples in shard_sizes))
+        num_usable = sum(examples > 0 for examples in shard_sizes)
         raise ConfigError(
             f"{size} ranks are more than the {counted(total, 'training example')} of {dataset_name} can feed; "
             f"use at most {counted(num_usable, 'rank')}"

@@ -84,6 +84,8 @@ def export_checked(
             write(model, unfinished)
             run_exported = open_exported(unfinished)
             actual = [run_exported(batch) for batch in examples]
+        except ConfigError:
+            raise
         except Exception as error:  # Each exporter and each runtime has its own error types.
             raise ConfigError(
                 f"format={model_format} cannot represent this model: {in_one_line(error)}; choose another format"

@@ -194,12 +194,12 @@ def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
     choice = finished.arguments.get("checkpoint")
     best = None if choice == "last" else writer.read_best(folder)
     if best:
-        if "host" in best:
+        path = folder / store.folder_name(best["step"])
+        if "host" in best and not path.is_dir():
             raise CheckpointError(
-                f"the best checkpoint is on host {best['host']}; copy it to {folder} and remove the key host from "
-                f"{writer.BEST} there, or give checkpoint=last"
+                f"the best checkpoint is on host {best['host']}; copy {path.name} to {folder}, or give checkpoint=last"
             )
-        return folder / store.folder_name(best["step"]), False
+        return path, False
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none, as in a run without validation; give checkpoint=last"

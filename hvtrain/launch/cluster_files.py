@@ -120,9 +120,11 @@ def _own_kind(kind: str, folders: Sequence[Path]) -> tuple[str, dict[str, Any], 
         tree = _yaml(text, str(path)) or {}
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")
+        if "kind" not in tree:
+            raise ConfigError(f"{path} names no kind of cluster; write a line such as kind: slurm")
         # The text is needed too, since YAML reads the time 12:00:00 as a number.
         unparsed = yaml.BaseLoader(text).get_single_data() or {}
-        return str(tree.pop("kind", "?")), tree, unparsed
+        return str(tree.pop("kind")), tree, unparsed
     return kind, {}, {}
 
 

@@ -152,8 +152,8 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     strategy.stop()
     if suggestion is None:
         raise TrainingError(
-            f"the loss never fell in {counted(len(recorder.losses), 'step')}, see {run.folder / 'range.png'}; "
-            "use more --steps, or another range"
+            f"{counted(len(recorder.losses), 'step')} show no rate at which the loss falls, see "
+            f"{run.folder / 'range.png'}; use more --steps, or a range of lower rates"
         )
 
     # Shown as the setting, which a run multiplies by its learning-rate factor.

@@ -136,6 +136,11 @@ def test_batch_sizes_by_rank_and_by_host():
         batch_sizes_by_rank([8, 4, 2, 1], hosts)
 
 
+def test_a_data_set_without_training_examples_is_refused():
+    with pytest.raises(ConfigError, match="toys has no training examples; check the settings of"):
+        plan([0])
+
+
 @pytest.mark.parametrize(
     ("batch_sizes", "uneven"), [([32, 32], "trim"), ([32, 32], "pad"), ([48, 16], "pad")]
 )

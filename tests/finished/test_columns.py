@@ -11,9 +11,11 @@ from pyarrow import parquet
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.sources.built_in import digits_traits
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import CheckpointError, ConfigError, DataError
+from hvtrain.finished.finished_run import checkpoint_path
 from hvtrain.finished.inputs import input_examples
 from hvtrain.finished.outputs import predict_rows, split_columns, writer_for
+from hvtrain.system.files import write_json
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 
 ODDS = np.log(3.0)  # The logit of a probability of 3/4.
@@ -201,3 +203,14 @@ def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "p.csv").mkdir()
     with pytest.raises(ConfigError, match=r"p.csv is a folder; name a file in it"):
         writer_for(tmp_path / "p.csv", has_masks=False)
+
+
+def test_the_best_checkpoint_of_another_host_is_taken_once_it_has_been_copied(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    write_json(folder / "best.json", {"step": 8, "metric": "loss", "value": 1.0, "host": "s2"})
+    finished = SimpleNamespace(folder=tmp_path, arguments={})
+    with pytest.raises(CheckpointError, match="is on host s2; copy step-00000008 to "):
+        checkpoint_path(finished)
+    (folder / "step-00000008").mkdir()
+    assert checkpoint_path(finished) == (folder / "step-00000008", False)

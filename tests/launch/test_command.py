@@ -120,10 +120,17 @@ def test_times_in_a_cluster_file_stay_as_they_are_written(time, expected, tmp_pa
     assert cluster_files.choose(["cluster=mine"], [tmp_path]).time == expected
 
 
-def test_a_cluster_file_without_settings_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slurm", "holds no settings; write lines such"),
+        ("time: 90", "names no kind of cluster; write"),
+    ],
+)
+def test_a_cluster_file_without_a_kind_is_refused(text, message, tmp_path):
     (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster/mine.yaml").write_text("slurm\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml holds no settings; write lines such as"):
+    (tmp_path / "cluster/mine.yaml").write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=rf"mine.yaml {message}"):
         cluster_files.choose(["cluster=mine"], [tmp_path])
     (tmp_path / "cluster/mine.yaml").write_text("kind: ssh\nnodes: 2\n")
     with pytest.raises(ConfigError, match=r"^nodes: ssh has no such setting; choose cluster="):
