@@ -100,8 +100,11 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
     matched_ids = set()
     for pattern in patterns:
         matches = {key for key, names in named_ids if fnmatch.filter(names, pattern)}
-        if matches.isdisjoint(map(id, model.trainable_variables)):
-            known_names = dict.fromkeys(name for _, names in named_ids for name in names)
+        trainable_ids = set(map(id, model.trainable_variables))
+        if matches.isdisjoint(trainable_ids):
+            known_names = dict.fromkeys(
+                name for key, names in named_ids if key in trainable_ids for name in names
+            )
             similar = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
             # If none is similar, a few of the model's names are better than no hint.
             names = similar or list(known_names)[:4]
@@ -222,8 +225,8 @@ def add_lora(model: Model, rank: int) -> None:
     ]
     if not adapted:
         raise ConfigError(
-            f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding "
-            f"layer before its head {', '.join(head_paths.values())}; freeze layers instead "
+            f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding layer without a "
+            f"constraint before its head ({', '.join(head_paths.values()) or 'none'}); freeze layers instead "
             "(model.freeze)"
         )
 

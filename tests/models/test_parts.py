@@ -119,7 +119,7 @@ def test_how_much_trains_is_said():
         ),
         (
             ["bn/moving_mean"],
-            "model.freeze names bn/moving_mean, which matches nothing trainable; names in this model include ",
+            "model.freeze names bn/moving_mean, which matches nothing trainable; names in this model include stem, dense",
         ),
         (["flatten"], "model.freeze names flatten, which matches nothing trainable"),
     ],
@@ -185,6 +185,6 @@ def test_lora_without_a_layer_for_it_is_refused():
     )
     with pytest.raises(
         ConfigError,
-        match=r"model.lora_rank=2, but c has no Dense, .* before its head dense.*; freeze",
+        match=r"model.lora_rank=2, but c has no Dense, .* before its head .dense.*; freeze",
     ):
         add_lora(model, 2)

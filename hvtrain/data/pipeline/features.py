@@ -122,13 +122,14 @@ def fill_gaps(column: Column, cells: Cells, location: str, rows: Any = slice(Non
     if not cells.is_gap[rows].any():
         return cells.values
     if not column.fill:
-        raise gap_error(column, cells, location)
+        raise gap_error(column, cells, location, rows)
     return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
 
 
-def gap_error(column: Column, cells: Cells, location: str) -> DataError:
-    """Makes the error about gaps that nothing fills."""
-    is_gap = cells.is_gap
+def gap_error(column: Column, cells: Cells, location: str, rows: Any = slice(None)) -> DataError:
+    """Makes the error about gaps in the given rows that nothing fills."""
+    is_gap = np.zeros_like(cells.is_gap)
+    is_gap[rows] = cells.is_gap[rows]
     odd = f", among them {odd_texts(cells)}" if cells.odd else ""
     return DataError(
         f"{location}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or "

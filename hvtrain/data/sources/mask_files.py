@@ -156,9 +156,12 @@ class MaskReader:
         # Fractions, as in TIFF files of floats, are not labels either.
         is_label = (labels == values) & (labels >= 0) & ((labels <= last) | (labels == IGNORED))
         if not is_label.all():
+            known, settings = f"outside 0 ... {last} and {IGNORED}", " or dataset.num_classes"
+            if self.is_binary:
+                known, settings = f"and the masks of this data set hold 0 and {IGNORED}", ""
             raise DataError(
-                f"{mask} has the label {values[~is_label][0]}, outside 0 ... {last} and {IGNORED}; "
-                "fix the mask (write PNG, since JPEG changes labels) or dataset.num_classes"
+                f"{mask} has the label {values[~is_label][0]}, {known}; "
+                f"fix the mask (write PNG, since JPEG changes labels){settings}"
             )
         classes = values == IGNORED if self.is_binary else values
         return np.where(is_inside, classes, IGNORED).astype(np.uint8)

@@ -72,7 +72,10 @@ def main() -> int:
             write(comparison, folder)
 
     print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
-    print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
+    files = [
+        name for name in ("compare.html", "compare.json", "compare.png") if (folder / name).exists()
+    ]
+    print(f"\nresults in {folder}: {', '.join(files)}")
     if isinstance(ended_by, KeyboardInterrupt):
         sys.stderr.write("hvtrain: interrupted; the results so far have been saved\n")
         return INTERRUPTED
