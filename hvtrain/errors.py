@@ -24,12 +24,12 @@ class UserError(Exception):
 
     Attributes:
         exit_code: the exit code of a command that fails with this error.
-        spokesman: the rank that reports the error first if all ranks raise it.
+        reporting_rank: the rank that reports the error first if all ranks raise it.
         culprit: the rank at fault, or THIS_RANK; None if it is unknown.
     """
 
     exit_code = 2
-    spokesman = 0
+    reporting_rank = 0
     culprit: int | None = THIS_RANK
     # Takes precedence over the __init__ of RuntimeError and the like: TensorFlow
     # preserves the class of an error that is raised in a traced function only if the

@@ -51,7 +51,7 @@ def restore(
 ) -> None:
     """Restores the weights, the optimizer, or both.
 
-    Of a sharded variable, only the attribute `whole` is set; broadcast_model then gives each rank its part.
+    For a sharded variable, only the attribute `whole` is set; broadcast_model then gives each rank its part.
 
     Args:
         checkpoint: the checkpoint to restore from.
@@ -59,13 +59,14 @@ def restore(
         prefixes: only variables whose keys begin with one of these are restored.
 
     Raises:
-        CheckpointError: the checkpoint is of another model or optimizer. The message names the first
-            difference, and nothing is set.
+        CheckpointError: the checkpoint belongs to another model or optimizer. The message names the
+            first difference, and nothing is set.
     """
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
     own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
-    # Of the slots that DistributedOptimizer(shard=True) divides, this process may know only the shapes of its parts.
+    # This process may not know the whole shapes of slots that DistributedOptimizer(shard=True) divides, so only their
+    # names are compared.
     unknown = {
         key for key, variable in sharded.items() if not hasattr(variable.rank_part, "num_rows")
     }
@@ -75,7 +76,7 @@ def restore(
         if key in unknown and key == saved_item[0]:
             continue
         _compare(
-            f"checkpoint {folder_name(checkpoint.step)} is of another model or optimizer: it",
+            f"checkpoint {folder_name(checkpoint.step)} belongs to another model or optimizer: it",
             saved_item,
             own_item,
         )
@@ -123,10 +124,10 @@ def keeps_memory(model: "keras.Model") -> bool:
 
 
 def rank_memory(model: "keras.Model", is_chief: bool) -> Arrays:
-    """Returns the state that the optimizer keeps on this rank only, such as compression errors.
+    """Returns the optimizer state that checkpoints keep by rank, such as compression errors.
 
     It may be as large as the weights; most optimizers have none. Arrays that are equal on
-    all ranks are returned only by the chief.
+    all ranks (see SAME) are returned only by the chief.
     """
     return {
         name: variable.numpy()

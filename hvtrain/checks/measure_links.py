@@ -46,8 +46,7 @@ def measure(
     """Measures the links with one rank per host, within a time limit.
 
     Returns:
-        The measurement that rank 0 prints, or None if the ranks did not reduce; and the rows for
-        doctor's table.
+        The measurement that rank 0 prints, or None if it failed; and the rows for doctor's table.
     """
     # One rank per host: ranks of one host would share its link.
     job = Job(
@@ -79,10 +78,10 @@ def measure(
             measured = json.loads(text.partition(MARK)[2])
             return measured, judge_links(measured, hosts)
 
-    timeout = "" if has_ended else f"not done in {time_limit} s; "
-    finding = f"the ranks did not reduce; {timeout}{failure(output, process.returncode)}"
+    timeout = "" if has_ended else f"no result within {time_limit} s; "
+    finding = f"the measurement failed; {timeout}{failure(output, process.returncode)}"
     assignments = [f"{name}={value}" for name, value in settings.items()]
-    fix = f"see their full output: {shlex.join([*assignments, *command])}"
+    fix = f"to see the full output, run: {shlex.join([*assignments, *command])}"
     return None, [fail("allreduce", None, finding, fix)]
 
 

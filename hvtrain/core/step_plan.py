@@ -12,7 +12,8 @@ from typing import Any
 from hvtrain.core.topology import reduced
 from hvtrain.errors import ConfigError
 
-# If an epoch leaves out more than this share of the examples, the run reports it.
+# If trimming would leave out more than this share of the examples, data.uneven=auto pads instead; if an epoch leaves
+# out more, the run reports it.
 MOST_LEFT_OUT = 0.01
 
 
@@ -34,7 +35,7 @@ class Share:
         object.__setattr__(self, "num_examples", self.num_examples or self.steps * self.batch_size)
         if not self.steps <= self.num_examples <= self.steps * self.batch_size:
             raise ValueError(
-                f"{self.num_examples} examples do not fill {self.steps} steps of up to {self.batch_size}"
+                f"{self.num_examples} examples do not fit {self.steps} steps of 1 to {self.batch_size}"
             )
 
     @property

@@ -187,7 +187,7 @@ def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
     By default this is the best checkpoint, or the last one if none is marked as the best.
 
     Raises:
-        CheckpointError: there is no checkpoint, or the best one is on another host.
+        CheckpointError: there is no checkpoint, or the best one is only on another host.
         ConfigError: checkpoint=best was given, and the run has no best checkpoint.
     """
     folder = finished.folder / "checkpoints"

@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     bucket_bytes: int = 0,
     shard: bool = False,
 ) -> Optimizer:
-    """Makes this optimizer reduce gradients over all ranks before it steps; returns the same object.
+    """Makes an optimizer, in place, reduce gradients over all ranks before it steps, and returns it.
 
     The optimizer's class becomes a subclass of the same name, so existing slots and iterations stay,
     and a saved model loads anywhere, with the plain Keras optimizer. After `keras.models.load_model`
@@ -66,9 +66,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
-    all ranks see an overflow on any of them and skip the step together. The loss is scaled only if it
-    goes through scale_loss, which compile(auto_scale_loss=False) and some custom loops leave out.
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, which is
+    returned instead, so that all ranks see an overflow on any of them and skip the step together. The
+    loss is scaled only if it goes through scale_loss, which compile(auto_scale_loss=False) and some
+    custom loops leave out.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.

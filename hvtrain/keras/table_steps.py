@@ -52,7 +52,8 @@ class VariableRecorder:
 
     _hvtrain_stepped: Sequence[Any] = ()
 
-    # Recorded here, since overriding _backend_apply_gradients would count as another step: see overridden_steps.
+    # Recorded here, since an override of _backend_apply_gradients would count as one of Keras's step: see
+    # overridden_steps.
     def _overwrite_variables_directly_with_gradients(self, grads, vars):
         stepped = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
         # Bypasses Keras's __setattr__, as make_distributed does.

@@ -110,7 +110,8 @@ def _own_kind(kind: str, folders: Sequence[Path]) -> tuple[str, dict[str, Any], 
     """Reads the user's file of a kind from the first folder that has one.
 
     Returns the kind that it is based on, its settings, and the settings' text. If there is no file, returns
-    the kind itself and no settings. Raises ConfigError if the file is not YAML or holds no settings.
+    the kind itself and no settings. Raises ConfigError if the file is not YAML, holds no settings, or names
+    no kind.
     """
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"

@@ -16,8 +16,8 @@ def main() -> int:
         "python -m hvtrain migrate",
         usage="%(prog)s [--write] FILE|FOLDER ...",
         description="""\
-Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it cannot
-decide. Shows the changes as a diff, and writes nothing without --write.""",
+Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it leaves
+to you. Shows the changes as a diff, and writes nothing without --write.""",
         epilog="""\
 exit codes:
   0   nothing is left to decide
@@ -91,7 +91,7 @@ def _python_files(path: Path) -> list[Path]:
 
 
 def _belongs_to_tools(file: Path, folder: Path) -> bool:
-    """True for a file in a hidden folder, a Python environment or node_modules, outside the user's own code."""
+    """True for a file in a hidden folder, a Python environment or node_modules, which is not the user's own code."""
     return any(
         parent.name.startswith(".")
         or parent.name in ("site-packages", "node_modules")

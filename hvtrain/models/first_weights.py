@@ -44,8 +44,8 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             any, weights that only the source has are ignored.
 
     Raises:
-        ConfigError: the source cannot be read or is of another model; the message names the first
-            difference.
+        ConfigError: the source cannot be read or belongs to another model; the message names the
+            first difference.
     """
     path, arrays = _read(path_of(source), model)
     excepted_ids = find_variables(model, excepted, "model.weights_except")
@@ -112,7 +112,7 @@ def _difference(source: str, path: str, array, variable) -> ConfigError:
         return "nothing" if value is None else f"shape {whole_shape(value)}"
 
     return ConfigError(
-        f"model.weights={source} is of another model: it has {describe(array)} where {path} of "
+        f"model.weights={source} belongs to another model: it has {describe(array)} where {path} of "
         f"this model has {describe(variable)}; choose the model that it was made with, or list the "
         "variables that stay new in model.weights_except"
     )

@@ -1,8 +1,8 @@
 """`python -m hvtrain allreduce`: measures latency and bandwidth of an all-reduce by size, on ranks of this host.
 
 Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the
-algorithm bandwidth is bytes / time, and the bus bandwidth is that times 2 (n - 1) / n, the share of
-the bytes that each of n ranks has to send.
+algorithm bandwidth is bytes / time, and the bus bandwidth is that times 2 (n - 1) / n, since each of
+n ranks has to send that many times the bytes.
 
 `python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
 training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
@@ -50,7 +50,7 @@ SIZES = (
 SECONDS_PER_ROUND = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# Each size is repeated so often that about TARGET_BYTES are reduced, within these limits.
+# Each size is repeated often enough to reduce about TARGET_BYTES, within these limits.
 TARGET_BYTES = 1 << 27
 MIN_REPETITIONS = 8
 MAX_REPETITIONS = 300
@@ -120,9 +120,9 @@ class Collectives:
 
     def bus_bandwidth(self, method: str, size: int) -> float:
         """Returns the bus bandwidth in GB/s, from the median time of the rounds."""
-        # The share that each rank has to send; see the module's docstring.
-        share = 2 * (self.num_ranks - 1) / self.num_ranks
-        return share * size / self.microseconds(method, size) / 1e3
+        # Each rank has to send this many times the bytes; see the module's docstring.
+        factor = 2 * (self.num_ranks - 1) / self.num_ranks
+        return factor * size / self.microseconds(method, size) / 1e3
 
     def microseconds(self, method: str, size: int | str) -> float:
         """Returns the time in microseconds, the median over the rounds."""

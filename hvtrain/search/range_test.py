@@ -130,7 +130,7 @@ class Recorder(RunCallback):
 
 
 def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
-    """Runs the test and returns the suggestion (every rank). Raises TrainingError if the loss never fell."""
+    """Runs the test and returns the suggestion (every rank). Raises TrainingError if there is none."""
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model = runner.make_model(run)
     start = runner.restore(run, model, None)
@@ -152,7 +152,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     strategy.stop()
     if suggestion is None:
         raise TrainingError(
-            f"{counted(len(recorder.losses), 'step')} show no rate at which the loss falls, see "
+            f"no rate at which the loss falls was found in {counted(len(recorder.losses), 'step')}, see "
             f"{run.folder / 'range.png'}; use more --steps, or a range of lower rates"
         )
 

@@ -81,7 +81,7 @@ class Strategy:
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches = False
     # False if batches need the same shape in all steps (no bucketing by length).
-    takes_lengths = True
+    takes_varying_shapes = True
     # False if all steps need batches of one size.
     takes_short_batches = True
     # False if restart() is impossible, or would change nothing.
@@ -116,7 +116,7 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """True if each process runs the model's own train step on its own batch, and all share each step.
+        """True if every process takes part in each step, running the model's own train step on its own batch.
 
         Not collective.
         """
@@ -367,7 +367,7 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     error = error_type(f"stopped because {reason.text}")
     error.exit_code = reason.code
     error.culprit = reason.rank
-    error.spokesman = watchdog.spokesman
+    error.reporting_rank = watchdog.reporting_rank
     return error
 
 

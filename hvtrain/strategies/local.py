@@ -154,7 +154,7 @@ class LocalSGDStrategy(HorovodStrategy):
         with self.watchdog.phase(EXCHANGE):
             rounds_due += hvd.synchronize(optimizer)
         num_done = self._hook.num_done()
-        rounds, within = np.subtract(num_done, self._num_counted)
+        rounds, within = np.subtract(num_done, self._num_counted).tolist()
         if (rounds, within) != (rounds_due, within_due):
             raise RankError(
                 f"{counted(rounds, 'synchronization')} and {counted(within, 'reduction')} within the host ran in steps "

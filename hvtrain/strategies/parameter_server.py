@@ -40,7 +40,7 @@ class ParameterServerStrategy(Strategy):
     name = "parameter_server"
     unit = "workers in a step"
     mode = "asynchronous"
-    takes_lengths = False  # Not tested.
+    takes_varying_shapes = False  # Not tested.
     takes_short_batches = False
     can_restart = False
     differences = (

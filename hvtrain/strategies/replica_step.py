@@ -166,7 +166,7 @@ class ReplicaStrategy(Strategy):
     # TensorFlow's strategy.
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
-    takes_lengths = False
+    takes_varying_shapes = False
     # Restarting Horovod would change nothing, since it reduces no gradients here.
     can_restart = False
     create_variable = staticmethod(plain_variables)

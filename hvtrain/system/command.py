@@ -125,7 +125,7 @@ def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], 
 def add_ssh_options(options: Any) -> None:
     """Adds -p and -i to a parser, or to an argument group of one."""
     options.add_argument(
-        "-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config"
+        "-p", dest="port", type=int, metavar="PORT", help="ssh port; set users in ~/.ssh/config"
     )
     options.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
 
@@ -288,7 +288,7 @@ def _report_user_error(error: UserError, rank: int) -> None:
         traceback.print_exc()
     # The rank that failed reports first.
     failed_elsewhere = isinstance(error, FailedRankError)
-    is_repeated = rank != error.spokesman
+    is_repeated = rank != error.reporting_rank
     console.say_error(
         message_of(error),
         rank,

@@ -1,4 +1,4 @@
-"""Shows rank 0's messages on the console, writes every rank's to a log file, and hides TensorFlow's.
+"""Shows rank 0's messages on the console, writes each rank's to its own log file, and hides TensorFlow's.
 
 A rank also writes its verdict on a failure, one line of JSON on stderr, which the launcher reads and hides.
 """

@@ -74,7 +74,7 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 
 
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
-    """Returns a model from raw examples to logits; its last layer is the trained model.
+    """Returns a model that takes raw examples; its last layer is the trained model.
 
     The result and `model` are compiled again, with SGD. If a loss or metric is the user's own, both models
     are saved as if not compiled.

@@ -131,7 +131,7 @@ def plan_run(
     """
     comm = strategy.comm
     num_processes = strategy.topology.size
-    if config.data.bucket_by_length and not strategy.takes_lengths:
+    if config.data.bucket_by_length and not strategy.takes_varying_shapes:
         raise ConfigError(
             "data.bucket_by_length gives batches of different lengths, and this strategy needs equal ones; "
             "leave the setting out, or choose strategy=horovod"
@@ -155,7 +155,7 @@ def plan_run(
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
 
     if config.data.uneven == "auto":
-        can_pad = strategy.takes_short_batches and strategy.takes_lengths
+        can_pad = strategy.takes_short_batches and strategy.takes_varying_shapes
         config.data.uneven = choose_uneven(config.train, shard_sizes, batch_sizes, can_pad, saved)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shard_sizes, source.name, batch_sizes, config.data.uneven)

@@ -76,7 +76,7 @@ class Watchdog:
         """Forwards a signal that this rank has received to rank 0, unless rank 0 receives one itself."""
 
     @property
-    def spokesman(self) -> int:
+    def reporting_rank(self) -> int:
         """The rank that reports first: 0, or 1 if the connection to rank 0 is lost."""
         return 0
 
@@ -204,7 +204,7 @@ class Member(Watchdog):
         in_background(self._send, Kind.SIGNAL, number=signum)
 
     @property
-    def spokesman(self) -> int:
+    def reporting_rank(self) -> int:
         return 0 if self._connection else 1
 
     def stop(self) -> None:
@@ -328,7 +328,7 @@ class Member(Watchdog):
 
         if self._reason:
             if not self._is_leaving and now - self._decided_at >= self._patience:
-                self._end(self._reason, self.spokesman)
+                self._end(self._reason, self.reporting_rank)
             return
         if self._is_leaving:
             return

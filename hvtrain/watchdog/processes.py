@@ -128,7 +128,7 @@ class Stacks:
 
     def text(self) -> str:
         """Returns the current stacks of all threads."""
-        # In another file: that of the signal shows where this process was when it was woken.
+        # Not in self._file, whose stacks show where this process was when it was woken.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
             faulthandler.dump_traceback(file.fileno())
             file.seek(0)
@@ -197,7 +197,7 @@ class Launcher:
 
 
 def resume_advice(folder: Path | None) -> str:
-    """Returns advice for the end of a message: how to resume, and from which checkpoint that would be."""
+    """Returns advice for the end of a message: how to resume, and from which checkpoint."""
     if folder is None:
         return "run the same command again"
     checkpoint = within(

@@ -372,5 +372,5 @@ def test_ranks_that_do_not_start(lab):
         report = lab.report(*HOSTS)
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert [row["check"] for row in failed] == ["allreduce"], failed
-    assert failed[0]["finding"].startswith("the ranks did not reduce; FIRST FAILURE rank 1 ")
+    assert failed[0]["finding"].startswith("the measurement failed; FIRST FAILURE rank 1 ")
     assert "hvtrain.checks.measure_links" in failed[0]["fix"]

@@ -75,7 +75,7 @@ def test_loading_says_what_is_wrong(tales, tmp_path):
         hvtrain.load(tmp_path, ["checkpoint=best"])
     with pytest.raises(ConfigError, match="checkpoint=first is not one of best, last"):
         hvtrain.load(tales[0], ["checkpoint=first"])
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to another model"):
         hvtrain.load(tales[0], ["model.width=8"])
 
 

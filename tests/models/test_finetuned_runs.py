@@ -189,8 +189,8 @@ def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
     folder, results, _ = two_ranks
     for rank in results:
         assert rank["wide"]["error"] == (
-            f"ConfigError: model.weights={folder}/source is of another model: it has shape (36, 8) where hidden/kernel "
-            "of this model has shape (36, 9); choose the model that it was made with, or list the "
+            f"ConfigError: model.weights={folder}/source belongs to another model: it has shape (36, 8) where "
+            "hidden/kernel of this model has shape (36, 9); choose the model that it was made with, or list the "
             "variables that stay new in model.weights_except"
         )
         assert rank["own arguments"]["error"] == (

@@ -125,7 +125,7 @@ def test_another_model_is_refused_in_one_line_by_its_first_difference(
     model = network(2, **other)
     before = model.get_weights()
     with pytest.raises(
-        ConfigError, match=rf"^model.weights={folder / kind} is of another model: {message}.*$"
+        ConfigError, match=rf"^model.weights={folder / kind} belongs to another model: {message}.*$"
     ):
         begin_with(model, str(folder / kind))
     assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights())), (

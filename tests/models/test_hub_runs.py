@@ -122,7 +122,7 @@ def test_a_preset_that_differs_is_refused_by_the_first_variable(results):
     ran, _, folder, _ = results
     for rank in ran:
         assert rank["of another size"]["error"].startswith(
-            f"ConfigError: model.weights={folder}/preset is of another model: it has shape "
+            f"ConfigError: model.weights={folder}/preset belongs to another model: it has shape "
         )
 
 

@@ -95,7 +95,7 @@ def test_another_backbone_is_refused_by_its_first_difference(preset, size):
     model = build(backbone={**SIZE, **size})
     before = model.get_weights()
     with pytest.raises(
-        ConfigError, match=r"bert is of another model: it has .* where .* of this model has"
+        ConfigError, match=r"bert belongs to another model: it has .* where .* of this model has"
     ):
         begin_with(model, preset[0])
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights())), (

@@ -108,7 +108,9 @@ def test_a_resume_with_other_numbers_or_another_model_is_refused_and_nothing_is_
     assert "was made with batch_sizes [32, 32], now [16, 16]; steps_per_epoch 6, now 12;" in error(
         ranks, "plain/batch"
     )
-    assert "is of another model or optimizer: it holds model/0000/" in error(ranks, "plain/model")
+    assert "belongs to another model or optimizer: it holds model/0000/" in error(
+        ranks, "plain/model"
+    )
     assert steps(folder / "plain") == [6, 12]
 
 

@@ -150,7 +150,7 @@ class ArraySource(MemorySource):
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers, 0 ... 1 for floats, or the range of training images if wider."""
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats; if training images exceed that, their range."""
         self.fitted()
         low, high = self._fitted["range"].tolist()
         is_integer = self._fitted["dtype"].dtype.kind in "iu"

@@ -74,7 +74,7 @@ def from_arrays(
     )
 
     if class_names is not None:
-        # An array, such as LabelEncoder.classes_, could not be tested for truth.
+        # The truth value of an array, such as LabelEncoder.classes_, is ambiguous; that of a list is not.
         class_names = list(class_names)
     # The training part decides what the arrays mean.
     y = arrays["train"][1]
@@ -287,8 +287,8 @@ def _count_classes(labels: np.ndarray, num_classes: int | None, location: str) -
     """Returns num_classes or, by default, the largest label + 1.
 
     Raises:
-        DataError: Labels seem to begin at 1 or later: 0 is missing, and the labels have no gaps or, if num_classes
-            is given, reach it. The model's output for 0 would never be trained.
+        DataError: Labels seem to begin above 0: none is 0, and num_classes is too small for the largest one or, if
+            it is not given, the labels have no gaps. The model's output for 0 would never be trained.
     """
     low, high = int(labels.min()), int(labels.max())
     is_shifted = len(np.unique(labels)) == high - low + 1

@@ -74,7 +74,10 @@ class RemoteFile:
             os.pwrite(_open_file(self.sums).fileno(), _checksum(data), self._sum_offset(offset))
 
     def _sum_offset(self, offset: int) -> int:
-        """Returns the position in `sums` of the checksum of the part at this offset."""
+        """Returns the position in `sums` of the checksum of the part at this offset.
+
+        It is the part's own offset in the object, rounded down so that checksums do not overlap.
+        """
         return self.first_sum + offset - offset % SUM_BYTES
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
@@ -125,11 +128,11 @@ class RemoteFile:
         return _RawFile(self.part, self.state.num_bytes)
 
     def read_ahead(self) -> io.BufferedReader:
-        """Opens the object as a buffered file for sequential reading, without keeping what is read on this host."""
+        """Opens the object as a buffered file for sequential reading; what it reads is not kept on this host."""
         return io.BufferedReader(_RawFile(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
 
 
-# Few, since a process may often open only 1,024 files.
+# Small, since the usual limit is 1,024 open files per process.
 @lru_cache(maxsize=32)
 def _open_file(path: Path) -> IO[bytes]:
     """Opens a file for reading and writing in parts.

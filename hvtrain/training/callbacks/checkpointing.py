@@ -1,4 +1,4 @@
-"""Saves the state of a run: checkpoints on disk, interruptions, and commits to memory."""
+"""Callbacks that stop an interrupted run, and that save a run's state to checkpoints on disk or to memory."""
 
 import math
 import signal
@@ -84,7 +84,7 @@ class Interruption(RunCallback):
 
         reasons = [reason for reasons in self.comm.gather(own_reasons) for reason in reasons]
         if reasons:
-            # Of equal precedence, min takes the first: the lowest rank's.
+            # Among reasons of equal precedence, min takes the first, which is the lowest rank's.
             _, self.report.exit_code, self.report.stopped_by = min(reasons, key=itemgetter(0))
 
     @property

@@ -112,7 +112,7 @@ def explain_errors(
         topology = strategy.topology
         where = f"rank {topology.rank} on {topology.host}: " if topology.size > 1 else ""
         unreadable = DataError(f"{where}{cause}")
-        unreadable.spokesman = topology.rank  # No other rank reads this file.
+        unreadable.reporting_rank = topology.rank  # No other rank reads this file.
         raise unreadable from error
 
 
@@ -189,7 +189,7 @@ class OneBatch(RunCallback):
             log.info("%s was memorized: %s", batch, changes)
             return
         raise TrainingError(
-            f"{batch} was not memorized in {counted(self.step, 'step')}: {changes}; look for a fault "
+            f"{batch} was not memorized in {self.step:,} step{'s' * (self.step != 1)}: {changes}; look for a fault "
             "in the last layer, the loss, the targets, frozen layers or the learning rate, or raise train.steps"
         )
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.models.parts import sharded_tables
 from hvtrain.strategies.loop import replaced
-from hvtrain.system.text import counted
 from hvtrain.training.callbacks.repeated_step import step_without_update
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
@@ -114,8 +113,9 @@ class Recompute(RunCallback):
 
     def on_train_end(self, logs: Any) -> None:
         if self._differences:
+            count = len(self._differences)
             log.info(
-                f"recomputed {counted(len(self._differences), 'gradient')} on all ranks, with relative "
+                f"recomputed {count:,} gradient{'s' * (count != 1)} on all ranks, with relative "
                 f"differences up to {max(self._differences):.1g}"
             )
 
