@@ -66,10 +66,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, which is
-    returned instead, so that all ranks see an overflow on any of them and skip the step together. The
-    loss is scaled only if it goes through scale_loss, which compile(auto_scale_loss=False) and some
-    custom loops leave out.
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, which is returned instead,
+    so that all ranks see an overflow on any of them and skip the step together. The loss is scaled only if it goes
+    through scale_loss, which compile(auto_scale_loss=False) and some custom loops leave out.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.

@@ -148,7 +148,9 @@ def test_a_file_of_labels(tmp_path):
     source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     assert source.whole_targets()["test"].tolist() == [1, 0]
     labels.write_text("test/IMG 1.png,cat\ntest/IMG 2.png,cat\nval/IMG 1.png,golden retriever\n")
-    with pytest.raises(DataError, match=r"gives 1 images .* IMG 1.png \(cat or golden retriever\)"):
+    with pytest.raises(
+        DataError, match=r"gives 1 image.* a class .* IMG 1.png \(cat or golden retriever\)"
+    ):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     labels.write_text("cat\ncat\n")
     source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))

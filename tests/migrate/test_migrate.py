@@ -24,7 +24,7 @@ THIRD_PARTY = sorted((Path(__file__).parent / "scripts/third_party").glob("*.py"
 # What is left to decide in them, and what a person writes there so that the script trains.
 LEFT = {
     "by_hand.py": {
-        15: "no tf.Variable as a rate",
+        15: "does not accept a tf.Variable",
         17: "lr in these arguments is learning_rate",
         20: "XLA cannot compile",
         25: "no tensorflow.train.StopAtStepHook",

@@ -119,7 +119,7 @@ def test_how_much_trains_is_said():
         ),
         (
             ["bn/moving_mean"],
-            "model.freeze names bn/moving_mean, which matches nothing trainable; names in this model include stem, dense",
+            "model.freeze names bn/moving_mean, which matches nothing trainable; names in this model include stem",
         ),
         (["flatten"], "model.freeze names flatten, which matches nothing trainable"),
     ],
