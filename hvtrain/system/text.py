@@ -41,7 +41,7 @@ def counted(count: int, noun: str) -> str:
     >>> counted(1, "rank"), counted(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_known(value: float | None, format_spec: str, missing: str = "-") -> str:
