@@ -86,9 +86,9 @@ def contestants(
         )
 
     if values:
-        given = " ".join(f"{name}={value}" for name, value in values.items())
+        folders = " ".join(f"{name}={value}" for name, value in values.items())
         raise ConfigError(
-            f"{given} was given, but each strategy has its own run folder; choose --output DIR instead"
+            f"{folders} was given, but each strategy has its own run folder; choose --output DIR instead"
         )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.
