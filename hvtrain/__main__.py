@@ -60,7 +60,7 @@ def compose_and_run() -> int:
         "--config-dir",
         "-cd",
         metavar="DIR",
-        help="add a folder of your own with the same groups; may be given several times",
+        help="add a folder with choices of your own for these groups; may be given several times",
     )
     parser.parse_known_args()  # Handles --help and --version; Hydra parses the rest.
     if {"-m", "--multirun"} & set(sys.argv):

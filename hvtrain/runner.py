@@ -222,7 +222,7 @@ def open_inputs(
 
 
 def make_model(run: Run) -> keras.Model:
-    """Builds the model (every rank), once comm.tune has chosen how its gradients are sent."""
+    """Builds the model (every rank); with comm.tune, first chooses how its gradients are sent."""
     strategy = run.strategy
 
     def new_model():
@@ -361,7 +361,10 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """Returns a finished run's files for its trackers: settings, results, report, and the best or else last model."""
+    """Returns the files that a finished run's trackers receive, without those that do not exist.
+
+    These are the settings, the results, the report, its curves, and the best model or else the last one.
+    """
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
     files = [
         *(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)),

@@ -28,7 +28,7 @@ def snapshot(
 
     Args:
         model: the model whose weights and optimizer are saved.
-        rank_states: results of rank_state(), by rank.
+        rank_states: the arrays that rank_state() and rank_memory() return on each rank, by rank.
         callback_arrays: best weights of callbacks, by key.
         whole_values: the unsharded values of sharded_variables(model), by key; empty if there are none.
     """

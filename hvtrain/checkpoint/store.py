@@ -42,7 +42,7 @@ class ShardedTable:
     The shards may be mapped from a file. Indexing then reads only the requested rows.
 
     Args:
-        shards: The rows of each rank, [own, ...], by rank.
+        shards: One array for each rank, by rank, of shape [rows of that rank, ...].
 
     Raises:
         ValueError: A shard has the wrong number of rows for its rank.
@@ -118,7 +118,7 @@ class Checkpoint:
     arrays: Arrays
 
     def rank_state(self, rank: int) -> Arrays:
-        """Returns the arrays that model_state.rank_state() returned on this rank."""
+        """Returns the arrays that model_state.rank_state() and rank_memory() returned on a rank."""
         prefix = f"rank/{rank}/"
         return {
             key.removeprefix(prefix): array
@@ -286,7 +286,9 @@ def _map_tables(path: Path) -> dict[str, ShardedTable]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
-            raise ValueError(f"{path.name} has a header of {header_bytes} bytes")
+            raise ValueError(
+                f"{path.name} has a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}"
+            )
         header = json.loads(file.read(header_bytes))
     content = np.memmap(path, np.uint8, "r", 8 + header_bytes)
     shards: dict[str, dict[int, np.ndarray]] = {}

@@ -101,7 +101,7 @@ def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
 
 
 def _views(findings: Findings) -> Figure:
-    """Returns a figure that shows training images beside what training and validation make of them."""
+    """Returns a figure of training images as training and validation give them to the model."""
     pictures = []
     for view in findings.views:
         _, target = view[-1]
@@ -111,7 +111,7 @@ def _views(findings: Findings) -> Figure:
         panels += _with_masks(model_inputs)
         pictures.append((png(*panels), _caption(target, findings.class_names)))
 
-    # All views are of the same form, so the last one stands for them.
+    # All views have the same form, so the last one determines the note and the number of panels.
     legend = []
     note = "The first training batch, with the augmentation of these settings."
     if len(model_inputs) > 1:
@@ -124,7 +124,10 @@ def _views(findings: Findings) -> Figure:
 
 
 def _with_masks(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns the images as uint8, with masks painted on; scaled together, so that their brightness can be compared."""
+    """Returns the images as uint8, with masks painted on.
+
+    The images are scaled together, so that their brightness can be compared.
+    """
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
     for index, (_, target) in enumerate(rows):
@@ -149,7 +152,7 @@ def _cell(values) -> str:
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
-    """Returns a figure of the first texts of a split, decoded if its examples are tokens; empty without texts."""
+    """Returns a list with one figure of a split's first texts, decoded if they are tokens; empty without texts."""
     pairs = []
     for number, inputs, _ in facts.shown[:NUM_TEXTS]:
         arrays = list(map(np.asarray, inputs_of(inputs).values()))

@@ -45,11 +45,11 @@ examples:
   python -m hvtrain doctor                                 this host
   python -m hvtrain doctor -H s1:4,s2:4,s3:4               a cluster, in about half a minute
   python -m hvtrain doctor -H s1:4,s2:4 dataset=image_folder dataset.dir=/data run.dir=/runs/a
-                                                           and that run's data set and run folder
+                                                           the same, with a run's data set and run folder
 
 checks:
   ssh, folder, python, packages, code, horovod, data set   the same on all hosts
-  clock, shared memory, open files, run folder, gpus       clocks agree, and there is enough of the others
+  clock, shared memory, open files, run folder, gpus       clocks agree; memory, file limits, disk and GPUs suffice
   names, interface, ports                                  hosts find and reach each other
   allreduce    64 MiB over all hosts: bytes / seconds, and that times 2 (n - 1) / n, comparable to a link's speed
   links        8 MiB between every two hosts (with more than 16 hosts, only between neighbours); a link is slow below a
@@ -214,7 +214,7 @@ Exits with 1 when a check fails.""",
         "--no-links",
         dest="links",
         action="store_false",
-        help="do not measure how fast the hosts reduce together: seconds instead of half a minute",
+        help="do not measure allreduce and links, which takes about half a minute",
     )
     option("--json", action="store_true", help="print one JSON object: passed, rows, facts")
     return parser

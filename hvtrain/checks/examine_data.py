@@ -234,8 +234,8 @@ class Findings:
     refused: list[str] = field(default_factory=list)
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Adds a user's error that the block raises to `refused`, and continues after the block."""
+    def collect_errors(self) -> Iterator[None]:
+        """Adds an error of the block to `refused` if the user can fix it, and continues after the block."""
         try:
             yield
         except (UserError, tf.errors.OpError) as error:
@@ -265,7 +265,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         source.on_error = "skip"
     findings = Findings(source)
 
-    with findings.collecting():
+    with findings.collect_errors():
         source.take_counts([source.own_counts(Topology())])
         findings.described = describe(source)
         findings.class_names = class_labels(source)
@@ -275,12 +275,12 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
             open_task_and_layers(config, source, is_resized=True)
     left_out: list[Unreadable] = []
     for split in source.SPLITS:
-        with findings.collecting():
+        with findings.collect_errors():
             facts = SplitFacts(split, source.num_examples(split))
             if facts.num_examples:
                 findings.splits.append(facts)
                 left_out += _read(source, facts, limit, len(findings.class_names))
-    with findings.collecting():
+    with findings.collect_errors():
         if findings.splits:
             findings.views = _views(source, findings.splits[0], config.seed)
         if isinstance(source.preprocessing().shape, dict):

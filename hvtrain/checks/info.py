@@ -26,8 +26,8 @@ def main() -> int:
         "python -m hvtrain info",
         usage="%(prog)s [-H s1,s2]",
         description="""\
-Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
-Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
+Prints versions, Horovod's build, devices and networks of this host or of all hosts of -H, and the environment variables
+of this host that matter, except those that look like secrets. python -m hvtrain doctor looks for problems.""",
     )
     parser.add_ssh()
     options = parser.parse_args()

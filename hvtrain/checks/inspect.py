@@ -70,7 +70,7 @@ def _print(findings) -> None:
         "from": findings.source.origin,
         **header(findings.described),
         "read": scope(findings).removeprefix("Read: "),
-        # Printed below, with the warnings found here.
+        # Printed below: findings.warnings includes them.
         "warnings": "",
     }
     print(summary({name: text for name, text in lines.items() if text}))

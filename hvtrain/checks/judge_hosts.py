@@ -146,21 +146,27 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
             yield "has no Horovod library for TensorFlow", f"on {host}: scripts/run"
         elif facts["gpus"]["names"] and "NCCL" not in parts[host]:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
-            yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
+            yield (
+                f"has GPUs, but its Horovod has no NCCL (built with {parts[host] or 'nothing'})",
+                fix,
+            )
         elif parts[host] != parts[first]:
             yield (
                 f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}",
                 copy_to(environment_folder(facts), first, host, "--delete"),
             )
 
-    return judge("horovod", cluster, problems, f"built with {parts[first]}")
+    return judge("horovod", cluster, problems, f"built with {parts[first] or 'nothing'}")
 
 
 def _dataset(cluster: Cluster) -> list[Row]:
     first = next(iter(cluster))
     reference = cluster[first]["dataset"]
     if reference is None:
-        return [skip("data set", "no data set with files was given: dataset=NAME dataset.dir=PATH")]
+        reason = (
+            "no data set with files was given; to compare one, add dataset=NAME dataset.dir=PATH"
+        )
+        return [skip("data set", reason)]
 
     def problems(host, facts):
         data = facts["dataset"]
@@ -177,7 +183,7 @@ def _dataset(cluster: Cluster) -> list[Row]:
         if data["error"]:
             yield data["error"], fix
         elif names and not (reference["error"] or reference["too_large"]):
-            sizes = f"{_count_files(data)}, {first} has {reference['num_files']:,}"
+            sizes = f"{_num_files_text(data)}, {first} has {reference['num_files']:,}"
             yield f"differs from {first} in {names} ({sizes})", fix
 
     comparable = {}
@@ -189,11 +195,11 @@ def _dataset(cluster: Cluster) -> list[Row]:
         else:
             comparable[host] = facts
     size = human_bytes(reference["num_bytes"])
-    finding = f"{_count_files(reference)}, {size}, in {reference['path']}"
+    finding = f"{_num_files_text(reference)}, {size}, in {reference['path']}"
     return judge("data set", comparable, problems, finding, skipped)
 
 
-def _count_files(data: Mapping[str, Any]) -> str:
+def _num_files_text(data: Mapping[str, Any]) -> str:
     num_files = data["num_files"]
     return f"{num_files:,} {'file' if num_files == 1 else 'files'}"
 
@@ -244,7 +250,8 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             yield (
                 f"/dev/shm has {human_bytes(free)} free of {human_bytes(total)}; "
                 f"the host's slots need {human_bytes(needed)}",
-                f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
+                f"on {host}: mount -o remount,size={size}m /dev/shm "
+                f"(for a container: --shm-size={size}m or --ipc=host)",
             )
 
     least = min(facts["shared_memory"]["free"] for facts in cluster.values())
@@ -344,7 +351,7 @@ def version_differences(
 
 
 def differing_names(first: Mapping[str, str], second: Mapping[str, str]) -> str:
-    """Names the entries whose checksums differ or that only one mapping has; empty if there are none.
+    """Names the first entry that differs or that only one mapping has, and counts the others; empty if there are none.
 
     >>> differing_names({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33", "c.py": "44"})
     'b.py and 1 more'

@@ -45,7 +45,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
             others = f" (and {len(wrong_names) - 1} more)" if len(wrong_names) > 1 else ""
             yield f"{finding}{others}", fix
 
-    shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
+    shown = ", ".join(f"{name} {address or 'unresolved'}" for name, address in addresses.items())
     if len(names) < 2:
         return [passed("names", shown)]
     return judge("names", cluster, problems, f"the same on every host: {shown}", rows)

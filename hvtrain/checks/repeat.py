@@ -194,9 +194,15 @@ class DigestRecording(Checkpointing):
     save_freq keeps a call of several steps from crossing a step with digests; see call_steps.
     """
 
-    def __init__(self, saving: Checkpointing, context: RunContext, repetition: Repetition) -> None:
+    def __init__(
+        self, checkpointing: Checkpointing, context: RunContext, repetition: Repetition
+    ) -> None:
         super().__init__(
-            context, saving.callback_state, saving.validation, saving.interruption, saving.writer
+            context,
+            checkpointing.callback_state,
+            checkpointing.validation,
+            checkpointing.interruption,
+            checkpointing.writer,
         )
         self.repetition = repetition
         self.save_freq = math.gcd(repetition.begin, *repetition.saves)

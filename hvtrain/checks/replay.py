@@ -161,7 +161,7 @@ def judge(
         # The run kept no checkpoint from that step on, so there are no weights to compare with.
         return 1, lines
     lines.append(
-        f"largest difference of a weight at step {repetition.compared_step:,}: {gap:.2g} of the largest value there"
+        f"largest relative difference of a weight at step {repetition.compared_step:,}: {gap:.2g}"
     )
     if causes or tolerance is None or gap > tolerance:
         return 1, lines
@@ -226,7 +226,7 @@ def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
         ]
     return [
         "cause: none that receipts show, and operations are deterministic; repeat the run on another host, and look "
-        "for data files whose content changed but not their size"
+        "for data files whose content has changed and whose size has not"
     ]
 
 

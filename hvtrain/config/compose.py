@@ -105,7 +105,7 @@ def schema() -> Settings:
 
 
 def quote_value(argument: str) -> str:
-    """Quotes the value of debug=, run.dir= or run.name= that Hydra would read as a number.
+    """Quotes the value of debug=, run.dir= or run.name= if Hydra would read it as a number.
 
     >>> quote_value("debug=nan"), quote_value("run.dir=2026_11_30")
     ("debug='nan'", "run.dir='2026_11_30'")

@@ -128,7 +128,7 @@ def select_facts(
         ):
             raise ConfigError(
                 f"{name} needs {parameter.name}, which is not set and which the data set {source_name} does not give "
-                f"(it gives {', '.join(facts)}); set it, or choose another data set"
+                f"(it gives {', '.join(facts) or 'nothing'}); set it, or choose another data set"
             )
     if not selected and _takes_any_keyword(parameters):
         return {

@@ -71,8 +71,9 @@ def make_plan(
     left_out = total - steps_per_epoch * sum(batch_sizes)
     if uneven == "error" and left_out:
         raise ConfigError(
-            f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
-            f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
+            f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on "
+            f"{counted(size, 'rank')}; choose another train.batch_size, data.uneven=pad (short batches) or trim "
+            "(left out)"
         )
 
     if uneven == "pad":

@@ -57,7 +57,9 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
         ConfigError: A name is unknown or missing, or a value has the wrong type or is out of range.
     """
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path.rstrip('.')}={tree!r} is not a group of settings")
+        raise ConfigError(
+            f"{path.rstrip('.')}={tree!r} is not a group of settings; write {path}NAME=VALUE for each"
+        )
     known = {item.name: item for item in fields(schema)}
     for key in tree:
         if key not in known:
@@ -134,7 +136,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_least(name: str, value: float, low: float) -> None:
-    """Raises ConfigError unless the value of the setting `name` is a finite number of at least `low`."""
+    """Raises ConfigError unless the value of the setting `name` is a number of at least `low` and below 2**63."""
     # Written as a chain so that NaN, for which every comparison is false, is refused too. The upper
     # bound is that of int64, which integers become.
     if not (isinstance(value, numbers.Real) and low <= value < 2**63):
@@ -142,7 +144,7 @@ def check_least(name: str, value: float, low: float) -> None:
 
 
 def check_whole(name: str, value: Any, low: int) -> None:
-    """Raises ConfigError unless the value of the setting `name` is a whole number of at least `low`."""
+    """Raises ConfigError unless the value of the setting `name` is an int of at least `low` and below 2**63."""
     # The upper bound is that of int64, which integers become.
     if type(value) is not int or not low <= value < 2**63:
         raise ConfigError(f"{name}={value} is not a whole number of at least {low}")

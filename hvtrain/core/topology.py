@@ -174,7 +174,7 @@ class Roles:
         role = job
         count = self.counts[role]
         if index >= count:
-            indices = "0" if count == 1 else f"0 to {count - 1}"
+            indices = "only index 0" if count == 1 else f"indices 0 to {count - 1}"
             advice = f"{'--num-ps' if role == SERVER else '-np'} sets the number of processes"
             if role == COORDINATOR:
                 advice = "a run has one coordinator"

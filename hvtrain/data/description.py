@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEADER_WIDTH = 84
 # Maximum number of lines for a label in a header; result.json has the full text.
 MAX_LINES = 3
-# Maximum number of names that listed() and counted() show.
+# Maximum number of names that listed() and format_counts() show.
 MAX_NAMES = 5
 
 
@@ -139,10 +139,10 @@ def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -
     return phrases
 
 
-def counted(kinds: Counter[str]) -> str:
+def format_counts(kinds: Counter[str]) -> str:
     """Lists the most frequent kinds, each with its count.
 
-    >>> counted(Counter([".csv", ".md", ".md"]))
+    >>> format_counts(Counter([".csv", ".md", ".md"]))
     '2 x .md, 1 x .csv'
     """
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MAX_NAMES))

@@ -142,7 +142,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ['train holds 1,500 examples, was 1,400']
     """
     changes = [
-        f"{name} is {new.get(name)}, was {old.get(name)}"
+        f"{name} is {new.get(name, 'missing')}, was {old.get(name, 'missing')}"
         for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]

@@ -65,7 +65,7 @@ class StreamRequest:
         num_needed = self.num_examples or self.steps_per_epoch * self.batch_size
         if self.steps_per_epoch < 1 or num_needed > num_local:
             raise ConfigError(
-                f"{self.steps_per_epoch} steps of {self.batch_size} examples do not fit the {num_local} training "
+                f"{self.steps_per_epoch} step(s) of {self.batch_size} examples do not fit the {num_local} training "
                 f"examples of rank {self.topology.rank} of {self.topology.size}; lower the steps per epoch or the "
                 "batch size"
             )
@@ -216,7 +216,7 @@ class Source(ABC):
         if name not in facts:
             raise ConfigError(
                 f"{needed_by} needs {name}, which the data set {self.name} does not give (it gives "
-                f"{', '.join(facts)}); choose another data set or add it to the data set's facts()"
+                f"{', '.join(facts) or 'none'}); choose another data set or add it to the data set's facts()"
             )
         return facts[name]
 
@@ -339,7 +339,7 @@ class Source(ABC):
         """
         return []
 
-    def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
+    def cells(self, split: str, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Returns texts or numbers by column name, which the report shows for the examples with these indices.
 
         Empty, the default, if inputs mean nothing to a reader.

@@ -46,7 +46,8 @@ validation or test (default).""",
             for problem in results["skipped"]:
                 print(f"left out: {problem}")
             metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["metrics"].items())
-            examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
+            noun = "example" if results["examples"] == 1 else "examples"
+            examples = f"{results['examples']:,} {split} {noun} of {results['dataset']}"
             print(f"{results['checkpoint']}, {examples}: {metrics}")
             if options.output:
                 write_json(output.path, {"run": str(finished.folder), **results}, indent=2)
@@ -120,8 +121,9 @@ validation or test (default).""",
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
+            noun = "prediction" if num_examples == 1 else "predictions"
             print(
-                f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {name}{examples.note}"
+                f"{run.checkpoint}: {num_examples:,} {noun} of {examples.name} in {name}{examples.note}"
             )
 
     return 0

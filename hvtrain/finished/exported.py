@@ -179,7 +179,7 @@ def compare_outputs(
 
     if not difference <= LARGEST_DIFFERENCE * max(largest, 1.0):  # Also if it is NaN.
         raise ConfigError(
-            f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
+            f"the model in format={model_format} gives outputs that differ from the run's by {difference:.2g}, "
             f"with a largest output of {largest:.2g}; choose another format"
         )
 

@@ -42,7 +42,7 @@ class Examples:
         batches: iterates over this rank's batches.
         is_interleaved: True if ranks alternate row by row (rank 0's first row, rank 1's first row,
             ...), False if they alternate by whole batches.
-        note: a note for the user, appended to the last line of predict.
+        note: a note for the user, appended to the last line that predict prints.
     """
 
     name: str

@@ -27,7 +27,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     It broadcasts once for each model: before the first step if the model is built (one with an
     Input is), otherwise after the first step, which creates the variables. In that case it warns,
-    because each rank took that step from its own weights. It includes optimizers that are
+    because each rank takes that step from its own weights. It includes optimizers that are
     attributes of the model. It also warns if neither a DistributedOptimizer nor a
     DistributedGradientTape reduced gradients in the first batch.
 
@@ -55,7 +55,8 @@ class BroadcastGlobalVariablesCallback(Callback):
                 continue
             if not isinstance(variable, keras.Variable | tf.Variable):
                 raise ValueError(
-                    f"local_variables holds a {type(variable).__name__}; pass Keras or TensorFlow variables"
+                    f"local_variables holds an object of type {type(variable).__name__}; pass Keras or TensorFlow "
+                    "variables"
                 )
             self.register_local_var(variable)
 
@@ -115,7 +116,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         if different and None not in steps:
             rank = different[0]
             raise RankError(
-                f"an epoch has {steps[0]} batches on rank 0 and {steps[rank]} on rank {rank}, so some ranks "
+                f"an epoch has {steps[0]} batch(es) on rank 0 and {steps[rank]} on rank {rank}, so some ranks "
                 "would wait for others that have ended; pass fit dataset.take(n), or x[: n * batch_size], with "
                 "n = hvtrain.keras.steps_per_epoch(number of batches), the smallest on any rank"
             )

@@ -162,7 +162,7 @@ TensorFlowKerasState = KerasState  # The name in horovod.tensorflow.elastic.
 
 
 class RestartingState(State):
-    """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
+    """Repeats a function after ranks are lost or join, for a program that keeps its own state.
 
     All ranks, including new ones, start at the beginning of the function, so that none waits in a
     collective that others never enter. The function may create optimizers. It must call

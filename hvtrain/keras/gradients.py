@@ -1,4 +1,4 @@
-"""Functions on gradients: check them for non-finite values, sum sparse rows, and group them into messages."""
+"""Checks gradients for non-finite values, sums their sparse rows, and groups them into messages."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -176,7 +176,7 @@ def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
     return function(gradient)
 
 
-def overwrites(variable: Any) -> bool:
+def is_overwritten(variable: Any) -> bool:
     """Returns True if Keras overwrites this variable with its gradient, as it does for float8."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 

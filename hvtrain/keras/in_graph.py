@@ -57,8 +57,8 @@ def in_every_step(tensor: tf.Tensor) -> tf.Tensor:
     This prevents constant folding: TensorFlow runs operations on constants once, while it optimizes a
     graph. A rank whose batches all have one size would then send nothing in later steps, and a rank that
     traces a step again would send once more, so ranks would wait for each other. The result is a slice
-    that begins at a variable, which is always 0, so it is not a constant. Only int32 tensors are copied,
-    which even on a GPU are in host memory.
+    that begins at a variable, which is always 0, so it is not a constant. Only int32 tensors, which are in
+    host memory even on a GPU, are copied.
     """
     return tf.convert_to_tensor(tensor)[counter("constants") :]
 

@@ -61,7 +61,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         # Keras refuses this too, but only at the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
-                f"{type(self).__name__} sets the learning rate, but this optimizer's is a {type(schedule).__name__}; "
+                f"{type(self).__name__} sets the rate, but the optimizer has a schedule ({type(schedule).__name__}); "
                 "give the optimizer a number, or leave the callback out and put the warm-up into the schedule"
             )
         if self.initial_lr is None:

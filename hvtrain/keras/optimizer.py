@@ -120,8 +120,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its
-    # scale_loss.
+    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -255,7 +254,9 @@ def local_weights(local_layers: Any) -> list[Any]:
     layers = list(local_layers or [])
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers holds a {type(layer).__name__}; pass Keras layers")
+            raise ValueError(
+                f"local_layers holds an object of type {type(layer).__name__}; pass Keras layers"
+            )
         if not layer.built:
             raise ValueError(
                 f"local layer {layer.name} has no weights yet; build the model before its optimizer"
@@ -383,8 +384,7 @@ def _as_class(name: str, factory: Any) -> Any:
 def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
     """Restores an optimizer from an .h5 file, with its slots if it has taken a step.
 
-    Keras 3.15 drops the slots, because it builds the optimizer for an empty list of variables
-    (legacy_h5_format.py).
+    Keras 3.15 drops the slots, because it builds the optimizer for an empty list of variables (legacy_h5_format.py).
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     with h5py.File(path) as file:

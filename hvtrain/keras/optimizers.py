@@ -86,8 +86,8 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # The slots of scalars and vectors are made from the variable itself: with shard=True, the
-        # shape of a scalar's slot does not show that the slot is on one rank only.
+        # Scalars and vectors are passed as reference variables: with shard=True, a scalar slot
+        # without a reference would not be marked as one that only some ranks have.
         self._sums = [
             self.add_variable_from_reference(variable, "sum")
             if len(variable.shape) < 2

@@ -50,7 +50,7 @@ class OrderedReducer(Reducer):
         own = [[tf.convert_to_tensor(part[i]) for i in positions] for part in parts]
         size = self.process_set.size()
         if not self.is_alone:
-            settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
+            settings = f"ordered, parts_per_rank={len(own)}, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
             # A rank sends the other ranks' slices of its parts, and then the mean of its own slice to each
             # of them.

@@ -268,8 +268,8 @@ def _own_row_of_sum(gradients):
 
 
 def _sum_over_ranks(tensor):
-    # Not named after the layer, since a model that uses it twice would send two messages of one
-    # name. The backward pass does not use Horovod's registered gradient, whose name comes from
+    # Not named after the layer, since a model that uses it twice would send two messages with the
+    # same name. The backward pass does not use Horovod's registered gradient, whose name comes from
     # Keras's names: these may differ between ranks.
     total = hvd.allreduce(
         tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True

@@ -21,9 +21,9 @@ from hvtrain.keras.gradients import (
     expect_rows,
     gather_rows,
     group_by_message,
+    is_overwritten,
     map_values,
     merge_rows,
-    overwrites,
     variable_id,
 )
 from hvtrain.keras.in_graph import SharedFlag, new_counter, refuse_xla
@@ -44,7 +44,7 @@ _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
 def restart_numbering() -> None:
-    """Numbers new optimizers from 0 again (every rank, once none uses an older optimizer)."""
+    """Numbers new optimizers from 0 again (every rank, once no older optimizer is in use)."""
     _numbers.clear()
 
 
@@ -96,8 +96,8 @@ class Reducer:
     gathers_weights: bool = False
     # True if all ranks skip a step in which a local variable's gradient overflows on one of them.
     shares_overflow: bool = False
-    # Reduced with the first group; in a message of its own with a WireFormat, or if all gradients
-    # are sparse.
+    # The stop flag. It is reduced with the first group, or in a separate message with a WireFormat
+    # or if all gradients are sparse.
     flag: SharedFlag | None = None
     # If True, rows of a sparse gradient with the same index are replaced by their sum. GPUs add
     # such rows in no fixed order, so the last digits would differ between ranks.
@@ -157,7 +157,7 @@ class Reducer:
         return not self.process_set.included() or self.process_set.size() == 1
 
     def divide_losses(self) -> None:
-        """Divides losses by the number of ranks and sums their gradients.
+        """Switches to averaging by dividing losses by the number of ranks and summing gradients.
 
         This saves a pass over the gradients. Only for steps whose loss goes through scale_loss, as
         in Keras's own train_step. It has no effect with compression, in which smaller values would
@@ -223,7 +223,7 @@ class Reducer:
                 "Horovod cannot reduce complex gradients; keep real and imaginary parts in two variables"
             )
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
-        overwriting = [i for i in shared if overwrites(variables[i])]
+        overwriting = [i for i in shared if is_overwritten(variables[i])]
         dense = [i for i in shared if i not in sparse + overwriting]
         groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
         own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
@@ -259,7 +259,7 @@ class Reducer:
         """
         gradients = list(gradients)
         pairs = zip(gradients, variables)
-        positions = [i for i, (g, v) in enumerate(pairs) if g is not None and overwrites(v)]
+        positions = [i for i, (g, v) in enumerate(pairs) if g is not None and is_overwritten(v)]
         if positions and not self.is_alone:
             values = hvd.grouped_allreduce(
                 [gradients[i] for i in positions],

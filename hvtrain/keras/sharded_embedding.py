@@ -273,7 +273,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
             sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options
         )
         if min(sizes) < 1:
-            raise ValueError(f"input_dim={sizes} has a table without rows; give numbers from 1")
+            raise ValueError(f"input_dim={sizes} has a table without rows; give each at least 1")
         self.table_sizes = sizes
         if combiner not in (None, "sum", "mean"):
             raise ValueError(f'combiner={combiner!r} is not "sum", "mean" or None')

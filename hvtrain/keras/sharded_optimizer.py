@@ -194,7 +194,7 @@ def _make_part_variable(variable: Any, size: int) -> Any:
     path = getattr(variable, "path", variable.name).replace(":", "_")
     part = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     part._path = path
-    part.overwrite_with_gradient = gradients.overwrites(variable)
+    part.overwrite_with_gradient = gradients.is_overwritten(variable)
     return part
 
 

@@ -132,7 +132,7 @@ def distribute_whole(variables: Sequence[Any]) -> None:
 
 
 def save_table(store: Any, table: ShardedTable, name: str) -> None:
-    """Writes a table to a layer's part of a file of weights, as "0", in pieces.
+    """Writes a table in pieces, as "0" in the layer's group of a weights file.
 
     Raises:
         MemoryError: Keras writes the file in memory, as it does for .keras, and the table does not fit.

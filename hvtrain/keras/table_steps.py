@@ -1,4 +1,4 @@
-"""Makes optimizers step on the rows of sharded tables, and clip by the norms of whole tables."""
+"""Makes optimizers update the rows of sharded tables, and clip by the norms of whole tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -52,7 +52,7 @@ class VariableRecorder:
 
     _hvtrain_stepped: Sequence[Any] = ()
 
-    # Recorded here, since an override of _backend_apply_gradients would count as one of Keras's step: see
+    # Recorded here, since overriding _backend_apply_gradients would count as overriding Keras's step: see
     # overridden_steps.
     def _overwrite_variables_directly_with_gradients(self, grads, vars):
         stepped = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]

@@ -109,14 +109,14 @@ def failure(output: str, code: int) -> str:
     >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
     'rank 1 was killed (exit code 75)'
     >>> failure("", -9)
-    'it printed nothing (exit code -9)'
+    'no output (exit code -9)'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     # hvtrain's own message says what to do; a library's line after it does not.
     messages = [
         line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_LOGS_LINE)
     ]
-    last = (messages or lines or ["it printed nothing"])[-1]
+    last = (messages or lines or ["no output"])[-1]
     return f"{last.removeprefix('hvtrain: ')} (exit code {code})"
 
 
@@ -187,8 +187,8 @@ class Training:
     """The records of a finished run, and the time and memory that its processes on this host used.
 
     Attributes:
-        result: its record, result.json.
-        epochs: its history.csv.
+        result: the run's result record, from result.json.
+        epochs: the records of its epochs, from history.csv.
         seconds: from the start of the command to its end.
         cpu_seconds: processor time of all its processes.
         peak_bytes: the largest sum of their resident memory; None if unknown.

@@ -255,7 +255,8 @@ class Spark(ClusterKind):
         if self.deploy_mode == "cluster":
             if self.master != "yarn":
                 raise ConfigError(
-                    f"cluster.deploy_mode=cluster needs YARN and not {self.master}; choose client"
+                    f"cluster.deploy_mode=cluster needs cluster.master=yarn, not {self.master}; "
+                    "choose cluster.deploy_mode=client"
                 )
             # A relative run folder would be inside a YARN container, and be deleted with it.
             if not (_run_folder(job.command) or "").startswith("/"):

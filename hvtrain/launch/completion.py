@@ -1,7 +1,7 @@
 """`python -m hvtrain completion bash`: prints a script that completes groups, choices and settings in the shell.
 
-The script contains all names, so that the Tab key starts no Python; only the folder of --config-dir
-is read at completion time.
+The script contains all names, so that pressing Tab does not start Python; only the folder of
+--config-dir is read at completion time.
 """
 
 from collections import defaultdict

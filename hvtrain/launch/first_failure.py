@@ -1,4 +1,4 @@
-"""The first failure of a launch: which rank, on which host, why, and what to do. Pure.
+"""Explains the first failure of a launch: which rank failed, on which host, why, and what to do. Pure.
 
 Ranks and horovodrun report it in lines of JSON (console.Verdict). Only the output of mpirun, ssh,
 Gloo and Python is matched as text, by the patterns in this file; tests/launch/transcripts has real

@@ -126,7 +126,10 @@ def _find_plain_hosts(script) -> dict[str, int]:
 def _command_without_variables(
     run_command: str, environment: Mapping[str, str]
 ) -> Callable[[Any], str]:
-    """Returns a function from a slot to its rank's command. Local ranks inherit the variables, others read stdin."""
+    """Returns a function from a slot to its rank's command.
+
+    Local ranks inherit the variables; other ranks read them from ssh's stdin.
+    """
     # Horovod would replace the interface that the user chose for NCCL with that of the launch.
     nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME")
     os.environ.update({**environment, "PYTHONUNBUFFERED": "1"})

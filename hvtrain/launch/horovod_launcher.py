@@ -1,4 +1,4 @@
-"""Horovod's own launcher, faster and safer.
+"""Runs Horovod's own launcher, with changes that make it faster and safer.
 
 `hvtrain launch` and `horovodrun` start it as their child.
 
@@ -6,9 +6,9 @@ It takes the same command line and starts the same ranks. The differences:
 - Horovod imports TensorFlow in child processes to find out what it was built with, which takes 10
   seconds and prints a page of notes; here the library file is searched instead.
 - Before anything starts, every host is checked over ssh: that it is reachable and has this
-  environment, and which interface leads to it. An error takes one line. This replaces Horovod's own
-  search for an interface, which opens ports that unpickle whatever they receive. Open MPI is told
-  the network and its own location.
+  environment, and which interface leads to it. An error is reported in one line. The check replaces
+  Horovod's own search for an interface, which opens ports that unpickle whatever they receive. Open
+  MPI is told the network and its own location.
 - An elastic job reports that it is waiting for its hosts, and needs only one of them to choose the
   network. Horovod's launcher waits silently, and needs a second host to search for a network.
 - The patches listed in horovod_changes.py.

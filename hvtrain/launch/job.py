@@ -144,7 +144,7 @@ def parse_hostfile(path: Path) -> Hosts:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
+            f"--hostfile {path} cannot be read: {error.strerror}; name a file with lines such as: s1 slots=4"
         ) from None
 
     # Converted to the form of -H, so that the same checks apply.

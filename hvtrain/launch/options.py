@@ -31,7 +31,7 @@ Starts training on many hosts. The words after -- are settings of python -m hvtr
 starts, or a command of your own, which begins with `python`.
 
 Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
-it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them.""",
+it needs, shows what rank 0 prints and keeps a log of each rank. For other clusters it writes and submits files.""",
         epilog="""\
 examples:
   python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
@@ -176,7 +176,7 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
 
     # The roles are assigned when the processes start, and no process can join later.
     if roles.reason:
-        _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")
+        _refuse(names, ELASTIC, f"a strategy that {roles.reason}: its job has a fixed size")
     if not cluster:
         return
 

@@ -196,7 +196,7 @@ class RankOutput:
         if line.stream == "stderr" and self.listener.read_rank(line.rank, line.text):
             return
 
-        text, picture = drawing.cut(line.text)
+        text, picture = drawing.split_line(line.text)
         if picture:
             self._display.show(picture)
         if not text:
@@ -279,7 +279,7 @@ class PlainOutput:
         return "" if self.listener.read_rank(line.rank, line.text) else line.text
 
     def _filter_output(self, line: Line) -> str:
-        text, picture = drawing.cut(line.text)
+        text, picture = drawing.split_line(line.text)
         self.drawing = picture or self.drawing
         return text
 

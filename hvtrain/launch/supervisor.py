@@ -44,7 +44,10 @@ class Signals:
         handle_signals(self._receive)
 
     def pass_to(self, handler: Callable[[int], None] | None) -> None:
-        """Calls the handler for all pending signals now, and for every signal from now on."""
+        """Calls the handler for all pending signals now, and for every signal from now on.
+
+        With None, later signals stay pending until the next handler is passed.
+        """
         self._handler = handler
         # A signal may arrive before an attempt, or between two.
         while handler and self._waiting:
@@ -172,7 +175,12 @@ class Launch:
         console.call_later(seconds, self._kill_all)
 
     def _ending(self, code: int, answers: Answers) -> Ending:
-        """Explains why the launcher ended with this code. answers: results of on_host.clean_up on the other hosts."""
+        """Returns why the launcher ended.
+
+        Args:
+            code: the launcher's exit code; negative if a signal killed it.
+            answers: the results of on_host.clean_up on the other hosts.
+        """
         if code == 0:
             return Ending(0)
 
@@ -262,7 +270,7 @@ class Launch:
         elif not count:
             sys.stderr.write(
                 f"hvtrain: {signal.Signals(signal_number).name} arrived, but no rank was found to pass it to; "
-                "send it to a rank itself\n"
+                "send the signal to a rank directly\n"
             )
             if signal_number != signal.SIGUSR1:
                 self._pass_on(signal_number)

@@ -25,7 +25,7 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 # Callbacks that set the learning rate.
 RATE_CALLBACKS = ("LearningRate", "ReduceLROnPlateau")
 _BOOLEAN = m.Name("True") | m.Name("False")
-# The arguments of hvd.allreduce(x, False).
+# Matches calls such as hvd.allreduce(x, False).
 _AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
@@ -197,7 +197,7 @@ class Arguments(Pass):
         return True
 
     def _compile_call(self, call: Call) -> Call:
-        """Adds jit_compile=False: XLA cannot compile Horovod's operations (horovod#2590)."""
+        """Sets jit_compile=False, since XLA cannot compile Horovod's operations (horovod#2590)."""
         if (
             not self.uses_horovod
             or any(arg.star for arg in call.args)

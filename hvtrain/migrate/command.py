@@ -17,7 +17,7 @@ def main() -> int:
         usage="%(prog)s [--write] FILE|FOLDER ...",
         description="""\
 Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it leaves
-to you. Shows the changes as a diff, and writes nothing without --write.""",
+to you. Without --write, shows the changes as a diff and writes nothing.""",
         epilog="""\
 exit codes:
   0   nothing is left to decide

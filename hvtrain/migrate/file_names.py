@@ -84,7 +84,7 @@ class FilePaths(Names, cst.CSTVisitor):
 
 
 class FileNames(Pass):
-    """Renames the literals of files that the script writes, and other strings with the same text.
+    """Renames the files that the script writes, in their literals and in other strings with the same text.
 
     Attributes:
         new_by_node: The new text of each literal to rename.

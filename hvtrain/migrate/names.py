@@ -46,7 +46,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
     for line in sorted(names.missing, reverse=True):
         new = with_import(new, line)
 
-    return without_unused(text, new)
+    return without_unused_imports(text, new)
 
 
 class _Names(Pass):
@@ -151,7 +151,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
     Args:
         imported: The names of the old statement.
         new_names: Their new full names, in the same order.
-        is_plain: The old statement was `import a.b`, not `from a import b`.
+        is_plain: True if the old statement was `import a.b`, False if it was `from a import b`.
     """
     groups = defaultdict(list)
     for item, name in zip(imported, new_names):
@@ -208,7 +208,7 @@ def with_import(text: str, line: str) -> str:
     return module.with_changes(body=body).code
 
 
-def without_unused(old: str, new: str) -> str:
+def without_unused_imports(old: str, new: str) -> str:
     """Removes imports from the new script if only the old one used them."""
     unused = names_used(old).keys() - names_used(new).keys()
     module = cst.parse_module(new)

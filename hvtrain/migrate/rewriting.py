@@ -16,7 +16,7 @@ import libcst.matchers as m
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, FilePaths
-from hvtrain.migrate.names import rename, with_import, without_unused
+from hvtrain.migrate.names import rename, with_import, without_unused_imports
 from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used, parse
 from hvtrain.migrate.undecided import find_undecided
 
@@ -91,7 +91,7 @@ def migrate(text: str, name: str = "script") -> MigratedScript:
     is_graph = bool(_GRAPH_MODE.search(text))
     new = text
     if uses_horovod and not is_graph:
-        new = without_unused(text, apply(text, Pinning(text, alias)))
+        new = without_unused_imports(text, apply(text, Pinning(text, alias)))
 
     # Names come first: the other passes know only the names of Keras 3.
     new = rename(new, keeps_horovod=is_graph)

@@ -47,7 +47,7 @@ def _longest_prefix(table: Iterable[str], name: str) -> str:
 
 
 def new_name(name: str) -> str:
-    """Returns a name's new name on Keras 3, or the code that replaces it; the name itself if nothing changes.
+    """Returns a name's new name in Keras 3, or the code that replaces it; the name itself if nothing changes.
 
     A name that only tf.keras still has is left in tf.keras.
 

@@ -174,7 +174,7 @@ class _Undecided(FilePaths):
             if name in self._weights:
                 self.report(
                     node,
-                    f"on Keras 3 {name}.name, such as kernel, lacks the layer's name; use {name}.path",
+                    f"in Keras 3 {name}.name, such as kernel, lacks the layer's name; use {name}.path",
                 )
 
     visit_Comparison = _check_weight_name
@@ -282,7 +282,7 @@ class _Undecided(FilePaths):
             name = code_of(arg.value)
             is_set = f"{name}['lr']" in self.values or f'{name}["lr"]' in self.values
             if is_set or any(_SETS_LR.match(code_of(value)) for value in self._values(arg)):
-                self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
+                self.report(node, "lr in these arguments is learning_rate in Keras 3; rename it")
 
     def _values(self, arg: cst.Arg) -> list[cst.BaseExpression]:
         """Returns the argument's value and, if that is a name, the values assigned to it."""

@@ -91,7 +91,7 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
 
 
 def sharded_layers(model: Model) -> list[Any]:
-    """Returns the layers whose tables are sharded, or will be on several ranks."""
+    """Returns the layers whose tables are sharded if there are several ranks."""
     # Recognized by an attribute, because importing their class would import Horovod.
     return [layer for layer in model._flatten_layers() if hasattr(layer, "row_variables")]
 

@@ -1,4 +1,4 @@
-"""Image networks: small ones for small images, and any network of keras.applications with a head for the task.
+"""Image networks: small ones for small images, ResNet-50 for ImageNet, and all networks of keras.applications.
 
 The small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Helpers that other
 builders share are here too.

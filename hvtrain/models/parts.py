@@ -119,7 +119,7 @@ def find_variables(model: Model, patterns: Sequence[str], setting: str) -> set[i
 def sharded_tables(model: Model) -> list[tuple[Any, int]]:
     """Returns this rank's rows of each sharded table, with the number of elements in a row.
 
-    The rows are described by a hvtrain.keras.table_rows.Rows.
+    The rows are given as hvtrain.keras.table_rows.Rows.
     """
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]

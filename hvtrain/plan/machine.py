@@ -198,7 +198,7 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
     ranks = ", ".join(map(str, sorted({measurement.num_ranks for measurement in measurements})))
     description = (
         f"{fitted.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
-        f"measured on {ranks} ranks, the fit is {fitted.error:.0%} off, then corrected by size"
+        f"measured on {ranks} ranks; the fit is {fitted.error:.0%} off before correction by size"
     )
     # If both links were measured, the longer start counts.
     start_seconds = max(machine.start_seconds, start_seconds)

@@ -29,7 +29,7 @@ MIN_SPEEDUP = 1.1
 # The kind of exchange for each compression; see Machine.exchanges.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
-# The bytes of the float32 gradients in a piece of a message, which has wire_formats.PIECE_BLOCKS blocks.
+# The bytes of the float32 gradients in one piece of a message; a piece has wire_formats.PIECE_BLOCKS blocks.
 PIECE_BYTES = 4096 * 1024 * 4
 
 # The compression, and PowerSGD's rank.

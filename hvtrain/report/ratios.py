@@ -35,7 +35,7 @@ class Ratio:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Returns the ratio of two measurements by round, with the interval of order statistics.
+    """Returns the median ratio of two measurements over the rounds, with an interval between order statistics.
 
     No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as
     fewer than k of n tosses of a coin show heads, and above the k-th largest as often.

@@ -83,8 +83,8 @@ def try_sizes(
         ConfigError: the strategy's steps are not those that find_batch measures.
         TrainingError: not even the first size could be tried.
     """
-    # Workers and replicas do not compute in this process's memory, and some steps of local_sgd send
-    # nothing.
+    # The workers of parameter servers compute in other processes, replicas and virtual ranks have
+    # their own train steps, and some steps of local_sgd send nothing.
     if not strategy.is_plain:
         raise ConfigError(
             "find_batch needs ranks that compute on batches of their own and reduce gradients in every step, which "

@@ -120,8 +120,9 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
 
 def _compose_run(options: argparse.Namespace) -> RunConfig:
     """Composes the user's run, with the folder from --output."""
-    if options.output and any(text.startswith("run.dir=") for text in options.overrides):
-        raise ConfigError("run.dir=DIR and --output DIR are the same setting; give one of them")
+    folders = [text for text in options.overrides if text.startswith("run.dir=")]
+    if options.output and folders:
+        raise ConfigError(f"{folders[0]} and --output set the same folder; leave one of them out")
     return composed([*options.overrides, *options.output])
 
 

@@ -148,12 +148,12 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
     strategy.comm.on_chief(state.store.send)
-    # From here on no rank needs the others: all return or raise the same.
+    # From here on no rank needs the others: all return the same suggestion or raise the same error.
     strategy.stop()
     if suggestion is None:
         raise TrainingError(
-            f"no rate at which the loss falls was found in {counted(len(recorder.losses), 'step')}, see "
-            f"{run.folder / 'range.png'}; use more --steps, or a range of lower rates"
+            f"no rate at which the loss falls was found in {counted(len(recorder.losses), 'step')} (see "
+            f"{run.folder / 'range.png'}); use more --steps, or a range of lower rates"
         )
 
     # Shown as the setting, which a run multiplies by its learning-rate factor.

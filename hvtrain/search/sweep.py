@@ -57,7 +57,7 @@ def main() -> int:
     # optuna is not a dependency of hvtrain, since no run needs it.
     if not find_spec("optuna"):
         raise ConfigError(
-            "sweep needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
+            "sweep needs optuna, which is not installed; install it from scripts/lock/sweep.txt"
         )
 
     space = read_space(path, overrides)

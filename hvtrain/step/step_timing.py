@@ -267,7 +267,7 @@ class Split:
 
 
 def seconds_per_step(times: Sequence[StepTimes]) -> float:
-    """Returns the duration of a step, given each rank's mean times: that on the slowest rank."""
+    """Returns the seconds of a step on the rank that takes longest, given each rank's mean times."""
     return max(rank.whole for rank in times)
 
 

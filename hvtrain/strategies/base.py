@@ -169,7 +169,7 @@ class Strategy:
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         """Returns a loss whose gradient, averaged over the ranks, is that of the joint batch. Not collective."""
-        return joint_loss(loss, lambda number: number, lambda: 1)
+        return joint_loss(loss, lambda denominator: denominator, lambda: 1)
 
     def prepare(self, model: keras.Model) -> None:
         """Changes a built and compiled model so that this strategy can train it. Not collective.

@@ -88,7 +88,7 @@ class MirroredStrategy(ReplicaStrategy):
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
         return super().distribute(optimizer, check_finite)
 
-    def mean(self, number: tf.Tensor) -> tf.Tensor:
+    def mean(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas, a float32 scalar. All replicas must call it.
 
         While the step is traced, each replica's thread pauses at this all-reduce while others run.
@@ -97,7 +97,7 @@ class MirroredStrategy(ReplicaStrategy):
         Keras sums them.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
-        mean = mean_over_replicas(number)
+        mean = mean_over_replicas(value)
         for layer, losses in own_losses:
             layer._losses[:] = losses
         return mean

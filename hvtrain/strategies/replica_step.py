@@ -17,7 +17,7 @@ from keras.optimizers import Optimizer
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.gradients import merge_rows, overwrites
+from hvtrain.keras.gradients import merge_rows, is_overwritten
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
@@ -66,7 +66,7 @@ class ReplicaReducer(Reducer):
         if self.is_alone:
             return reduced
         variables = list(variables or ())
-        if any(map(overwrites, variables)):
+        if any(map(is_overwritten, variables)):
             raise ConfigError(
                 f"strategy={self.strategy.name} sums gradients, but float8 layers need maxima; choose strategy=horovod"
             )

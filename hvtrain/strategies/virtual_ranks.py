@@ -17,7 +17,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.ordered_reduction import OrderedReducer
 from hvtrain.keras.sharded_embedding import sharded_layers
-from hvtrain.step.joint_loss import joint_loss
+from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import replaced, split_batch
 
@@ -82,8 +82,7 @@ class VirtualRanksStrategy(HorovodStrategy):
                 "parts (because of a mask, an ignored label or weights); choose strategy=horovod"
             )
 
-        if hasattr(loss, "joint_batch"):
-            refuse(None)
+        refuse_joint_batch(loss, self.name)
         return joint_loss(loss, refuse, lambda: self.virtual_ranks)
 
     def prepare(self, model: keras.Model) -> None:

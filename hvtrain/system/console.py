@@ -336,8 +336,8 @@ def say_error(
     Args:
         rank: This rank; 0 in a launcher too.
         wait_seconds: How long to wait for the rank that reports first. A signal ends the wait.
-        is_repeated: True if another rank reports the same, unless it was lost. If a signal ended the
-            wait, that rank has reported, and nothing is written to stderr.
+        is_repeated: True if another rank reports the same error, unless that rank was lost. If a signal
+            ended the wait, that rank has reported, and nothing is written to stderr.
         culprit: The rank at fault; None if unknown.
     """
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), None)

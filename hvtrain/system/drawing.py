@@ -47,10 +47,10 @@ class Sender:
         sys.stdout.flush()
 
 
-def cut(line: str) -> tuple[str, Drawing | None]:
+def split_line(line: str) -> tuple[str, Drawing | None]:
     """Splits a rank's line into the text to show and the drawing in it, if any.
 
-    >>> cut("Epoch 1\\n"), cut(Drawing().line()), cut("..." + Drawing((), ("a",)).line())
+    >>> split_line("Epoch 1\\n"), split_line(Drawing().line()), split_line("..." + Drawing((), ("a",)).line())
     (('Epoch 1\\n', None), ('', Drawing(bars=(), lines=())), ('...\\n', Drawing(bars=(), lines=('a',))))
     """
     before, _, text = line.partition(PREFIX)

@@ -34,14 +34,14 @@ def writing(
 ) -> Iterator[None]:
     """Context in which the caller writes `temporary` and renames it to `path`.
 
-    An OSError leaves nothing behind, and is raised as another error.
+    On an OSError, `temporary` is removed, and an error of type `error_type` is raised instead.
 
     Args:
         path: The file or folder that `temporary` becomes.
         temporary: The temporary path, which is removed first if it exists.
         needed_bytes: The size of the result, for the message.
-        error_type: The type of error that an OSError becomes; its message has the space needed and the
-            space free.
+        error_type: The type of the error that replaces an OSError; its message gives the space needed
+            and the space free.
         name: The name of the result in the message; default: the path.
     """
     try:
@@ -64,9 +64,10 @@ def _failure_message(name: str | Path, folder: Path, error: OSError, needed_byte
         # Some file systems do not count inodes.
         if disk.f_files and not disk.f_favail:
             needed += ", no free inode"
-    return (
-        f"{name} was not written: {error.strerror or error} ({needed} at {folder}); make room there"
-    )
+    advice = "make room there"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "make that folder writable"
+    return f"{name} was not written: {error.strerror or error} ({needed} at {folder}); {advice}"
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -117,7 +118,7 @@ def remove(path: Path) -> None:
 
 
 def new_folder(default: Path) -> Path:
-    """Creates a folder of this name, or with -2, -3, ... after it if the name is taken. Raises OSError."""
+    """Creates and returns the folder `default`; if the name is taken, appends -2, -3, and so on. Raises OSError."""
     # Made first: in the loop, a parent that is a dangling link would
     # look like a name that is taken.
     default.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,7 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk (fsync), where the file system can."""
+    """Flushes a file, or a folder's entries, to disk (fsync), if the file system can do so."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -238,6 +239,6 @@ def local_folder(text: str, setting: str) -> Path:
     """Returns the absolute path of a folder. Raises ConfigError for an address."""
     if is_remote(text):
         raise ConfigError(
-            f"{setting}={text} is an address, but this needs a folder on this host; give its path"
+            f"{setting}={text} is an address, but it must be a folder on this host; give its path"
         )
     return Path(text).absolute()

@@ -97,7 +97,7 @@ def raise_file_limit() -> None:
 def cuda_versions() -> dict[str, str]:
     """Returns versions of the CUDA, cuDNN and NCCL wheels, by name.
 
-    The names end in the CUDA version, such as nvidia-nccl-cu12.
+    The names end in the CUDA version, as in nvidia-nccl-cu12.
     """
     installed = {
         str(package.metadata["Name"] or "").lower(): package.version

@@ -183,7 +183,7 @@ def _explain_unused(num_visible: int, version: str, has_cuda: bool) -> None:
 
 
 def _cuda_driver():
-    """Returns the CUDA driver's library, initialized; None without a driver, or if that fails.
+    """Returns the CUDA driver's library, initialized; None if it is missing or cannot be initialized.
 
     Each of its functions returns 0 on success.
     """

@@ -145,7 +145,7 @@ class EpochTable:
 
 
 def write_result(folder: Path, record: RunRecord) -> None:
-    """Writes result.json."""
+    """Writes the record to result.json, with null for numbers that are not finite."""
     write_json(folder / RESULT_FILE, asdict(record), indent=2)
 
 
@@ -272,14 +272,15 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     """
     ranks = numbers["ranks"]
     steps = numbers["steps"]
+    all_steps = f"{steps:,} step{'s' * (steps != 1)}"
     synchronizations = numbers.get("synchronizations")
     parts = []
     if ranks > 1:
         if synchronizations:
             times = f"{synchronizations:,} time{'s' * (synchronizations != 1)}"
-            parts.append(f"weights synchronized {times} in {steps:,} steps")
+            parts.append(f"weights synchronized {times} in {all_steps}")
         else:
-            parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
+            parts.append(f"reductions {numbers['reductions']:,} of {all_steps}")
         checks = numbers["weight_checks"]
         if checks:
             parts.append(
@@ -292,7 +293,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     if steps_by_worker:
         shares = ", ".join(f"{number:,}" for number in steps_by_worker)
         workers = counted(len(steps_by_worker), "worker")
-        parts.append(f"gradients of {workers}: {shares}, for {steps:,} steps")
+        parts.append(f"gradients of {workers}: {shares}, for {all_steps}")
 
     counts = sorted(set(numbers["examples_each_epoch"]))
     if counts:

@@ -137,7 +137,7 @@ def _create_claim(claim: Path) -> bool:
     except FileExistsError:
         with suppress(OSError, ValueError):
             process, host, started = claim.read_text("utf-8")[:300].split()
-            # A later process may have the same number, especially in a restarted container.
+            # A later process may have the same ID, especially in a restarted container.
             if host == socket.gethostname() and start_of(int(process)) != started:
                 # Only one process gets past this line. Otherwise another process that has
                 # read the same claim would remove the new claim.

@@ -166,7 +166,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         option = "--env=" if argument.startswith("--env=") else ""
         name, equals, value = argument.removeprefix(option).partition("=")
         value = _without_secrets_in_groups(redacted(value, name))
-        # An address may have an equals sign of its own.
+        # The equals sign may be inside an address, which has then been split in two.
         shown.append(without_passwords(f"{option}{name}{equals}{value}"))
     return shown
 

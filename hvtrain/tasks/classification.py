@@ -320,11 +320,11 @@ def _class_figures(
     title = "Worst examples"
     note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
 
-    numbers = [row * reviewed.step for row in worst]
-    cells = source.cells(reviewed.split, numbers)
+    examples = [row * reviewed.step for row in worst]
+    cells = source.cells(reviewed.split, examples)
     pictures = []
     rows = []
-    for row, number, *values in zip(worst, numbers, *cells.values()):
+    for row, example, *values in zip(worst, examples, *cells.values()):
         true_name = names[targets[row]]
         predicted_name = names[predicted[row]]
         probability = f"{np.exp(log_probabilities[row, predicted[row]]):.0%}"
@@ -333,7 +333,7 @@ def _class_figures(
             pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
 
         true_probability = f"{np.exp(true_log_probabilities[row]):.1%}"
-        rows.append([number, true_name, predicted_name, probability, true_probability, *values])
+        rows.append([example, true_name, predicted_name, probability, true_probability, *values])
 
     if pictures:
         return [*figures, Pictures(title, note, pictures)]

@@ -18,7 +18,7 @@ class Custom(Task):
     Args:
         loss: One loss, or a mapping from output names to losses. None if the model has its own losses,
             from add_loss() or a custom train_step().
-        metrics: By name, or by output name and then by name. Default: none.
+        metrics: Metrics by name, or by output name and then by name. Default: none.
         best: The metric that chooses the best checkpoint. Default: the loss.
         loss_weights: Factors of the losses, by output name. Default: 1.
 
@@ -82,8 +82,8 @@ class Custom(Task):
         if not needed <= set(names):
             raise ConfigError(
                 f"the task has a loss or metrics for the outputs {', '.join(sorted(needed))}, and "
-                f"{name} gives {', '.join(names) or 'no named outputs'}; let it return a dict of "
-                "outputs with these names"
+                f"{name} gives {', '.join(names) or 'no named outputs'}; let the model return a "
+                "dict of outputs with these names"
             )
         if self.metrics:
             specs = keras.tree.map_structure(

@@ -117,7 +117,7 @@ def check_loss(loss: Any, targets: Any, outputs: Any, are_logits: bool) -> None:
 
 
 def check_logits(outputs: Any, name: str, needed_by: str) -> None:
-    """Raises ConfigError for a model that ends with a sigmoid or softmax, so its outputs are not logits.
+    """Raises ConfigError if a model ends with a sigmoid or softmax, so that its outputs are not logits.
 
     Args:
         outputs: A symbolic tensor that the model returned, or a nested structure of them.

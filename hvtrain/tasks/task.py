@@ -67,7 +67,7 @@ class Task(ABC):
     target: str
     """A description of valid targets, for messages about invalid ones."""
     output: str
-    """What the model's outputs mean, for model.json and messages."""
+    """The meaning of the model's outputs, for model.json and messages."""
     head = "keras.layers.Dense({0})"
     """The layer with which a model for this task ends, for messages; {0} is its number of outputs."""
     best = "loss"
@@ -162,7 +162,7 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Returns a function that turns targets into floats, which layers such as MixUp can mix; None: they cannot."""
+        """Returns a function that turns targets into floats that layers such as MixUp can mix, or None."""
         return None
 
     def harden(self, targets: Any) -> Any:
@@ -275,7 +275,7 @@ class Task(ABC):
         Args:
             model: A built model.
             optimizer: The optimizer.
-            jit_compile: Compile with XLA. Never "auto", which would turn XLA on wherever there is a GPU.
+            jit_compile: True to compile with XLA. Never "auto", which would turn XLA on wherever there is a GPU.
             weighted: True if batches have sample weights, which the metrics must use too.
             distribute_loss: Strategy.distribute_loss, for a model that trains.
             soft_targets: True if training may mix or smooth targets.

@@ -137,7 +137,7 @@ def _take_random_crop(config: RunConfig, source: Source) -> list[str]:
 
 
 def _target_kind(source: Source, task: Task, moves_pixels: bool) -> Labels | Masks:
-    """Returns how layers treat targets: masks move with their images, labels can only be mixed.
+    """Returns how layers treat targets: masks move with their images, and labels can only be mixed.
 
     Raises ConfigError if a layer moves pixels, and other targets or weights have a value for each pixel.
     """

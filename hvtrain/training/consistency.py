@@ -44,8 +44,8 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
     """Checks that all ranks run the same program with the same settings (every rank).
 
     Raises:
-        ConfigError: On all ranks: settings differ. The message names them.
-        RankError: On all ranks: versions of packages, or code, differ. The message names them.
+        ConfigError: Settings differ. All ranks raise it, and the message names the settings.
+        RankError: Code or versions of packages differ. All ranks raise it, and the message names the packages.
     """
     own = {"settings": config.flat, "programs": software(config)}
     # Digests suffice if all agree; without them, each of a thousand
@@ -124,7 +124,7 @@ def facts_of(run: Run) -> Facts:
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     """Checks that all hosts have the same data, and returns the data set's manifest (every rank).
 
-    Raises RankError on all ranks if copies of the data differ; without `refuse` it only warns.
+    Raises RankError on all ranks if copies of the data differ; without `refuse`, only logs a warning.
     """
     manifest = comm.all_or_raise(source.manifest)
     # Digests suffice if all agree; a manifest may list thousands of files.
@@ -152,8 +152,8 @@ def check_first_batches(run: Run, start_step: int) -> None:
         start_step: The step of the run at which this start begins.
 
     Raises:
-        DataError: On all ranks: a target is wrong, the inputs differ in kind from the recorded ones, or two
-            ranks have read the same batch.
+        DataError: A target is wrong, the inputs differ in kind from the recorded ones, or two ranks have read
+            the same batch. All ranks raise it.
     """
     comm = run.strategy.comm
     source = run.source

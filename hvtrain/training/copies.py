@@ -46,7 +46,7 @@ class Copies(AbstractContextManager["Copies"]):
     """One rank's side of the second copies of a run's checkpoints. This base class makes none.
 
     Args:
-        connection: Between rank 0 and the receiver; it is shut down when the context exits.
+        connection: The connection between rank 0 and the receiver, which is shut down when the context exits.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -106,7 +106,7 @@ def begin_copies(run: Run) -> Copies:
             return copies
     except (OSError, ValueError) as error:
         log.warning(
-            "checkpoint.copies=1 has no effect: %s and %s cannot connect: %s",
+            "checkpoint.copies=1 has no effect: %s and %s cannot connect: %s; check the firewalls",
             hosts[0],
             hosts[receiver],
             error,
@@ -132,7 +132,7 @@ class Sender(Copies):
 
     Args:
         folder: The run folder.
-        connection: To the receiver.
+        connection: The connection to the receiver.
         host: The receiver's host, for messages.
     """
 
@@ -206,7 +206,7 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
 
     Args:
         folder: The run folder on this host.
-        connection: To rank 0.
+        connection: The connection to rank 0.
         config: The settings that determine which checkpoints to keep.
     """
     checkpoints = folder / "checkpoints"

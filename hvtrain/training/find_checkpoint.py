@@ -248,12 +248,12 @@ class _Search:
 
     def _read(self, candidate: Candidate) -> ResumePoint | None:
         """Reads the root's candidate; returns None if it is damaged (root only)."""
-        where = f" on {candidate.host}" if candidate.rank else ""
+        location = f" on {candidate.host}" if candidate.rank else ""
         host = ""
         if candidate.path is None:
             assert self.run_state.checkpoint is not None
             checkpoint = self.run_state.checkpoint
-            where = f" in memory{where}"
+            location = f" in memory{location}"
         else:
             host = candidate.host
             try:
@@ -273,7 +273,7 @@ class _Search:
                 f"checkpoint {name} lacks {', '.join(missing)} and cannot be resumed; choose another run.dir"
             )
         self._checkpoint = checkpoint
-        return ResumePoint(name + where, checkpoint.step, meta, host=host)
+        return ResumePoint(name + location, checkpoint.step, meta, host=host)
 
     def _write(self) -> None:
         """Writes the checkpoint that this rank received."""

@@ -135,7 +135,8 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
 def send_results(run: Run) -> None:
     """Uploads the results if run.dir is an address (chief only).
 
-    Raises StorageError; with checkpoint.on_error=warn only warns, since the results are on this host.
+    Raises StorageError if the upload fails; with checkpoint.on_error=warn, only logs a warning, since the
+    results are on this host.
     """
     try:
         run.state.store.send()

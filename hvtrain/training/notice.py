@@ -134,9 +134,9 @@ class Notice:
         self._submit("failed", text, is_last=False)
 
     def wait(self) -> None:
-        """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns about each address that did not accept it.
+        """Waits up to SECONDS_TO_SEND + 1 seconds for the notice to be sent.
 
-        The sender continues if this process is killed meanwhile.
+        Warns about each address that did not accept it. The sender continues if this process is killed meanwhile.
         """
         if self._sender:
             failed = self._answer(SECONDS_TO_SEND + 1)
@@ -212,13 +212,13 @@ def sender_main() -> None:
     os._exit(0)  # A thread may still wait for a server.
 
 
-def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
+def read_messages(pipe: int, process_id: int) -> Iterator[dict[str, Any]]:
     """Yields messages until the pipe is closed or the process ends, since its children may keep the pipe open."""
     end = []
     # The process may be gone, and Linux before 5.3, or a Python built with
     # older headers, lacks pidfd_open.
     with suppress(OSError, AttributeError):
-        end = [os.pidfd_open(process)]
+        end = [os.pidfd_open(process_id)]
 
     text = b""
     while True:

@@ -171,7 +171,8 @@ def _weights_by_class(setting: str, chosen: Mapping[Any, Any], source: Source) -
             )
         if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise ConfigError(
-                f"{setting} gives the class {key} the weight {weight}; give a number of at least 0"
+                f"{setting} gives the class {key} the weight {weight}; "
+                "give a finite number of at least 0"
             )
         weights[index] = float(weight)
     return weights

@@ -73,11 +73,11 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
         memories[:] = redistribute_memories(
-            size, [_filter_state(state, of_memory=True) for state in states]
+            size, [_filter_state(state, is_memory=True) for state in states]
         )
         return (
             start,
-            redistribute_states(size, [_filter_state(state, of_memory=False) for state in states]),
+            redistribute_states(size, [_filter_state(state, is_memory=False) for state in states]),
             any(memories),
         )
 
@@ -100,12 +100,12 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     return start
 
 
-def _filter_state(state: Arrays, of_memory: bool) -> Arrays:
+def _filter_state(state: Arrays, is_memory: bool) -> Arrays:
     """Returns only the arrays of the optimizer's rank memory (see model_state.rank_memory), or all others."""
     return {
         name: array
         for name, array in state.items()
-        if name.startswith(model_state.MEMORY) == of_memory
+        if name.startswith(model_state.MEMORY) == is_memory
     }
 
 

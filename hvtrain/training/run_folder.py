@@ -74,7 +74,7 @@ hydra:
 README = """\
 A training run of hvtrain {version}. result.json has its figures, history.csv those of each epoch.
 `keras.models.load_model("model.keras")` loads the trained model; best.keras is the model of the best checkpoint.
-To resume it, run the same command with run.dir={folder}; to repeat it, see config.yaml.
+To resume the run, use the same command with run.dir={folder}; to repeat it, see config.yaml.
 """
 
 

@@ -44,7 +44,7 @@ class TrackedRun:
 class Tracker(ABC):
     """Keeps the numbers of a run (chief only).
 
-    Any method may raise: the run continues without the tracker.
+    If a method raises, the run continues without the tracker.
     """
 
     # Names of the modules that the tracker imports.
@@ -85,7 +85,7 @@ def plain_name(name: str) -> str:
 class TensorBoard(Tracker):
     """Logs scalars by step, and the settings as text.
 
-    Files are not copied: they are already in the run folder, beside the events.
+    Files are not copied, since they are already in the run folder.
     """
 
     needs = ("tensorboard",)

@@ -32,7 +32,7 @@ SECONDS_TO_JOIN = 10.0
 
 
 class Kind(str, Enum):
-    """Kinds of messages: the value of "kind" in each. The comments list the other fields."""
+    """Kinds of messages: the value of "kind" in each. The comments list the other fields or explain the message."""
 
     # From the hub to a new connection, which answers with rank, proof, host, process and status.
     CHALLENGE = "challenge"  # challenge

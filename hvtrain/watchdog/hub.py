@@ -41,7 +41,7 @@ class Hub:
         member: rank 0's own member, which connects like any other.
 
     Attributes:
-        thread: ends once rank 0 has left.
+        thread: the hub's thread, which ends once rank 0 has left.
     """
 
     _is_open = True
@@ -187,7 +187,7 @@ class Hub:
         """Tells all ranks why they must stop; later reasons are ignored."""
         if self._reason or self._stalled:
             return
-        # The message from a failed rank includes advice; for any other reason, it is added here.
+        # A failed rank's message is passed on unchanged; any other reason gets advice.
         if not reason.is_failure:
             advice = processes.resume_advice(self._member.folder)
             reason = replace(reason, text=f"{reason.text}; {advice}")

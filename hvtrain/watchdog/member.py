@@ -92,7 +92,7 @@ class Member(Watchdog):
     Args:
         rank: the rank of this process.
         host: the name of its host in messages.
-        rules: the same on all ranks.
+        rules: the watchdog's rules, which are the same on all ranks.
         progress: what this rank is doing.
         calls_launcher: True to check whether Gloo's launcher is still running.
 

@@ -83,7 +83,7 @@ class Process:
     def wake_for_stacks(self) -> str:
         """Makes the process write its stacks, and continue if it is stopped; returns the stacks.
 
-        faulthandler writes them in C, even if the interpreter hangs. Empty if they do not come in time.
+        faulthandler writes them in C, even if the interpreter hangs. If they do not come in time, the result is empty.
         """
         with suppress(ProcessLookupError, PermissionError):
             # With tgkill (glibc 2.30 and later) the main thread gets the signal, and writes the

@@ -24,8 +24,8 @@ Gather = Callable[[Any], list[Any]]
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-# Rank 0 reads at most this many beats per second: with more ranks each sends fewer, down to one in
-# MAX_BEAT_SECONDS.
+# With more ranks than this, each rank sends fewer beats, so that rank 0 reads at most this many per
+# second; but each rank sends at least one in MAX_BEAT_SECONDS.
 MAX_BEATS_PER_SECOND = 256
 MAX_BEAT_SECONDS = 4.0
 MIN_BEAT_SECONDS = 0.05
@@ -87,7 +87,8 @@ def start(
 def beat_seconds(size: int, limit: float) -> float:
     """Returns the seconds between two beats of a rank.
 
-    They are at most limit / 20, so that a rank counts as silent (BEATS_UNTIL_SILENT) long before the limit.
+    They are at most limit / 20, but at least MIN_BEAT_SECONDS, so that a rank usually counts as silent
+    (BEATS_UNTIL_SILENT) long before the limit.
     """
     seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
     return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))

@@ -298,7 +298,9 @@ def test_gpus(lab, tmp_path):
     assert failures["gpus", "s2"] == "1 GPU for 2 slots"
     assert failures["gpus", "s3"] == "driver 535.1, s1 550.54.15"
     if ("horovod", "s1") in failures:
-        assert failures["horovod", "s1"] == "has GPUs, and its Horovod has MPI, Gloo but not NCCL"
+        assert failures["horovod", "s1"] == (
+            "has GPUs, but its Horovod has no NCCL (built with MPI, Gloo)"
+        )
     with lab.changed(login("s2", f"PATH={broken}:$PATH")):
         failures = lab.failures(path=two)
     assert (

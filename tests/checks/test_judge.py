@@ -99,7 +99,7 @@ CASES = [
     ("code", {"code": {"folder": None}}, "has no hvtrain"),
     ("horovod", {"horovod": {"library": None, "built_with": []}}, "has no Horovod library"),
     ("horovod", {"horovod": {"built_with": ["NCCL", "Gloo"]}}, "built with NCCL, Gloo; on s1 with MPI, Gloo, NCCL"),
-    ("horovod", {"horovod": {"built_with": ["MPI", "Gloo"]}}, "has GPUs, and its Horovod has MPI, Gloo but not NCCL"),
+    ("horovod", {"horovod": {"built_with": ["MPI", "Gloo"]}}, "its Horovod has no NCCL (built with MPI, Gloo)"),
     ("data set", {"dataset": {"entries": {"a": "1", "b": "3"}}}, "differs from s1 in b"),
     ("data set", {"dataset": {"error": "/data: No such file or directory"}}, "/data: No such file"),
     ("shared memory", {"shared_memory": {"free": 100 << 20}}, "free of 1024 MiB; the host's slots need 128 MiB"),

@@ -77,10 +77,10 @@ CHOICES = {
     "optimizer=adma": "optimizer=adma is not one of adam, ...; did you mean optimizer=adam?",
     "optimizer=ftrl": "optimizer=ftrl is not one of adam, ...; --help describes them",
     "model=ResNet50": (
-        "model=ResNet50 is not one of ...; did you mean model=resnet50? Networks of keras.applications: "
-        "model=application model.name=ResNet50"
+        "model=ResNet50 is not one of ...; did you mean model=resnet50? (a network of keras.applications: "
+        "model=application model.name=ResNet50)"
     ),
-    "model=EfficientNetB0": "model=EfficientNetB0 is ... model=application model.name=EfficientNetB0",
+    "model=EfficientNetB0": "model=EfficientNetB0 is ... model=application model.name=EfficientNetB0)",
     "model=resnext": "model=resnext is not one of application, cnn, deeplabv3plus, dlrm, keras_hub, mlp, ...",
     "dataset=MNIST": "dataset=MNIST is not one of cifar10, ...; did you mean dataset=mnist?",
     "dataset=cifar": "dataset=cifar is not one of cifar10, ...; did you mean dataset=cifar10?",
@@ -142,7 +142,7 @@ VALUES = {
     "train.precision=fp16": "train.precision=fp16 is not one of float32, mixed_bfloat16, mixed_float16",
     "train.max_time=5": "train.max_time=5 is not a duration; write it as 11h50m, 45m or 90s",
     "train.ema=2": "train.ema=2.0 is out of range; it must be between 0 and 1, such as 0.999",
-    "train=3": "train=3 is not a group of settings",
+    "train=3": "train=3 is not a group of settings; write train.NAME=VALUE for each",
     "metrics=[accuracy]": "metrics=[accuracy] does not name metrics; add a metric with +task.metrics.NAME._target_=...",
     "train=[3]": "train=[3] is not a group of settings; write train.NAME=VALUE for each",
     "optimizer.learning_rate=-1": "optimizer.learning_rate=-1 is not a finite number above 0; give the rate ...",
@@ -201,8 +201,8 @@ CHOSEN = {
     for name, (_, answer) in EXPERIMENTS.items()
 }
 COMMANDS |= {
-    "find_lr run.dir=x --output y": "run.dir=DIR and --output DIR are the same setting; give one of them",
-    "find_batch --output y run.dir=x": "run.dir=DIR and --output DIR are the same setting; give one of them",
+    "find_lr run.dir=x --output y": "run.dir=x and --output set the same folder; leave one of them out",
+    "find_batch --output y run.dir=x": "run.dir=x and --output set the same folder; leave one of them out",
     "evaluate a run.dir=x": "run.dir=x: a finished run keeps its folder; leave run.dir out",
     "predict a run=b": "a and run=b are two runs; give one of them",
 }

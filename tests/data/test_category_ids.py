@@ -98,11 +98,11 @@ def test_a_name_keeps_its_id_in_other_tables(tmp_path):
         ({"hash_buckets": 0}, "dataset.hash_buckets=0 is out of range; it must be at least 1"),
         (
             {"features": {"age": "float"}},
-            "dataset.category_ids needs columns of numbers and of names; leave it out",
+            "numbers and of categories, but the table has only numbers; leave it out",
         ),
         (
             {"features": {"city": "string_hashed"}},
-            "dataset.category_ids needs columns of numbers and of names",
+            "numbers and of categories, but the table has only categories; leave it out",
         ),
     ],
 )

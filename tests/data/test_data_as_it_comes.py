@@ -551,7 +551,7 @@ ROWS = [
     ([PIXELS, PIXELS], (pa.array(["b"]), pa.array(["a"], pa.large_string())), {}, [1, 0]),
     ([PIXELS, PIXELS], ["b", "c"], {"class_names": ["b", "a"]}, "label c is none of b, a"),
     ([PIXELS, PIXELS], ["b", "b"], {}, r"label holds 1 name\(s\) \(b\), but .*num_classes is 2"),
-    ([PIXELS / 255, PIXELS * 1.0], [0, 1], {}, "b.parquet up to 2.*; write both in one range"),
+    ([PIXELS / 255, PIXELS * 1.0], [0, 1], {}, "up to 2.*; write both with the same range"),
     ([encoded(PICTURE, orientation=3), encoded(PICTURE)], [0, 1], {}, [0, 1]),
 ]
 
@@ -733,7 +733,7 @@ REFUSED_ARRAYS = [
         MIXED,
         Y[:2],
         {},
-        r"x_train holds values of several types \(int, str\); give numbers alone, or a dict of columns",
+        r"x_train holds values of the type\(s\) int, str; give numbers alone, or a dict of columns",
     ),
     (
         np.array([[1, 2], [3, None]], object),
@@ -742,8 +742,8 @@ REFUSED_ARRAYS = [
         "x_train has no value in row 1; fill the gap",
     ),
     (X[:2], np.array(["ant", np.nan], object), {}, "y_train has no value in row 1; fill the gap"),
-    (np.array([{}, {}]), Y[:2], {}, r"x_train holds values of several types \(dict\)"),
-    (np.ma.masked_array(X, X > 20), Y, {}, "x_train has 3 masked values; fill them"),
+    (np.array([{}, {}]), Y[:2], {}, r"x_train holds values of the type\(s\) dict; give numbers"),
+    (np.ma.masked_array(X, X > 20), Y, {}, r"x_train has 3 masked value\(s\); fill them"),
     ([[1, 2], [3]], Y[:2], {}, "x_train has rows of different lengths; pad them"),
     ([[1, 2], [3, None]], Y[:2], {}, "x_train has no value in row 1; fill the gap"),
     ((row for row in X), Y, {}, r"x_train \(generator\) has no rows; each example needs one"),

@@ -203,7 +203,7 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
     }
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
     said = {
-        "short": "row 4 has 1 values (row 0 of train: 2) in short",
+        "short": "row 4 has a list of length 1 (row 0 of train: 2) in short",
         "gap": "row 2 has no value in gap",
         "list": "row 3 has no value in list",
         "inner": "row 2 has no value in inner",
@@ -288,7 +288,7 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("leaves", str(prepared), splits={"dev": "train"}, image_shape=SHAPE)
     source = PreparedDataset("leaves", str(prepared), splits={"train": "leaf"}, image_shape=SHAPE)
     with pytest.raises(
-        DataError, match=r"leaves, leaf in 1 shards: .*; choose other splits or fewer ranks"
+        DataError, match=r"leaves, leaf in 1 shard\(s\): .*; choose other splits or fewer ranks"
     ):
         source.num_examples("train")
 

@@ -126,7 +126,7 @@ def test_other_sources_by_their_counts_and_shape():
         differences(of(digits()), of(digits(num_test=300)))[0]
         == "train holds 1,497 examples, was 1,437"
     )
-    assert differences({}, of(digits()))[0] == "name is digits, was None", (
+    assert differences({}, of(digits()))[0] == "name is digits, was missing", (
         "a checkpoint's may be anything"
     )
 

@@ -104,7 +104,7 @@ def test_equal_texts_have_equal_digests():
         (
             (AGES * 1.0, AGES, np.ones((2, 5)), AGES[:2]),
             {},
-            r"test .*: inputs hold 5 values per example, but 1 in train",
+            r"test .*: inputs have size 5 per example, but 1 in train",
         ),
         (
             (AGES * 1.0, AGES, AGES * 1.0, AGES),

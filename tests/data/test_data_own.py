@@ -230,14 +230,14 @@ def test_shards_that_are_not_parts_of_the_whole_are_refused():
 def test_an_epoch_that_ends_early_is_named_with_its_shard():
     with pytest.raises(
         DataError,
-        match=r"short\(shard=1, num_shards=2\) gives 9 examples, but 30 are needed; each shard",
+        match=r"short\(shard=1, num_shards=2\) gives 9 example\(s\), but the run needs 30; each shard",
     ):
         first(pipelines.data("short", number=61), rank=1, steps=15)
     # Its number is not known beforehand.
     source = made(lambda d: d.filter(lambda x, y: x < 13), num_examples=20)
     with pytest.raises(tf.errors.OpError) as caught:
         list(source.training(StreamRequest(Topology(1, 2), 2, 1, 0, 5)).take(9))
-    said = "numbers(shard=1, num_shards=2) gives 6 examples, but 10 are needed; each shard must hold an equal part"
+    said = "numbers(shard=1, num_shards=2) gives 6 example(s), but the run needs 10; each shard must hold an equal part"
     assert str(source.explain(caught.value)).startswith(said)
 
 
@@ -245,7 +245,7 @@ def test_an_evaluation_of_more_examples_than_were_said_is_refused():
     source = made(lambda d: d.filter(lambda x, y: True), num_examples=18)
     with pytest.raises(tf.errors.OpError) as caught:
         list(source.evaluation("train", Topology(0, 2), 4))
-    assert "gives 10 examples, but 9 are needed" in str(source.explain(caught.value))
+    assert "gives 10 example(s), but the run needs 9" in str(source.explain(caught.value))
 
 
 def test_examples_without_end_and_examples_that_must_be_read_are_counted():
@@ -337,7 +337,7 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
         ([np.zeros(3)], r"batch 0 holds an object of type ndarray; \(inputs, targets\) or"),
         (
             [(np.zeros(3), np.zeros(2))],
-            r"the arrays of batch 0 have 2 and 3 rows; each example needs one in each",
+            r"the arrays of batch 0 have 2 and 3 rows; each example needs one row in each array",
         ),
         (
             [TWO, TWO, (np.zeros((3, 3)), np.zeros(3))],

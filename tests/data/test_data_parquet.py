@@ -266,7 +266,7 @@ def test_files_that_cannot_be_opened(tmp_path):
         ):
             Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()
-    with pytest.raises(DataError, match=r"holds no rows in train\*.parquet or train/"):
+    with pytest.raises(DataError, match=r"holds no training rows; .* in train\*.parquet or train/"):
         Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
 
 
@@ -324,7 +324,7 @@ def broken(images: list, labels: list, what: str) -> tuple[pa.Array, pa.Array]:
         ("label", "label 7 is outside 0 ... 2"),
         ("null label", "label is null"),
         ("null image", "image is null"),
-        ("short", f"{NUM_PIXELS - 1} numbers in image; image_shape 6 x 6 x 1 needs {NUM_PIXELS}"),
+        ("short", f"image has length {NUM_PIXELS - 1}; image_shape 6 x 6 x 1 needs {NUM_PIXELS}"),
         ("nan", "a pixel is null, NaN or infinite"),
         ("-inf", "a pixel is null, NaN or infinite"),
         ("null pixel", "a pixel is null, NaN or infinite"),

@@ -306,7 +306,7 @@ def test_masks_follow_their_images(tmp_path):
         ({"fit": "cut"}, r"dataset.fit=cut is not one of crop, pad, stretch"),
         (
             {"crop_fraction": 1.1},
-            r"dataset.crop_fraction=1.1 is out of range; give a fraction of 1, such as",
+            r"dataset.crop_fraction=1.1 is out of range; give a number above 0 and at most 1, such as",
         ),
     ],
 )

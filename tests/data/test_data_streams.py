@@ -153,7 +153,8 @@ def test_the_stream_is_the_same_under_another_global_seed_and_op_determinism(kin
 def test_an_epoch_that_the_shard_cannot_fill_is_refused(kind, make_source):
     source = make_source(kind, 20)
     with pytest.raises(
-        ConfigError, match=r"4 steps of 6 examples do not fit the 20 training examples of rank 0"
+        ConfigError,
+        match=r"4 step\(s\) of 6 examples do not fit the 20 training examples of rank 0",
     ):
         source.training(StreamRequest(Topology(), 6, seed=1, start_step=0, steps_per_epoch=4))
 

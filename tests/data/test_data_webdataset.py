@@ -341,7 +341,7 @@ def test_a_compressed_shard_is_refused(tmp_path):
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(
         DataError,
-        match=r"train.tar.gz: is compressed, so that no part of it can be read alone: unpack",
+        match=r"train.tar.gz: is compressed, so that no part of it can be read alone: decompress",
     ):
         opened(tmp_path, train=["train.tar.gz"]).num_examples("train")
 

@@ -64,7 +64,7 @@ def test_a_function_that_ignores_its_shard_is_stopped_on_all_ranks(ran):
 def test_a_shard_that_is_known_to_be_short_is_stopped_on_all_ranks(ran):
     for rank in ran[0]:
         assert (
-            "pipelines.short(shard=1, num_shards=2) gives 9 examples, but 28 are needed; "
+            "pipelines.short(shard=1, num_shards=2) gives 9 example(s), but the run needs 28; "
             in rank["short"]["error"]
         )
         assert rank["short"]["error"].startswith("DataError: rank 1 on ")
@@ -80,7 +80,7 @@ def test_a_shard_that_ends_early_in_training_ends_all_ranks(tmp_path):
     more = ["+dataset.number=61", "model=tiny", f"run.dir={tmp_path / 'run'}"]
     path = f"{ROOT / 'tests/support/own'}:{ROOT}"
     code, output = train("gloo", 2, *own, *more, cwd=tmp_path, PYTHONPATH=path)
-    message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 examples, but 28 are needed; each shard must"
+    message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 example(s), but the run needs 28; each shard must"
     assert code == 2 and "Traceback" not in output, output
     ours = [
         line

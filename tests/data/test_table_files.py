@@ -155,9 +155,9 @@ CASES = [
     Case("numbers as text in Parquet", columns(x=list(map(str, NUMBERS))), "x: number", NUMBERS),
     Case("milliseconds of an hour", columns(x=[1_700_000_000_000 + 18_000 * number for number in range(ROWS)]), "x: number", 1_700_000_000_000 + 18_000 * np.arange(ROWS)),
     Case("a large mean", columns(x=1e6 + np.arange(ROWS) / 64), "x: number", 1e6 + np.arange(ROWS) / 64),
-    Case("lists", columns(x=[[number, 2.0, number % 7] for number in NUMBERS]), "x: vector of 3 numbers", [[number, 2.0, number % 7] for number in NUMBERS]),
-    Case("lists of a fixed size", columns(x=pa.array([[number, 2.0] for number in NUMBERS], pa.list_(pa.float32(), 2))), "x: vector of 2 numbers", [[number, 2.0] for number in NUMBERS]),
-    Case("an infinite number in a list", columns(x=[[number, 2.0] for number in [np.inf, *NUMBERS[1:]]]), f"x: vector of 2 numbers (1 gap, {FILLED})", [[number, 2.0] for number in GAP], options=MEDIAN),
+    Case("lists", columns(x=[[number, 2.0, number % 7] for number in NUMBERS]), "x: vector of length 3", [[number, 2.0, number % 7] for number in NUMBERS]),
+    Case("lists of a fixed size", columns(x=pa.array([[number, 2.0] for number in NUMBERS], pa.list_(pa.float32(), 2))), "x: vector of length 2", [[number, 2.0] for number in NUMBERS]),
+    Case("an infinite number in a list", columns(x=[[number, 2.0] for number in [np.inf, *NUMBERS[1:]]]), f"x: vector of length 2 (1 gap, {FILLED})", [[number, 2.0] for number in GAP], options=MEDIAN),
     Case("names", text(NAMES), "x: 3 names", NAMES, pandas={}),
     Case("names with gaps", text(["", "NA", *NAMES[2:]]), "x: 3 names (2 gaps, filled with the most frequent value Ulm)", ["Ulm", "Ulm", *NAMES[2:]], options=MEDIAN),
     Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, counted as a name)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
@@ -262,10 +262,10 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a gap", text(["", *NUMBERS[1:]]), {}, r"t.csv: row 0 has no x \(rows without it: 1\); fill or drop them, or train with dataset.missing=median"),
-    ("an odd list", text(['"1,2,3"', *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '1,2,3'\)"),
-    ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '\?'\)"),
+    ("an odd list", text(['"1,2,3"', *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1; unreadable cells: '1,2,3'\)"),
+    ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1; unreadable cells: '\?'\)"),
     ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y \(rows without it: 1\); fill or drop them, or train with dataset.missing="),
-    ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=number with task=regression"),
+    ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=class to use them anyway or, for numbers, dataset.target_is=number with task=regression"),
     ("a target that is always the same", text(NUMBERS).replace("yes", "no"), {}, r"dataset.target=y is 'no' in every row, and nothing can be learned"),
     ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns named x; rename them"),
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
@@ -450,7 +450,7 @@ def test_what_is_odd_in_the_test_file_or_the_target_is_said(tmp_path: Path) -> N
         "y is a column of numbers, but holds '?'; such cells count as gaps",
         "rows left out because of gaps: 1",
         "test: x is a column of numbers, but holds 'odd'; such cells count as gaps",
-        "test: 97% of the rows have a c that training did not have; the model has learned nothing about it",
+        "test: 97% of the rows have a value of c that training did not have; the model has learned nothing about it",
         "test: rows left out because of gaps: 1",
     ]
 

@@ -192,7 +192,7 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     capsys.readouterr()
     assert predicted(f"dataset.test_file={new}").count("\n") == 4
     printed = "".join(capsys.readouterr())
-    assert "test: 33% of the rows have a kind that training did not have" in printed
+    assert "test: 33% of the rows have a value of kind that training did not have" in printed
     data.write_text(data.read_text() + "1,x,perhaps\n")
     with pytest.raises(
         DataError, match=r"target holds perhaps, which is not one of the run's classes \(no, yes\)"

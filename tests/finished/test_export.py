@@ -261,7 +261,8 @@ def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
 
     monkeypatch.setitem(exported.FORMATS, "keras", (damaged, exported.FORMATS["keras"][1]))
     with pytest.raises(
-        ConfigError, match=r"format=keras gives outputs that differ by .*; choose another format"
+        ConfigError,
+        match=r"format=keras gives outputs that differ from the run's by .*; choose another format",
     ):
         export_words(
             monkeypatch,
@@ -281,7 +282,7 @@ def test_a_model_that_gives_no_number_is_not_exported(folder, monkeypatch):
     monkeypatch.setitem(exported.FORMATS, "keras", (broken, exported.FORMATS["keras"][1]))
     with pytest.raises(
         ConfigError,
-        match=r"format=keras gives outputs that differ by nan, .*; choose another format",
+        match=r"format=keras gives outputs that differ from the run's by nan, .*; choose another",
     ):
         export_words(
             monkeypatch,

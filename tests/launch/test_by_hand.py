@@ -152,7 +152,7 @@ def test_what_no_rank_would_send_changes_nothing(sent, capfd):
         ("s1", 0, 1, ConfigError, "--coordinator s1 is not HOST:PORT; give rank 0's host and a free port: s1:2222"),
         ("localhost:0", 0, 1, ConfigError, "--coordinator localhost:0 is not HOST:PORT"),
         ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 .* or give its address$"),
-        ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np sets the"),
+        ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has indices 0 to 1; -np sets"),
         ("192.0.2.1:FREE", 0, 1, ConfigError, "cannot listen on port .* of 192.0.2.1: Cannot .* host of worker 0"),
         ("localhost:USED", 0, 1, ConfigError, r"cannot listen on port \d+ of .*: Address already in use; give all"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to \S+ in time \(0.2 s\); start"),

@@ -200,11 +200,13 @@ def test_ranks_by_job_and_index():
     assert roles.rank_of("coordinator", 0) == 0
     assert roles_of({}, 3).rank_of("worker", 2) == 2
     with pytest.raises(
-        ConfigError, match="--task-index 2 is out of range: ps has 0 to 1; --num-ps sets the number"
+        ConfigError,
+        match="--task-index 2 is out of range: ps has indices 0 to 1; --num-ps sets the number",
     ):
         roles.rank_of("ps", 2)
     with pytest.raises(
-        ConfigError, match="--task-index 1 is out of range: coordinator has 0; a run has one"
+        ConfigError,
+        match="--task-index 1 is out of range: coordinator has only index 0; a run has one",
     ):
         roles.rank_of("chief", 1)
     with pytest.raises(

@@ -411,7 +411,7 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
         (
             Job(WORDS, 2),
             {"deploy_mode": "cluster", "master": "spark://s1:1"},
-            "needs YARN and not spark://s1:1",
+            "needs cluster.master=yarn, not spark://s1:1",
         ),
     ],
 )

@@ -186,7 +186,7 @@ LEFT = {
         (6, "the script does not show this model's class; add jit_compile=False unless its own compile refuses it"),
     HVD + "import keras\nkeras.callbacks.TensorBoard('logs')": (3, "all ranks would write the same file"),
     "for v in model.trainable_weights:\n    if 'batch_normalization' not in v.name:\n        l2(v)":
-        (2, "on Keras 3 v.name, such as kernel, lacks the layer's name; use v.path"),
+        (2, "in Keras 3 v.name, such as kernel, lacks the layer's name; use v.path"),
     "x = [v for v in model.trainable_variables if v.name.startswith('conv')]": (1, "use v.path"),
     "import re\nx = [w for w in model.weights if re.search('bn|dense', w.name)]": (2, "use w.path"),
     HVD + "hvd.callbacks.LearningRateWarmupCallback(args.warmup)":

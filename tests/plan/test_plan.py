@@ -228,7 +228,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert (
-        "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks, the fit is 0% off" in output
+        "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks; the fit is 0% off" in output
     )
     assert "between hosts: 0.1 GB/s, 300 us to start; measured on 4 ranks" in output
     assert content["global_batch"] == 2 * 8 + 2 * 24 and content["num_examples"] == 5000

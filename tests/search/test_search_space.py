@@ -146,7 +146,7 @@ def test_without_optuna_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hvtrain.search.sweep.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA])
     with pytest.raises(
-        ConfigError, match=r"needs optuna, which is not installed; install scripts/lock/sweep\.txt"
+        ConfigError, match=r"which is not installed; install it from scripts/lock/sweep\.txt"
     ):
         main()
 

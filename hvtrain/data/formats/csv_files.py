@@ -32,7 +32,7 @@ csv.field_size_limit(2**30)
 
 
 class Fit(NamedTuple):
-    """Rates how well a delimiter fits a file. Compared as tuples, the largest is the best."""
+    """Rates how well a delimiter fits a file. Instances compare as tuples; the largest is the best fit."""
 
     is_regular: bool
     """True if most rows have the same number of cells, and more than one."""

@@ -105,7 +105,7 @@ def split_folders(folder: Path) -> dict[str, Path]:
 
 
 def split_of(path: PurePath) -> str:
-    """Returns the beginning of a path's name, or of one of its folders, that names a split; empty for none.
+    """Returns the name of a split with which a part of the path begins, such as val; empty if there is none.
 
     >>> split_of(PurePath("v1/test_set.csv")), split_of(PurePath("testing.csv")), split_of(PurePath("testimonials.csv"))
     ('test', 'test', '')

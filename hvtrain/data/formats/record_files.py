@@ -158,7 +158,10 @@ def example_problem(record: bytes, image_key: str, label_key: str) -> str:
     kinds = {name: feature.WhichOneof("kind") for name, feature in sorted(features.items())}
     for setting, key in (("image_key", image_key), ("label_key", label_key)):
         if not kinds.get(key):
-            shown = [f"{name} ({str(kind).removesuffix('_list')})" for name, kind in kinds.items()]
+            shown = [
+                f"{name} ({(kind or 'empty').removesuffix('_list')})"
+                for name, kind in kinds.items()
+            ]
             return (
                 f"has no feature {key}, but {listed(shown)}; set dataset.{setting} to the right one"
             )

@@ -57,7 +57,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
-    """Reads the row groups that hold rows, and the schema.
+    """Returns a file's row groups that hold rows, and its schema; reads only the footer.
 
     Raises:
         DataError: The file is damaged.
@@ -108,7 +108,7 @@ def is_text(data_type: pa.DataType) -> bool:
 
 
 def label_names(paths: Iterable[str], columns: Columns) -> set[str]:
-    """Returns the distinct labels in files whose labels are text. Reads only that column.
+    """Returns the distinct labels in files whose labels are text. Reads only the column of labels.
 
     Raises:
         DataError: A file is damaged.
@@ -149,7 +149,7 @@ def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
     if small and large:
         raise DataError(
             f"{small[0]} holds pixels up to {ranges[small[0]][1]:g} and {large[0]} up to "
-            f"{ranges[large[0]][1]:g}; write both in one range"
+            f"{ranges[large[0]][1]:g}; write both with the same range"
         )
 
 
@@ -198,22 +198,22 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
 
 
 def _classes(labels: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
-    """Turns labels into class indices, int32 [n]; labels of no class become -1 and are added to `problems`."""
+    """Turns labels into class indices, int32 [n]; labels that are not classes become -1 and are added to `problems`."""
     if columns.class_names:
         # Files may hold large strings, or categories as pandas writes them.
         labels = labels.cast(pa.string())
         classes = pa.array(columns.class_names)
-        scope = f"is none of {listed(columns.class_names)}"
+        problem = f"is none of {listed(columns.class_names)}"
     else:
         # The cast turns large uint64 labels into negative ones, never into a class.
         labels = labels.cast(pa.int64(), safe=False)
         classes = pa.array(range(columns.num_classes))
-        scope = f"is outside 0 ... {columns.num_classes - 1}"
+        problem = f"is outside 0 ... {columns.num_classes - 1}"
     indices = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
     for row in np.flatnonzero(indices < 0):
         label = labels[row].as_py()
         problems[int(row)] = (
-            f"{columns.label} is null" if label is None else f"label {label} {scope}"
+            f"{columns.label} is null" if label is None else f"label {label} {problem}"
         )
     return indices
 
@@ -230,7 +230,7 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
     for row in np.flatnonzero(~is_whole):
         problems.setdefault(
             int(row),
-            f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}",
+            f"{columns.image} has length {lengths[row]}; image_shape {shape} needs {num_pixels}",
         )
 
     # list_flatten() drops null rows, and a row of another length would shift all rows after it.
@@ -252,11 +252,11 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
     """Returns a column, or the field of a struct; the field is null where an enclosing struct is null."""
     # A column whose own name has dots takes precedence over a field.
-    return table[column] if column in table.column_names else _flat(table)[column]
+    return table[column] if column in table.column_names else _flatten_structs(table)[column]
 
 
-def _flat(table: pa.Table) -> pa.Table:
-    """Replaces the structs of a table by their fields, named `record.field`."""
+def _flatten_structs(table: pa.Table) -> pa.Table:
+    """Replaces the structs of a table with their fields, named `record.field`."""
     while any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     return table
@@ -265,7 +265,7 @@ def _flat(table: pa.Table) -> pa.Table:
 def type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
     """Returns the type of a column, or of the field of a struct. Raises DataError if it is missing."""
     table = schema.empty_table()
-    names = _flat(table).column_names
+    names = _flatten_structs(table).column_names
     if column not in (*names, *schema.names):
         raise DataError(f"{path} has no column {column}; it has {', '.join(names)}")
     return _column(table, column).type

@@ -137,7 +137,7 @@ class Schema:
     left_out: Mapping[str, str]
     """Columns that are not features, each with the reason."""
     has_ids: bool
-    """True if categories are ids in an input of their own; otherwise they are one-hot."""
+    """True if categories are ids in a separate input; otherwise they are one-hot."""
     hash_buckets: int
 
     def to_json(self) -> bytes:
@@ -344,7 +344,8 @@ def _infer_target(
     if len(classes) > limit and settings.target_is is None:
         raise ConfigError(
             f"dataset.target={name} has {len(classes):,} values in {num_rows:,} rows, too many for classes; "
-            "set dataset.target_is=number with task=regression, or dataset.target_is=class"
+            "set dataset.target_is=class to use them anyway or, for numbers, dataset.target_is=number with "
+            "task=regression"
         )
     return replace(column, names=classes), classes
 

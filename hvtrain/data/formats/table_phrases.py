@@ -130,7 +130,7 @@ def _noun(column: Column, cells: Cells) -> str:
         noun = "name" if column.kind == "name" else "code"
         num_distinct = pc.count_distinct(cells.values).as_py()
         return f"{num_distinct:,} {noun}{'s' * (num_distinct != 1)}"
-    return f"vector of {column.length} numbers" if column.kind == "vector" else column.kind
+    return f"vector of length {column.length}" if column.kind == "vector" else column.kind
 
 
 def odd_texts(cells: Cells) -> str:

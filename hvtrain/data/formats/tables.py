@@ -44,8 +44,8 @@ OTHER_FORMATS = {
     b"<!": "a web page",
     b"<html": "a web page",
 }
-# The position of the mark in the header of a tar archive's first member.
-TAR_MARK_AT = 257
+# The offset of the magic bytes in a tar header.
+TAR_MAGIC_OFFSET = 257
 # Marks the columns that come from the names of folders.
 PARTITION = b"partition"
 READ_BYTES = 2**18
@@ -173,10 +173,10 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
     stored = pa.memory_map(str(path)).read_buffer()
     data = _decompress(stored)
     begin = data[:16].to_pybytes()
-    for mark, kind in OTHER_FORMATS.items():
-        if begin.startswith(mark):
-            raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
-    if data[TAR_MARK_AT : TAR_MARK_AT + 5].to_pybytes() == b"ustar":
+    for magic, format_name in OTHER_FORMATS.items():
+        if begin.startswith(magic):
+            raise DataError(f"{path} is {format_name}, and CSV or Parquet is needed; convert it")
+    if data[TAR_MAGIC_OFFSET : TAR_MAGIC_OFFSET + 5].to_pybytes() == b"ustar":
         raise DataError(f"{path} is a tar archive, and CSV or Parquet is needed; unpack it")
     if not begin.startswith(b"PAR1"):
         return read_csv(data, **text_format)
@@ -202,8 +202,8 @@ def _read(path: Path, column: str | None, **text_format: str | None) -> pa.Table
 def _decompress(data: pa.Buffer) -> pa.Buffer:
     """Decompresses a file's bytes; returns them unchanged if they are not compressed."""
     start = data[:6].to_pybytes()
-    for mark, decompress in COMPRESSIONS.items():
-        if start.startswith(mark):
+    for magic, decompress in COMPRESSIONS.items():
+        if start.startswith(magic):
             return pa.py_buffer(decompress(data))
     if not start.startswith(b"PK\x03\x04"):
         return data

@@ -31,7 +31,8 @@ MAX_TEXT_BYTES = 4096
 # of their bytes lie in blocks that are read anyway, and then need not be requested again.
 MAX_KEPT_BYTES = READ_AHEAD_BYTES
 BLOCK_BYTES = 512
-# An archive is padded with zeros to a multiple of 10 KiB, or of what tar's --blocking-factor says.
+# Number of bytes to read after the last member. tar pads an archive with zeros to a multiple of its
+# record size, which is 10 KiB unless --blocking-factor sets another.
 PADDING_BYTES = 2**16
 
 _NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -178,7 +179,7 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
             end = tar.offset
     except tarfile.TarError as error:
         if not members and _read_at(file, BLOCK_BYTES, 0).startswith(_PACKED):
-            return members, "is compressed, so that no part of it can be read alone: unpack it"
+            return members, "is compressed, so that no part of it can be read alone: decompress it"
         return members, f"is not a complete tar file ({error}): it is truncated or damaged"
 
     # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A

@@ -211,7 +211,7 @@ class Labels:
             raise ConfigError(
                 f"{layer.name} mixes the targets of examples, and this run's targets cannot be "
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
-                "regression, without weights of examples"
+                "regression, without sample weights"
             )
         self.are_mixed = True
 

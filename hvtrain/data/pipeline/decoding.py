@@ -161,7 +161,8 @@ class Sizing:
         check_choice("dataset.fit", self.fit, FITS)
         if not 0 < self.crop_fraction <= 1:
             raise ConfigError(
-                f"dataset.crop_fraction={self.crop_fraction} is out of range; give a fraction of 1, such as 0.875"
+                f"dataset.crop_fraction={self.crop_fraction} is out of range; give a number above 0 and at most 1, "
+                "such as 0.875"
             )
 
     @property
@@ -184,7 +185,8 @@ class Sizing:
 
     def phrase(self) -> str:
         """Describes the sizing for the header of a run."""
-        part = "" if self.crop_fraction == 1 else f", the central {self.crop_fraction:g} of it"
+        share = self.crop_fraction
+        part = "" if share == 1 else f", the central {share:g} of each side"
         return f"{FITS[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
 
     def window(self, height: Any, width: Any) -> list[Tensor]:

@@ -59,7 +59,7 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     """Chains the data sets of all epochs from `first` on, opening each when the one before it has ended.
 
     Args:
-        open_epoch: Called in Python with an epoch's number; returns its data set. All of them must
+        open_epoch: Called in Python with an epoch's number; returns its data set. All data sets must
             have the same element_spec.
         first: The first epoch's number.
     """

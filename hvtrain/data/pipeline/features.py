@@ -130,7 +130,7 @@ def gap_error(column: Column, cells: Cells, location: str, rows: Any = slice(Non
     """Makes the error about gaps in the given rows that nothing fills."""
     is_gap = np.zeros_like(cells.is_gap)
     is_gap[rows] = cells.is_gap[rows]
-    odd = f", among them {odd_texts(cells)}" if cells.odd else ""
+    odd = f"; unreadable cells: {odd_texts(cells)}" if cells.odd else ""
     return DataError(
         f"{location}: row {np.argmax(is_gap)} has no {column.source} (rows without it: {is_gap.sum()}{odd}); fill or "
         "drop them, or train with dataset.missing=median, most_frequent, indicator or drop (each of which drops rows "
@@ -144,7 +144,7 @@ class TableFeatures:
     With category ids, the features are {"numbers": float32 [rows, n], "categories": int32 [rows, m]}.
 
     Raises:
-        ConfigError: The schema has category ids, but no columns of numbers or none of names.
+        ConfigError: The schema has category ids, but no columns of numbers, or none of categories.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -169,8 +169,10 @@ class TableFeatures:
                 sizes[column.name] = column.length * (2 if column.missing == "indicator" else 1)
         self.category_sizes = [sizes[name] for name in self._lookups]
         if schema.has_ids and not (self._numbers and self._lookups):
+            present = "numbers" if self._numbers else "categories"
             raise ConfigError(
-                "dataset.category_ids needs columns of numbers and of names; leave it out"
+                f"dataset.category_ids needs columns of numbers and of categories, but the table has only {present}; "
+                "leave it out"
             )
         # Each column's indices among the features.
         stops = itertools.accumulate(sizes.values())

@@ -77,7 +77,7 @@ def finish(batches: Dataset, topology: Topology) -> Dataset:
 
 
 def end_streams_at_exit() -> None:
-    """Makes the interpreter end open streams when it exits. Call it before giving a stream a Python function."""
+    """Makes the interpreter end open streams when it exits. Call this before giving a stream a Python function."""
     # Exit functions run in reverse order. Registered anew, this one runs before
     # all that were registered earlier.
     atexit.unregister(_end_streams)
@@ -236,7 +236,7 @@ class StreamedSource(Source):
         return self.transform.normalize(inputs), *others
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        """Like evaluation(), but batches begin with the examples' indices in the shard: (int64 [batch], inputs, ...).
+        """Returns evaluation()'s stream with the examples' indices in the shard: (int64 [batch], inputs, ...).
 
         Examples that on_error="skip" leaves out have no row, and all others keep their indices. To
         make that possible, examples are read one by one.
@@ -300,7 +300,7 @@ class IndexedSource(StreamedSource):
         return indices.batch(batch_size).enumerate()
 
     def spread(self, split: str, step: int, batch_size: int) -> Dataset:
-        """Like evaluation() in a single process, but with every step-th example only."""
+        """Returns evaluation()'s stream for a single process, with only every step-th example."""
         indices = Dataset.range(0, self.num_examples(split), step).batch(batch_size)
         data = self.load(indices.enumerate(), split, Topology(), self._normalize, batch_size)
         return finish(data, Topology())

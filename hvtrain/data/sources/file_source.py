@@ -156,7 +156,7 @@ class FileSource(StreamErrors, StreamedSource):
         return decoded_preprocessing(self.transform, self.sizing)
 
     def refuse(self, item: Unreadable) -> None:
-        """Raises the error about an unusable example, file or part of one.
+        """Raises the error about an unusable example, file, or part of a file.
 
         With on_error="skip", the item is left out instead, and reported by unreadable().
         """

@@ -169,9 +169,9 @@ class HuggingFace(StreamErrors, IndexedSource):
         ]
 
         def read_arrays(indices):
-            numbers = local[indices]
-            table = rows[numbers.tolist()]
-            return [self._array(table, name, split, numbers) for name in self._specs]
+            row_indices = local[indices]
+            table = rows[row_indices.tolist()]
+            return [self._array(table, name, split, row_indices) for name in self._specs]
 
         def read(indices, *draws):
             values = dict(zip(self._specs, call_python(read_arrays, [indices], specs)))
@@ -195,9 +195,9 @@ class HuggingFace(StreamErrors, IndexedSource):
         if isinstance(self.transform, Unchanged) or split not in self._splits:
             return []
 
-        numbers = self.shard_rows(split, topology)[:count]
-        table = self._splits[split][numbers.tolist()]
-        encoded = self._array(table, str(self._input), split, numbers)
+        row_indices = self.shard_rows(split, topology)[:count]
+        table = self._splits[split][row_indices.tolist()]
+        encoded = self._array(table, str(self._input), split, row_indices)
         return [self.sizing.decode_for_model(image).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
@@ -251,14 +251,14 @@ class HuggingFace(StreamErrors, IndexedSource):
         dtype = tf.string if array.dtype.kind == "O" else tf.as_dtype(array.dtype)
         return TensorSpec(shape, dtype)
 
-    def _array(self, table: pa.Table, name: str, split: str, numbers: np.ndarray) -> np.ndarray:
+    def _array(self, table: pa.Table, name: str, split: str, row_indices: np.ndarray) -> np.ndarray:
         """Returns a column of some rows as a NumPy array; encoded images become bytes objects.
 
         Args:
             table: The rows.
             name: Name of the column.
             split: The rows' split, for messages.
-            numbers: The rows' indices in the split, for messages.
+            row_indices: The rows' indices in the split, for messages.
 
         Raises:
             DataError: A value is missing, a list has another length than in row 0 of train, or an integer needs
@@ -267,16 +267,16 @@ class HuggingFace(StreamErrors, IndexedSource):
         values = one_array(table[name])
         count = len(values)
 
-        def wrong_row(index, content):
+        def row_error(index, content):
             # The lists of each level flattened so far are equally long, so each row has the same
             # number of values.
-            row = numbers[index * count // len(values)]
+            row = row_indices[index * count // len(values)]
             return self.fail(
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
             )
 
         if values.null_count:
-            raise wrong_row(np.argmax(values.is_null()), "no value")
+            raise row_error(np.argmax(values.is_null()), "no value")
         if name in self._images:
             # The library stores an image's bytes, or only the path of its file.
             pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
@@ -291,11 +291,12 @@ class HuggingFace(StreamErrors, IndexedSource):
             unlike = np.flatnonzero(lengths != side)
             if unlike.size:
                 index = unlike[0]
-                raise wrong_row(index, f"{lengths[index]} values (row 0 of train: {side})")
+                content = f"a list of length {lengths[index]} (row 0 of train: {side})"
+                raise row_error(index, content if lengths[index] >= 0 else "no value")
             values = values.flatten()
 
         if values.null_count:
-            raise wrong_row(np.argmax(values.is_null()), "no value")
+            raise row_error(np.argmax(values.is_null()), "no value")
 
         array = np.asarray(values)
         dtype = self._specs[name].dtype

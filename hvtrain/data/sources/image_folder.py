@@ -15,7 +15,7 @@ from tensorflow import Tensor, nest
 from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.description import counted, listed
+from hvtrain.data.description import format_counts, listed
 from hvtrain.data.formats.folders import look_up_labels, split_folders, unused_warnings, visible
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
@@ -95,8 +95,8 @@ class ListedImages(FileSource, IndexedSource):
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         files = self._files[split]
-        number = example[0][0]  # Index within the rank's shard.
-        path, _ = files[topology.share(len(files))[number]]
+        index = example[0][0]  # Within the rank's shard.
+        path, _ = files[topology.share(len(files))[index]]
         return Unreadable(path, problem.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
@@ -254,7 +254,7 @@ class ImageFolder(LabelledImages):
         for split, others in self._others.items():
             if others:
                 description["warnings"].append(
-                    f"{self._folders[split]}: left out entries that are not images of a class: {counted(others)}"
+                    f"{self._folders[split]}: left out entries that are not images of a class: {format_counts(others)}"
                 )
         return description
 

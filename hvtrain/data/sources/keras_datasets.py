@@ -217,7 +217,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
             header = file.read(4 + 4 * num_dims)
             if header[:4] != magic:
                 raise DataError(
-                    f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of "
+                    f"{path}: starts with {header[:4].hex() or 'nothing'}, not {magic.hex()}; an idx file of "
                     f"bytes with {num_dims} dimension(s) is needed"
                 )
 

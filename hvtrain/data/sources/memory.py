@@ -203,7 +203,7 @@ class MemorySource(IndexedSource):
             size = math.prod(array.shape[1:])
             if size != self._sizes.setdefault(name, size):
                 raise DataError(
-                    f"{location}: {name} hold {size} values per example, but {self._sizes[name]} in train; make the "
+                    f"{location}: {name} have size {size} per example, but {self._sizes[name]} in train; make the "
                     "sizes equal"
                 )
             if array.dtype.kind != "f":

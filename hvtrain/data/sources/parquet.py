@@ -115,7 +115,8 @@ class Parquet(DealtSource):
         }
         if not counts["train"]:
             raise DataError(
-                f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
+                f"{self.folder} holds no training rows; set dataset.dir to a Parquet file with rows, or to a folder "
+                "with rows in train*.parquet or train/"
             )
 
         self._set_image_type(first_paths)

@@ -306,14 +306,14 @@ class Table(MemorySource):
         raw = self._features.raw(values, first)
         return [{name: array[row] for name, array in raw.items()} for row in range(len(first))]
 
-    def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
+    def cells(self, split: str, indices: Sequence[int]) -> dict[str, list[Any]]:
         # Once the shards are cut, the whole table has to be read again, while other ranks wait.
         if self.num_examples("train") > MAX_READ_AGAIN:
             return {}
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
-        chosen = rows[np.asarray(numbers, np.int64)]
+        chosen = rows[np.asarray(indices, np.int64)]
         # Counted from 0 over all files, as in messages. Line numbers would also count blank lines.
         files = nest.flatten(self._files.get(split) or self._files["train"])
         names = listed([Path(file).name for file in files], most=2)
@@ -379,7 +379,8 @@ def _column_warnings(
         if cells[column.name].odd
     ]
     new = [
-        f"{share:.0%} of the rows have a {name} that training did not have; the model has learned nothing about it"
+        f"{share:.0%} of the rows have a value of {name} that training did not have; the model has learned nothing "
+        "about it"
         for name, share in unknown.items()
         if share >= MANY_UNKNOWN
     ]

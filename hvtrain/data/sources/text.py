@@ -15,7 +15,7 @@ from tensorflow import Tensor
 
 from hvtrain.config.validate import check_choice, check_least
 from hvtrain.core.topology import Topology
-from hvtrain.data.description import counted
+from hvtrain.data.description import format_counts
 from hvtrain.data.formats.documents import (
     Tokenizer,
     cut,
@@ -214,7 +214,7 @@ class Text(MemorySource):
             description["text"].append(cut_phrase)
         others = text_files(user_path(self._file))[1] if self._file else None
         if others:
-            warning = f"{self._file}: left out files that are not .txt: {counted(others)}"
+            warning = f"{self._file}: left out files that are not .txt: {format_counts(others)}"
             description["warnings"] = [warning]
         return description
 

@@ -32,9 +32,9 @@ class PreparedDataset(FunctionSource):
         input, target: Names of features; None: those that the data set itself declares.
         splits: The run's splits, in the notation of tensorflow_datasets: {train: "train[:90%]",
             validation: "train[90%:]"}; None: those named train, validation and test.
-        image_shape: [height, width, channels] to which images are resized; their pixels become 0
-            ... 1.
-        shuffle_buffer: Number of examples in the shuffle buffer, which holds images still encoded.
+        image_shape: [height, width, channels] to which images are resized; their pixels are scaled
+            to 0 ... 1.
+        shuffle_buffer: Number of examples in the shuffle buffer, whose images are still encoded.
         sizing: How images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
@@ -114,7 +114,7 @@ class PreparedDataset(FunctionSource):
             )
         except (ValueError, AssertionError) as error:
             raise DataError(
-                f"{self._builder.name}, {tfds_split} in {num_shards} shards: "
+                f"{self._builder.name}, {tfds_split} in {num_shards} shard(s): "
                 f"{first_line(error)}; choose other splits or fewer ranks"
             ) from error
 

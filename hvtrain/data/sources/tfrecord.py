@@ -55,8 +55,8 @@ class TFRecords(DealtSource):
     """A source of encoded images of any size, with labels, in TFRecord files. Pixels are scaled to 0 ... 1.
 
     In epoch e, a rank reads its files in an order derived from (seed, e, rank), eight at a time, and
-    shuffles their records in blocks of shuffle_buffer. tf.data's shuffle() is not used, since it mixes
-    in TensorFlow's global seed, so that the order would depend on what else the process did.
+    shuffles their records in blocks of shuffle_buffer. tf.data's shuffle() is not used: it mixes in
+    TensorFlow's global seed, so the order would depend on what else the process did.
 
     Args:
         dir: A folder with train*.tfrecord, validation*.tfrecord and test*.tfrecord, or with folders
@@ -206,7 +206,7 @@ class TFRecords(DealtSource):
     def _count(self, path: str) -> int:
         """Counts the readable records of a file.
 
-        With on_error="skip", the records after damage are left out.
+        With on_error="skip", the records after the damage are left out.
 
         Raises:
             DataError: The file is damaged, and on_error is not "skip".
@@ -223,7 +223,7 @@ class TFRecords(DealtSource):
         return self._paths.get(split, [])
 
     def _files(self, split: str, topology: Topology, in_order: bool = False) -> tuple[Tensor, ...]:
-        """Returns this rank's files as arguments of stream_records(), as dealt or, with in_order, sorted."""
+        """Returns this rank's files, sorted by first code if in_order is true, as arguments of stream_records()."""
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
         paths = self.shard(split, topology)
@@ -279,8 +279,8 @@ class TFRecords(DealtSource):
         if self._shuffle_buffer < 2:
             return records
 
-        def shuffle_block(number, block):
-            return _shuffle(block, derive_seed(seed, BLOCK, rank, epoch, number))
+        def shuffle_block(index, block):
+            return _shuffle(block, derive_seed(seed, BLOCK, rank, epoch, index))
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
@@ -304,7 +304,7 @@ class TFRecords(DealtSource):
         return read
 
     def _read_again(self, records: np.ndarray, codes: np.ndarray) -> list[np.ndarray]:
-        """Returns one record, read again if it is empty: it may be intact and merely follow a damaged one."""
+        """Returns one record. Reads an empty one again, since it may be intact and merely follow a damaged record."""
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.

@@ -194,7 +194,7 @@ def _plain_array(values: Any, location: str) -> np.ndarray:
     """
     if np.ma.is_masked(values):
         raise DataError(
-            f"{location} has {np.ma.count_masked(values):,} masked values; fill them "
+            f"{location} has {np.ma.count_masked(values):,} masked value(s); fill them "
             "(values.filled(...)), or drop the rows"
         )
     # NumPy would make a sparse matrix a single object.
@@ -215,7 +215,7 @@ def _plain_array(values: Any, location: str) -> np.ndarray:
             f"{location} has rows of different lengths; pad them to one length"
         ) from error
 
-    # Neither booleans, numbers nor text.
+    # Only booleans, numbers and text are accepted.
     if array.dtype.kind not in "biufUS":
         raise DataError(
             f"{location} holds {array.dtype}; numbers or text are needed (for dates, give numbers such "
@@ -228,7 +228,7 @@ def _convert_objects(array: np.ndarray, location: str) -> np.ndarray:
     """Converts an array of objects to the type that its values share.
 
     Raises:
-        DataError: The values have several types, or one is missing.
+        DataError: The values are neither all numbers nor all text, or one is missing.
     """
     values = array.ravel().tolist()
     kinds = {np.asarray(value).dtype.kind for value in values}
@@ -240,7 +240,7 @@ def _convert_objects(array: np.ndarray, location: str) -> np.ndarray:
             raise DataError(f"{location} has no value in row {row}; fill the gap or drop the row")
     types = sorted({type(value).__name__ for value in values})
     raise DataError(
-        f"{location} holds values of several types ({listed(types)}); give numbers alone, or a dict of columns such as "
+        f"{location} holds values of the type(s) {listed(types)}; give numbers alone, or a dict of columns such as "
         "{name: frame[name].to_numpy() for name in frame}, or write the table and choose dataset=table"
     )
 
@@ -358,7 +358,7 @@ def from_frame(
         if frame is not None:
             location = f"{name}, {split}"
             if not len(frame):
-                raise DataError(f"{location} has no rows; leave it out")
+                raise DataError(f"{location} has no rows; give some (only train is required)")
             cells = _frame_cells(location, frame, int(np.prod(shape)), image_column)
             options.setdefault("example_shape", cells[0].shape)
             arrays[f"x_{split}"] = np.stack([cell.reshape(shape) for cell in cells])
@@ -380,7 +380,7 @@ def _frame_cells(
     for row, cell in enumerate(cells):
         if cell.size != num_pixels or cell.dtype.kind not in "biuf":
             raise DataError(
-                f"{location}, row {row}: the image has {cell.size} values of type {cell.dtype}; {num_pixels} numbers "
+                f"{location}, row {row}: the image has {cell.size} value(s) of type {cell.dtype}; {num_pixels} numbers "
                 "are needed (encoded images: write Parquet and choose dataset=parquet)"
             )
     return cells

@@ -38,7 +38,7 @@ FIX_NUM_EXAMPLES = (
     "the examples of each shard counted"
 )
 FIX_FUNCTION = (
-    "the function must give as many as were counted, for every epoch, seed and batch_size"
+    "the function must give as many examples as were counted, for every epoch, seed and batch_size"
 )
 
 
@@ -192,7 +192,7 @@ class FunctionSource(Source):
 
         def count_error(count):
             return self._function.fail(
-                f"{call} gives {count:,} examples, but {share.num_examples:,} are needed; {fix}"
+                f"{call} gives {count:,} example(s), but the run needs {share.num_examples:,}; {fix}"
             )
 
         # Several shards are joined before examples are skipped, since

@@ -189,7 +189,7 @@ class PyDatasetExamples:
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {index} have {' and '.join(map(str, sorted(sizes)))} "
-                "rows; each example needs one in each"
+                "rows; each example needs one row in each array"
             )
         return parts, sizes.pop()
 
@@ -225,7 +225,7 @@ class UserFunction(StreamErrors):
         self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
         self._function = function
-        self._has_logged = False
+        self._has_checked_order = False
 
         known = (*REQUIRED, *DEFAULTS)
         self.declared: set[str] = set()
@@ -300,10 +300,10 @@ class UserFunction(StreamErrors):
 
     def warn_about_order(self, pipeline: Dataset) -> None:
         """Warns once if a training pipeline never shuffles, or is not deterministic."""
-        if self._has_logged:
+        if self._has_checked_order:
             return
 
-        self._has_logged = True
+        self._has_checked_order = True
         # The list grows while it is read, until it holds all operations of the pipeline, which
         # tf.data has no public method to list.
         operations = [pipeline]

@@ -13,6 +13,7 @@ from hvtrain.launch.child import failure
 from hvtrain.report.ratios import Ratio, ratio
 from hvtrain.search.compare.contest import SINGLE
 from hvtrain.system.secrets import command_line
+from hvtrain.system.text import counted
 
 # The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.
 NO_CONFIDENCE = 0.5
@@ -93,6 +94,7 @@ def speed_conclusions(speeds: Speeds) -> list[str]:
 
 def scaling_conclusions(speeds: Speeds, num_ranks: int) -> list[str]:
     """States whether num_ranks ranks are worthwhile: each contestant against one process."""
+    ranks = counted(num_ranks, "rank")
     lines = []
     undecided = []
     for name in speeds:
@@ -104,18 +106,18 @@ def scaling_conclusions(speeds: Speeds, num_ranks: int) -> list[str]:
         if speed_ratio.coverage <= NO_CONFIDENCE:
             undecided.append(f"{name} {ratio_text(speed_ratio)}")
         elif speed_ratio.low <= 1 <= speed_ratio.high:
-            lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
+            lines.append(f"{name} on {ranks}: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
             lines.append(
-                f"{name} pays off here on {num_ranks} ranks: {times}, "
+                f"{name} pays off here on {ranks}: {times}, "
                 f"an efficiency of {speed_ratio.median / num_ranks:.0%}."
             )
         else:
-            lines.append(f"{name} does not pay off on {num_ranks} ranks here: {times}.")
+            lines.append(f"{name} does not pay off on {ranks} here: {times}.")
 
     if undecided:
         lines.append(
-            f"Too few rounds to say whether {num_ranks} ranks pay off: {', '.join(undecided)} as fast as one process."
+            f"Too few rounds to say whether {ranks} would pay off: {', '.join(undecided)} as fast as one process."
         )
     return lines
 
@@ -123,7 +125,7 @@ def scaling_conclusions(speeds: Speeds, num_ranks: int) -> list[str]:
 def target_conclusion(
     metric: str, value: float, reached: Mapping[str, tuple[int, float] | None]
 ) -> str:
-    """States when each contestant reached the target: its epoch, and seconds of training.
+    """States when each contestant reached the target: after how many seconds of training, and in which epoch.
 
     >>> target_conclusion("val_accuracy", 0.97, {"single": (3, 12.5), "horovod": (2, 8.0), "mirrored": None})
     'val_accuracy 0.97: horovod after 8.0 s (epoch 2), single after 12.5 s (epoch 3); not reached: mirrored.'

@@ -137,7 +137,7 @@ def _entry(
         "name": name,
         "overrides": contestant.overrides,
         "differences": [*contestant.differences, *record.get("differences", ())],
-        "rounds": [_round_entry(number, run) for number, run in rounds.items()],
+        "rounds": [_round_entry(round_number, run) for round_number, run in rounds.items()],
         # None if every run ended before its memory was sampled; gpu_bytes is also None without GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
@@ -153,9 +153,9 @@ def _entry(
     }
 
 
-def _round_entry(number: int, run: Training) -> dict[str, Any]:
+def _round_entry(round_number: int, run: Training) -> dict[str, Any]:
     return {
-        "round": number,
+        "round": round_number,
         "examples_per_second": run.result.get("examples_per_second"),
         "step_seconds": run.result.get("step_seconds"),
         "split": run.result.get("split"),

@@ -55,7 +55,7 @@ def local_copy(address: str, remote_suffixes: tuple[str, ...] = ()) -> Path:
 
     Args:
         remote_suffixes: Suffixes of names, in lower case. Objects with such names stay in the store: their
-            local files have the size but no content, and `remote_file` gives access to parts, which are
+            local files have the same size but no content, and `remote_file` gives access to parts, which are
             kept if all objects fit.
 
     Raises:

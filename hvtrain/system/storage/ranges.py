@@ -31,11 +31,11 @@ class RemoteFile:
     """An object that is read in parts.
 
     Args:
-        remote: where the object is.
-        state: its size and modification time, which must not change.
+        remote: the object in its store.
+        state: the object's size and modification time, which must not change.
         kept: a sparse file for the parts that have been read; None: they are not kept.
         sums: the file with the checksums of all kept parts of the data set.
-        first_sum: where this object's checksums begin in `sums`, in bytes.
+        first_sum: the position in `sums` of this object's first checksum, in bytes.
     """
 
     remote: Remote
@@ -150,7 +150,7 @@ class ReadAhead:
     """Prefetches parts, several at a time, since each read waits for the store.
 
     Args:
-        read: reads a part by name.
+        read: a function that reads a part by name.
     """
 
     def __init__(self, read: Callable[[str], Any]) -> None:

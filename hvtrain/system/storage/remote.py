@@ -67,7 +67,7 @@ class Remote:
     """An object, or a folder of objects, in a store.
 
     Attributes:
-        address: the address as the user gave it.
+        address: the address, without a slash at the end.
         filesystem: the pyarrow filesystem of the store.
         path: the path in that filesystem.
     """
@@ -192,8 +192,8 @@ class Remote:
                         f"({_reason(error)}); check the network and the store"
                     ) from None
                 log.debug("%s: %s; retrying in about %s s", self.address, _reason(error), pause)
-                # Jitter, so that ranks that failed together retry apart; by
-                # SystemRandom, since the run seeds `random`.
+                # Jitter separates the retries of ranks that failed together. It comes
+                # from SystemRandom, since the run seeds `random`.
                 time.sleep(pause * random.SystemRandom().uniform(0.5, 1.5))
 
 

@@ -104,7 +104,7 @@ class _ObjectStore(RunStore):
         """Makes this start the owner of the run, and drops local files of another run.
 
         Args:
-            owner: the owner so far; empty for a new run.
+            owner: The content of OWNER so far; empty for a new run.
         """
         identity = self.folder / IDENTITY_FILE
         # The local files may belong to a run that was deleted from the store.

@@ -88,9 +88,9 @@ def explain_errors(
     except tf.errors.OpError as error:
         ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
         if ranks:
-            # By arrived batches. position.step omits the steps that the failed call of the graph has
-            # completed, and the number of ended steps plus one is wrong if local steps synchronize
-            # between two steps.
+            # Counts arrived batches, because position.step omits the steps that the failed call of the
+            # graph has completed, and the number of ended steps plus one is wrong if local steps
+            # synchronize between two steps.
             step = context.position.start_step + strategy.marks().arrived - steps_before
             origin = ""
             hint = LAYER_HINT

@@ -1,7 +1,7 @@
-"""Publishes what a run measures: for monitoring, and to its trackers.
+"""Publishes what a run measures, for monitoring and to its trackers.
 
-Metrics are for monitoring: current values in Prometheus's text format, at a port and in a file.
-Tracking sends a run's records to its trackers, which must neither stop the run nor miss an epoch of it.
+Metrics publishes current values in Prometheus's text format, at a port and in a file. Tracking sends
+a run's records to its trackers, which must neither stop the run nor miss an epoch of it.
 """
 
 import logging
@@ -181,7 +181,7 @@ class Metrics(RunCallback):
         label: str = "",
         family_type: type[Family] = GaugeMetricFamily,
     ) -> Family:
-        """Makes a metric from a number or, with `label`, from numbers by the label's value. All get the label `run`."""
+        """Makes a metric from a number or, with `label`, from numbers by label value; each has the label `run` too."""
         names = ["run", label] if label else ["run"]
         family = family_type(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():

@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     """The result of a check.
 
     Attributes:
-        ranks: Those whose gradient differs from that of most ranks; of two ranks, both if their digests differ.
+        ranks: Those whose gradient differs from that of most ranks; with two ranks, both if their digests differ.
         variable: The index of the variable whose gradient differs most.
         difference: How much that gradient differs, relative to its norm.
     """
@@ -219,9 +219,9 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         values = tf.cast(tf.reshape(dense, [-1]), tf.float32)
         # All gradients that overflow count as equal: a loss scale skips the step, and their values are arbitrary.
         values = tf.where(tf.reduce_all(tf.math.is_finite(values)), values, float("nan"))
-        numbers = tf.range(tf.size(values))
-        wave = tf.cos(tf.cast(numbers, tf.float32))
-        bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
+        indices = tf.range(tf.size(values))
+        wave = tf.cos(tf.cast(indices, tf.float32))
+        bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * indices + 1, tf.int64)
         # Below 2**52, so that float64 holds it exactly.
         checksum = tf.reduce_sum(bits) % 2**52
         rows.append(
@@ -255,7 +255,7 @@ def judge(
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
     variable, difference = max(distances, key=lambda pair: pair[1])
 
-    ranks = [number for number, (_, distance) in enumerate(distances) if distance > tolerance]
+    ranks = [index for index, (_, distance) in enumerate(distances) if distance > tolerance]
     if len(digests) == 2 and _distance(digests[0], digests[1])[1] > tolerance:
         ranks = [0, 1]
     return Verdict(ranks, variable, difference)

@@ -109,7 +109,7 @@ def first_not_finite(
     Args:
         model: A compiled model whose optimizer is built.
         batch: A batch as the model's train step takes it.
-        has_batch_weight: `batch` is a pair (batch, weight), as for ranks with batches of different sizes.
+        has_batch_weight: True if `batch` is a pair (batch, weight), as for ranks with batches of different sizes.
 
     Returns:
         The value's origin; None if all values are finite.

@@ -207,7 +207,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts about one attempt at a run, for its callbacks and its end.
+    """Facts about one attempt at a run, for its callbacks and for the code that ends it.
 
     weights compares the model's weights over the ranks; calling it is collective.
     """

@@ -110,7 +110,8 @@ def test_few_rounds_are_no_confidence(rounds: int) -> None:
     )
     speeds = {"single": few, "horovod": times(2.0, few)}
     assert scaling_conclusions({**speeds, "mirrored": times(3.0, few)}, 2) == [
-        "Too few rounds to say whether 2 ranks pay off: horovod 2.00 times, mirrored 3.00 times as fast as one process."
+        "Too few rounds to say whether 2 ranks would pay off: horovod 2.00 times, mirrored 3.00 times as fast as "
+        "one process."
     ]
     assert speed_conclusions(speeds)[0].startswith("Most ") and speed_conclusions(speeds)[
         1

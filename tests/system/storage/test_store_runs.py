@@ -264,7 +264,7 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
     assert open_store(None).address == "", "without run.dir a new run begins, wherever that is"
     with pytest.raises(
         ConfigError,
-        match=r"--output=s3://unit/x is an address, but this needs a folder on this host",
+        match=r"--output=s3://unit/x is an address, but it must be a folder on this host",
     ):
         local_folder("s3://unit/x", "--output")
     with pytest.raises(
