@@ -120,6 +120,8 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
 
 
 def _code(cluster: Cluster, first: str) -> list[Row]:
+    # The reference is a host that has hvtrain, if there is one: the fix copies from it.
+    first = next((host for host, facts in cluster.items() if facts["code"]["folder"]), first)
     reference = cluster[first]["code"]
 
     def problems(host, facts):
@@ -128,8 +130,7 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
         if code["folder"] is None:
             yield "has no hvtrain that its Python can import", f"on {host}: scripts/run"
         elif names:
-            folder = f"{reference['folder'] or code['folder']}/"
-            fix = copy_to(folder, first, host, "--delete")
+            fix = copy_to(f"{reference['folder']}/", first, host, "--delete")
             yield f"differs from {first} in {names}", fix
 
     finding = f"{len(reference['files'])} files of {reference['folder']}, the same"

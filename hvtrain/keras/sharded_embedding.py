@@ -272,7 +272,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         super().__init__(
             sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options
         )
-        if min(sizes) < 1:
+        if min(sizes, default=0) < 1:
             raise ValueError(f"input_dim={sizes} has a table without rows; give each at least 1")
         self.table_sizes = sizes
         if combiner not in (None, "sum", "mean"):

@@ -182,7 +182,11 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     args.gloo_timeout_seconds = args.gloo_timeout_seconds or int(
         os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS)
     )
-    hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
+    hosts = ["localhost"]  # Horovod's default.
+    if args.hosts:
+        hosts = [host.name for host in parse_hosts(args.hosts)]
+    elif args.host_discovery_script:
+        hosts = _wait_for_hosts(args)
     if not args.nics:
         # One other host is enough to choose the network; more may come later.
         args.nics = {remote_hosts.common_interface([min(hosts, key=remote_hosts.is_local)])}

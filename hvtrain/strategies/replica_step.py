@@ -17,7 +17,7 @@ from keras.optimizers import Optimizer
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.gradients import merge_rows, is_overwritten
+from hvtrain.keras.gradients import is_overwritten, merge_rows
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer

@@ -89,6 +89,11 @@ def begin_copies(run: Run) -> Copies:
         return Copies()
 
     address, listener = agree_on_address(rank, comm.gather)
+    if not address and rank == 0:
+        log.warning(
+            "checkpoint.copies=1 has no effect: no address of %s can be reached from all ranks; check the firewalls",
+            hosts[0],
+        )
     token = comm.broadcast(secrets.token_bytes(32))
     try:
         if listener:

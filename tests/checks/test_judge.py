@@ -135,6 +135,17 @@ def test_the_fix_of_a_loopback_name_is_the_line_to_write():
     )
 
 
+def test_code_is_never_copied_from_a_host_that_has_none():
+    cluster = healthy()
+    cluster["s1"]["code"] = {"folder": None, "commit": "", "files": {}}
+    cluster["s3"]["code"]["files"] = {"plan.py": "aa", "run.py": "cc"}
+    fixes = {
+        host: row.fix for (check, host), row in failures(judged(cluster)).items() if check == "code"
+    }
+    assert fixes["s1"] == "on s1: scripts/run"
+    assert fixes["s3"] == "on s2: rsync -a --delete /src/hvtrain/ s3:/src/hvtrain/"
+
+
 def test_an_address_that_no_interface_has():
     cluster = healthy()
     for facts in cluster.values():

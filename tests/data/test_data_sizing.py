@@ -316,11 +316,18 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"area": [0.5, 1.1]}, {"aspect": [0, 1]}, {"area": [0.5, 0.1]}]
+    "settings",
+    [
+        {"area": [0.5, 1.1]},
+        {"aspect": [0, 1]},
+        {"area": [0.5, 0.1]},
+        {"area": [0.5]},
+        {"area": 0.5},
+    ],
 )
 def test_crops_out_of_range_are_refused(settings):
     with pytest.raises(
         ConfigError,
-        match=r"augment.random_resized_crop.\w+=\[.*\] is out of range; give \[smallest",
+        match=r"augment.random_resized_crop.\w+=\S.* is out of range; give \[smallest",
     ):
         RandomResizedCrop(**settings)

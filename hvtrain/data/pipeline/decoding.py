@@ -85,10 +85,14 @@ class RandomResizedCrop:
 
     def __post_init__(self) -> None:
         for name, limits, most in (("area", self.area, 1.0), ("aspect", self.aspect, math.inf)):
-            low, high = limits
-            if not 0 < low <= high <= most:
+            try:
+                low, high = limits
+                is_valid = 0 < low <= high <= most
+            except (TypeError, ValueError):
+                is_valid = False
+            if not is_valid:
                 raise ConfigError(
-                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest], "
+                    f"augment.random_resized_crop.{name}={limits} is out of range; give [smallest, largest], "
                     "both above 0 and, for area, at most 1"
                 )
 
