@@ -99,7 +99,8 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise ConfigError(
-            f"pyspark is not installed here ({error}); use spark-submit, or install it from scripts/lock/spark.txt"
+            f"pyspark is not installed here ({error}); use spark-submit, or install pyspark from "
+            "scripts/lock/spark.txt"
         ) from error
     # Spark must not retry a task: the new attempt would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)

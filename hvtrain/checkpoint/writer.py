@@ -294,7 +294,7 @@ class Writer:
 
     @property
     def failed(self) -> bool:
-        """True if training must stop because a write failed; `outcome` returns the error. Does not wait."""
+        """True if training must stop because a write failed. Does not wait; `outcome` returns or raises the error."""
         return self._error is not None
 
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:

@@ -166,7 +166,7 @@ def _unknown_choice(group: str, name: str, arguments: list[str]) -> str:
         advice = f"did you mean {group}={match}?"
     # A capital letter suggests a network of keras.applications, such as ResNet50.
     if group == "model" and name[:1].isupper():
-        advice += f" (a network of keras.applications: model=application model.name={name})"
+        advice += f" (for a network of keras.applications: model=application model.name={name})"
     return f"{group}={name} is not one of {', '.join(names)}; {advice}"
 
 

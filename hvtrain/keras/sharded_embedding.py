@@ -273,7 +273,9 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
             sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options
         )
         if min(sizes, default=0) < 1:
-            raise ValueError(f"input_dim={sizes} has a table without rows; give each at least 1")
+            raise ValueError(
+                f"input_dim={sizes} has no table, or a table without rows; give each table at least 1 row"
+            )
         self.table_sizes = sizes
         if combiner not in (None, "sum", "mean"):
             raise ValueError(f'combiner={combiner!r} is not "sum", "mean" or None')

@@ -268,7 +268,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 f"a step takes the first {self.num_needed} of {self.num_replicas} gradients, and drops late ones"
             )
         if self.num_dropped:
-            differences.append(f"dropped {counted(self.num_dropped, 'stale gradient')}")
+            ending = "s" * (self.num_dropped != 1)
+            differences.append(f"dropped {self.num_dropped:,} stale gradient{ending}")
         return differences
 
     def check_workers(self, num_workers: int) -> None:

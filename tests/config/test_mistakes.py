@@ -77,7 +77,7 @@ CHOICES = {
     "optimizer=adma": "optimizer=adma is not one of adam, ...; did you mean optimizer=adam?",
     "optimizer=ftrl": "optimizer=ftrl is not one of adam, ...; --help describes them",
     "model=ResNet50": (
-        "model=ResNet50 is not one of ...; did you mean model=resnet50? (a network of keras.applications: "
+        "model=ResNet50 is not one of ...; did you mean model=resnet50? (for a network of keras.applications: "
         "model=application model.name=ResNet50)"
     ),
     "model=EfficientNetB0": "model=EfficientNetB0 is ... model=application model.name=EfficientNetB0)",
