@@ -162,10 +162,7 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Returns a function that turns targets into floats that layers such as MixUp can mix.
-
-        None if the targets cannot be mixed.
-        """
+        """Returns a function that turns targets into floats that MixUp can mix; None if they cannot be mixed."""
         return None
 
     def harden(self, targets: Any) -> Any:
