@@ -95,7 +95,8 @@ def _shared_memory() -> dict[str, int]:
 
 def _disk(folder: Path) -> dict[str, Any]:
     """Returns the free bytes where the folder is or would be created, and whether this user may write there."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    # Path.exists raises an error for a path inside a folder that this user may not enter.
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
     writable = existing.is_dir() and os.access(existing, os.W_OK)
     return {"folder": str(folder), "free": shutil.disk_usage(existing).free, "writable": writable}
 

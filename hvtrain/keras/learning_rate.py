@@ -50,6 +50,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.end_epoch = end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
+        self._known_steps = steps_per_epoch
         self.steps_per_epoch: Any = steps_per_epoch
         self.current_epoch = 0
         self.multiplier: Any = multiplier
@@ -71,8 +72,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     "changed; pass the optimizer's initial rate"
                 )
             self.initial_lr = float(self.model.optimizer.learning_rate)
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
+        if not self.staircase:
+            # Keras's number may differ from that of an earlier fit, for example after an elastic reset.
+            self.steps_per_epoch = self._known_steps or self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
                     "Keras does not know the number of steps in an epoch; pass steps_per_epoch"
@@ -117,7 +119,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             # optimizer is built there are none.
             slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
             for slot in slots:
-                slot.assign(slot * (new_rate / old_rate))
+                # None stands for a variable that Keras overwrites with its gradient, as for float8.
+                if slot is not None:
+                    slot.assign(slot * (new_rate / old_rate))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -159,6 +163,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._last_epoch = math.ceil(warmup_epochs) - 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if epoch == self._last_epoch and self.model.steps_per_execution > 1:
+            # The last call of the graph began before the last batch of the warm-up.
+            self._set_rate(self.end_epoch)  # type: ignore[arg-type]
         super().on_epoch_end(epoch, logs)
         if epoch == self._last_epoch and self.verbose and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

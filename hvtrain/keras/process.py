@@ -169,6 +169,9 @@ def raise_for_elastic() -> Iterator[None]:
 
 def is_lost_rank_error(error: BaseException) -> bool:
     """Returns True if the error says that communication between ranks broke."""
+    # Horovod raises these for errors that a retry would repeat, such as shapes that differ between ranks.
+    if isinstance(error, tf.errors.InvalidArgumentError | tf.errors.FailedPreconditionError):
+        return False
     return bool(_LOST.search(str(error)))
 
 

@@ -57,6 +57,11 @@ class ShardedRows:
                 f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows; use "
                 "keras.layers.Embedding, or a job with a fixed number of ranks"
             )
+        if size > 1 and layer.variable_dtype == "bfloat16":
+            raise ValueError(
+                f"table {self.name} has rows of bfloat16, which Horovod cannot exchange; choose dtype float32, float16 "
+                "or mixed_bfloat16"
+            )
         rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
 
@@ -73,6 +78,11 @@ class ShardedRows:
             layer._embeddings.rank_part = rows
             layer.supports_jit = False
         self.built = True
+
+    def enable_lora(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            f"table {self.name} is sharded, and LoRA needs the whole table; leave it out"
+        )
 
     @property
     def embeddings(self) -> Any:

@@ -220,7 +220,11 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
         return lambda uniform: (
             initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
         )
-    if isinstance(initializer, initializers.Zeros | initializers.Ones | initializers.Constant):
+    is_constant = isinstance(
+        initializer, initializers.Zeros | initializers.Ones | initializers.Constant
+    )
+    # A Constant may hold a whole table.
+    if is_constant and np.ndim(getattr(initializer, "value", 0)) == 0:
         constant = float(initializer((1,))[0])
         return lambda uniform: np.full_like(uniform, constant)
     raise ValueError(

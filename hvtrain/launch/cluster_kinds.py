@@ -86,8 +86,9 @@ class Slurm(ClusterKind):
         is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
         run_folder = _run_folder(job.command) if trains else None
         # The script looks for the newest checkpoint in this folder, to tell whether a requeue made progress.
+        # It cannot look into object storage, and does not know what ${oc.env:NAME} stands for.
         folder_in_shell = None
-        if trains and not is_remote(run_folder):
+        if trains and not is_remote(run_folder) and "${" not in (run_folder or ""):
             folder_in_shell = (
                 shlex.quote(run_folder) if run_folder else '"runs/slurm-$SLURM_JOB_ID"'
             )

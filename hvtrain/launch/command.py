@@ -123,6 +123,15 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
         )
 
     run_dir = config.run.dir
+    if options.max_restarts and config.resume == "never":
+        if is_remote(run_dir):
+            raise ConfigError(
+                f"resume=never would refuse the checkpoints in {run_dir} from which --max-restarts resumes; leave one "
+                "of them out, and choose a new run.dir"
+            )
+        # restart.py replaces it once the launch has checkpoints of its own.
+        if "resume=never" not in arguments:
+            arguments = [*arguments, "resume=never"]
     # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
     # A restart must find the folder again, so the launcher names it, except on Slurm, where it is named
@@ -250,11 +259,16 @@ def _start_over_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     if run.folder and not is_remote(run.folder):
         local = Path(run.folder)
         logs = local / "launch"
-    is_new_run = run.is_new or bool(local and not local.exists())
-    if local and (local / LOCK_FILE).exists():
-        # The ranks would refuse a folder in use too, but the other run's logs would be gone by then.
-        with RunLock() as lock:
-            lock.take(local)
+    try:
+        is_new_run = run.is_new or bool(local and not local.exists())
+        if local and (local / LOCK_FILE).exists():
+            # The ranks would refuse a folder in use too, but the other run's logs would be gone by then.
+            with RunLock() as lock:
+                lock.take(local)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={local} cannot be written: {error.strerror}; choose another run.dir"
+        ) from error
     if options.logs:
         logs = Path(options.logs)
     else:

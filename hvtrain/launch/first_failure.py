@@ -182,7 +182,10 @@ class Listener:
             )
             self.verdicts[rank] = Verdict(rank, cause, ConfigError.exit_code)
         elif rank in self._in_traceback and re.fullmatch(_EXCEPTION, text):
-            self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
+            known = self.verdicts.get(rank)
+            # A traceback at the rank's exit does not replace the verdict that it wrote on itself.
+            if not (known and known.rank == rank and known.code):
+                self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
             self._in_traceback.discard(rank)
         else:
             self._read_ssh(text)
@@ -241,6 +244,7 @@ def judge(
     hosts: Sequence[str],
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
+    perhaps_out_of_memory: Collection[str] = (),
     label: Callable[[int], str] = "rank {}".format,
     advice: str = AGAIN,
 ) -> Ending:
@@ -252,6 +256,8 @@ def judge(
         hosts: each rank's host, as named in -H.
         out_of_memory: hosts whose kernel has killed processes for lack of memory during the launch.
         lost: hosts to which ssh lost its connection, or which no longer answer.
+        perhaps_out_of_memory: hosts whose kernel has killed processes for lack of memory at some time during
+            a long launch.
         label: returns the name of a rank in messages.
         advice: what to do where a restart may help; see `restart_advice`.
     """
@@ -270,6 +276,8 @@ def judge(
     elif signal_name == "SIGKILL" and host in out_of_memory:
         cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
         code = 1
+    elif signal_name == "SIGKILL" and host in perhaps_out_of_memory:
+        cause = f"killed by SIGKILL, perhaps for lack of memory on {host}; {advice}"
     elif signal_name and verdict and verdict.code:
         quoted = verdict
         cause = verdict.cause

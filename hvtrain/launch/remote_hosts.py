@@ -292,8 +292,10 @@ def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
     _check_versions(hosts, facts)
     interface = common_interface(others)
     names = {interface, *(fact["interface"] for fact in facts.values())}
+    # By address, since an interface may have addresses in several networks.
+    addresses = {address_towards(host) for host in others}
     subnet = next(
-        item["network"] for item in host_facts.all_interfaces() if item["name"] == interface
+        item["network"] for item in host_facts.all_interfaces() if item["address"] in addresses
     )
     kills = {host: fact["oom_kills"] for host, fact in facts.items()}
     return HostNetwork(interface, ",".join(sorted(names)), subnet, kills)

@@ -89,7 +89,9 @@ def run(
 
 def _attempt_folder(logs: Path) -> Path:
     """Returns the folder of the next attempt's logs, numbered after those of earlier launches."""
-    number = 1 + sum(1 for _ in logs.glob("attempt-*"))
+    # Not their count, since a user may have deleted some of them.
+    numbers = [int(path.name.removeprefix("attempt-")) for path in logs.glob("attempt-[0-9]*")]
+    number = 1 + max(numbers, default=0)
     return logs / f"attempt-{number:04d}"
 
 

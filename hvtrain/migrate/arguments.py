@@ -97,6 +97,8 @@ class Arguments(Pass):
         # The values in *args and **kwargs are unknown.
         if any(arg.star for arg in call.args):
             return call
+        if name == "keras.ops.expand_dims" and argument(call, "axis", 1) is None:
+            return with_args(call, [*call.args, keyword("axis", parse_expression("-1"))])
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
             return _warmup_call(call)
         if name == f"{HVTRAIN}.allreduce" and m.matches(call, _AVERAGES):

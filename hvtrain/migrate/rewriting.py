@@ -84,13 +84,15 @@ def migrate(text: str, name: str = "script") -> MigratedScript:
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
         raise ConfigError(f"{name} is not Python: {in_one_line(error)}; fix it first") from error
 
-    # The name by which the script imports Horovod; empty if it does not.
-    aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)
-    alias = next(aliases, "")
-    uses_horovod = bool(alias)
+    imported = [item for _, item in imports_in(module)]
+    # Names may also be imported from Horovod: from horovod.keras import init.
+    modules = tuple(f"{name}." for name in _HOROVOD)
+    uses_horovod = any(f"{item.name}.".startswith(modules) for item in imported)
+    # The name by which the script imports Horovod itself; empty if it does not.
+    alias = next((item.alias or item.name for item in imported if item.name in _HOROVOD), "")
     is_graph = bool(_GRAPH_MODE.search(text))
     new = text
-    if uses_horovod and not is_graph:
+    if alias and not is_graph:
         new = without_unused_imports(text, apply(text, Pinning(text, alias)))
 
     # Names come first: the other passes know only the names of Keras 3.

@@ -134,8 +134,12 @@ def _repeat_command(run: RunFiles) -> str:
     """Returns the command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
     # Counts processes, not replicas: those of strategy=mirrored are in one process.
-    processes = sum(run.last_start.get("hosts", {}).values())
+    hosts = run.last_start.get("hosts", {})
+    processes = sum(hosts.values())
     if processes > 1:
-        command = ["horovodrun", "-np", str(processes), *command]
+        launcher = ["horovodrun", "-np", str(processes)]
+        if len(hosts) > 1:
+            launcher += ["-H", ",".join(f"{host}:{slots}" for host, slots in hosts.items())]
+        command = [*launcher, *command]
 
     return shlex.join(command)

@@ -109,7 +109,7 @@ class Study:
         return values
 
     def importances(self) -> dict[str, float]:
-        """Returns each setting's share in the variance of the finished trials' values (fANOVA, Hutter et al. 2014).
+        """Returns each setting's share of the variance of the finished trials' values (fANOVA, Hutter et al. 2014).
 
         Empty if there are fewer than MIN_VALUES different values.
         """
@@ -275,7 +275,7 @@ def result_lines(results: Results) -> list[str]:
 
     if results["importances"]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in results["importances"].items())
-        lines += ["", f"share in the variance of finished trials (fANOVA): {shares}"]
+        lines += ["", f"share of the variance of finished trials (fANOVA): {shares}"]
 
     best = results["best"]
     if best is None:

@@ -229,6 +229,11 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
     with _sharding(config):
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)
     if sharded_tables(model):
+        if config.model_options.lora_rank:
+            raise ConfigError(
+                "model.lora_rank adapts whole tables, and model.shard_embeddings spreads them over the ranks; "
+                "leave one of the two out"
+            )
         if config.train.ema:
             raise ConfigError(
                 "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "

@@ -11,12 +11,13 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import StorageError
-from hvtrain.keras import collectives, ordered_reduction
+from hvtrain.keras import collectives, ordered_reduction, sharded_embedding
 from hvtrain.keras.compression import sent_bytes
 from hvtrain.keras.gradients import FiniteCheck, group_by_message
 from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.keras.ordered_reduction import OrderedReducer, ordered_means
+from hvtrain.keras.process import is_lost_rank_error
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import Part
 from hvtrain.keras.table_rows import Rows
@@ -304,6 +305,80 @@ def test_a_warm_up_of_half_an_epoch_ends_at_the_rate(monkeypatch):
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=1.5, steps_per_epoch=4)
     model.fit(x, x, batch_size=2, epochs=3, verbose=0, callbacks=[warmup])
     assert float(model.optimizer.learning_rate) == pytest.approx(0.8)
+
+
+def test_a_warm_up_ends_at_the_rate_though_several_steps_are_one_call(monkeypatch):
+    monkeypatch.setattr(hvd.callbacks.hvd, "size", lambda: 8)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.8), "mse", steps_per_execution=4)
+    x = np.zeros((8, 1))
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=1)
+    model.fit(x, x, batch_size=2, epochs=2, verbose=0, callbacks=[warmup])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.8)
+
+
+def test_each_fit_of_a_schedule_has_its_own_number_of_steps():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.8), "mse")
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        0.8, lambda epoch: 1 + epoch, staircase=False
+    )
+    for num_batches in (2, 4):
+        x = np.zeros((num_batches, 1))
+        model.fit(x, x, batch_size=1, verbose=0, callbacks=[schedule])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.8 * 1.75)
+
+
+def test_the_momentum_of_float8_layers_is_corrected():
+    layer = keras.layers.Dense(16, dtype="float8_from_float32")
+    model = keras.Sequential([keras.Input((16,)), layer])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)
+    schedule.set_model(model)
+    schedule._set_rate(1.0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+
+
+def test_a_path_that_is_set_later_may_be_a_path(tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    best.filepath = tmp_path / "best.keras"
+    model.fit(np.zeros((2, 1)), np.zeros((2, 1)), verbose=0, callbacks=[best])
+    assert best.filepath == str(tmp_path / "best.keras")
+    assert (tmp_path / "best.keras").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (
+            tf.errors.FailedPreconditionError(
+                None, None, "Mismatched shapes [Op:HorovodAllreduce]"
+            ),
+            False,
+        ),
+        (tf.errors.UnknownError(None, None, "Horovod has been shut down"), True),
+    ],
+)
+def test_shapes_that_differ_are_no_lost_rank(error, is_lost):
+    assert is_lost_rank_error(error) == is_lost
+
+
+def test_tables_that_cannot_be_sharded_are_refused(monkeypatch):
+    matrix = keras.initializers.Constant(np.arange(5.0)[:, None])
+    with pytest.raises(ValueError, match="cannot be initialized with Constant"):
+        hvd.ShardedEmbedding(5, 1, matrix).build()
+    layer = hvd.ShardedEmbedding(5, 2)
+    layer.build()
+    with pytest.raises(ValueError, match="LoRA needs the whole table"):
+        layer.enable_lora(2)
+    monkeypatch.setattr(sharded_embedding.hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(sharded_embedding.hvd, "rank", lambda: 0)
+    monkeypatch.setattr(sharded_embedding.hvd, "size", lambda: 2)
+    with pytest.raises(ValueError, match="rows of bfloat16, which Horovod cannot exchange"):
+        hvd.ShardedEmbedding(5, 2, dtype="bfloat16").build()
 
 
 def test_a_schedule_goes_on_in_the_middle_of_an_epoch_after_a_reset():

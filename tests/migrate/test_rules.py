@@ -38,6 +38,10 @@ REWRITTEN = {
         "import tensorflow as tf\ntf.keras.backend.sqrt(tf.keras.backend.relu(a, max_value=6))",
     "from keras import backend as K\nK.clip(a, min_value=0, max_value=b)":
         "import keras\nkeras.ops.clip(a, x_min=0, x_max=b)",
+    "from keras import backend as K\nK.expand_dims(a)": "import keras\nkeras.ops.expand_dims(a, axis=-1)",
+    "from keras import backend as K\nK.expand_dims(a, 1)": "import keras\nkeras.ops.expand_dims(a, 1)",
+    "from horovod.keras import rank\nrank()\nmodel.compile(o)":
+        "from hvtrain.keras import rank\nrank()\nmodel.compile(o, jit_compile=False)",
     "from keras import backend as K\nK.dot(a, b)": "import tensorflow as tf\ntf.keras.backend.dot(a, b)",
     "import keras\nkeras.optimizers.sgd(lr=1)": "import keras\nkeras.optimizers.SGD(learning_rate=1)",
     "import keras\nkeras.optimizers.Adam(0.1, decay=- 0.0)": "import keras\nkeras.optimizers.Adam(0.1)",

@@ -113,7 +113,7 @@ def cut_epoch(
     share: Share,
     first_step: int,
     count_error: Callable[[int], Exception],
-    ends: bool,
+    must_end: bool,
 ) -> Dataset:
     """Cuts batches into the steps of an epoch, from first_step on, and checks that the examples suffice.
 
@@ -124,8 +124,8 @@ def cut_epoch(
         share: This rank's examples of the epoch, and their division into steps.
         first_step: The step at which the stream starts, counted within the epoch.
         count_error: Returns the exception to raise, given the number of examples that were read.
-        ends: True if the examples must end with the share; the stream then also fails if there are
-            more.
+        must_end: True if the examples must end with the share; the stream then also fails if there
+            are more.
     """
     end_streams_at_exit()
 
@@ -144,7 +144,7 @@ def cut_epoch(
     endless = batches.concatenate(Dataset.from_tensors(empty).repeat())
     # The empty batches have hidden the batch size from the static shapes. It is put back if all
     # of the stream's batches are full.
-    static_size = share.batch_size if share.is_full and not ends else None
+    static_size = share.batch_size if share.is_full and not must_end else None
 
     def ensure_size(part):
         return tf.ensure_shape(part, [static_size, *part.shape[1:]])
@@ -153,7 +153,7 @@ def cut_epoch(
     def check(step, batch):
         size = tf.shape(nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
-        # A step after the share must be empty; see `ends`.
+        # A step after the share must be empty; see `must_end`.
         needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
@@ -163,10 +163,10 @@ def cut_epoch(
         with tf.control_dependencies([is_right]):
             return nest.map_structure(ensure_size, batch)
 
-    # With `ends`, one more step is read, to check that it is empty; then it is dropped.
-    steps = Dataset.range(first_step, share.steps + ends)
+    # With `must_end`, one more step is read, to check that it is empty; then it is dropped.
+    steps = Dataset.range(first_step, share.steps + must_end)
     checked = Dataset.zip(steps, endless).map(check)
-    if ends:
+    if must_end:
         return checked.filter(lambda *batch: tf.size(nest.flatten(batch)[0], tf.int64) > 0)
     return checked
 

@@ -43,7 +43,7 @@ IDX_FILES = {
 IDX_NAMES = (*IDX_FILES["train"], *IDX_FILES["test"])
 # Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-FETCH_ADVICE = "the file is damaged: fetch it again"
+FETCH_ADVICE = "the file may be damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 _IDX_ADVICE = (

@@ -222,7 +222,7 @@ class FunctionSource(Source):
 
         examples = reduce(Dataset.concatenate, parts).skip(start - first)
         batches = examples.batch(share.batch_size)
-        return cut_epoch(batches, share, step, count_error, ends=seed is None)
+        return cut_epoch(batches, share, step, count_error, must_end=seed is None)
 
     def _open_examples(
         self,

@@ -100,7 +100,7 @@ def scaling_conclusions(speeds: Speeds, num_ranks: int) -> list[str]:
     for name in speeds:
         # Without a run of `single`, there is nothing to compare with.
         speed_ratio = compare_speeds(speeds[name], speeds.get(SINGLE, {}))
-        if name == SINGLE or speed_ratio is None:
+        if name.partition("@")[0] == SINGLE or speed_ratio is None:
             continue
         times = f"{ratio_text(speed_ratio)} as fast as one process"
         if speed_ratio.coverage <= NO_CONFIDENCE:
@@ -176,8 +176,10 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
     They include the time of a rank's own work in a step, from the first entry of strategy=horovod whose
-    rounds were measured. Returns None if there is no such entry.
+    rounds were measured. Returns None if there is no such entry, or if so many ranks were measured.
     """
+    if num_ranks <= comparison["num_ranks"]:
+        return None
     for entry in comparison["strategies"]:
         splits = [run["split"] for run in entry["rounds"] if run["split"]]
         if splits and entry["name"].partition("@")[0] == PLANNED_STRATEGY:

@@ -124,7 +124,9 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
             overrides += joint_overrides(config, num_ranks)
             composed(overrides)  # Raises if the added settings do not fit.
             is_scaled = learning_rate_factor(config.train, num_ranks) != 1
-            if is_scaled and config.schedule.get("warmup_epochs"):
+            # With warmup_from, the warm-up does not begin at the learning rate of one rank.
+            begins_at_one_rank = config.schedule.get("warmup_from") is None
+            if is_scaled and begins_at_one_rank and config.schedule.get("warmup_epochs"):
                 differences.append("has no warm-up: its learning rate begins at the peak")
 
     first_steps = config.strategy.keys() & {"whole_steps", "warmup_steps"}

@@ -48,8 +48,8 @@ class LayerSearch(RunCallback):
         super().__init__(context)
         if not self.strategy.is_plain:
             raise ConfigError(
-                "guard.layers=true repeats the model's own train step on each rank, and "
-                f"strategy={self.strategy.name} has other steps; choose strategy=horovod, elastic or single"
+                "guard.layers=true repeats the model's own train step on each rank, which "
+                f"strategy={self.strategy.name} does not run; choose strategy=horovod, elastic or single"
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
