@@ -179,7 +179,8 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     comm.on_chief(
         lambda: state.notice.begin(secrets.chosen_addresses(config.notify, os.environ), folder)
     )
-    return replace(config, run=replace(config.run, dir=str(folder)))
+    # A copy of config.data too: the plan sets data.uneven, and another attempt may need another choice.
+    return replace(config, run=replace(config.run, dir=str(folder)), data=replace(config.data))
 
 
 def open_inputs(

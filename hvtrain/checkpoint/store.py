@@ -317,7 +317,9 @@ def set_aside(path: Path, reason: str, used_step: int) -> str:
     aside = path.with_name(f"damaged-{path.name}")
     line = reason
     with suppress(OSError):
-        remove(aside)
+        # Another rank of this host may have set it aside already.
+        if path.is_dir():
+            remove(aside)
         path.rename(aside)
         line += f" (kept as {aside.name})"
     num_lost = step_of(path) - used_step

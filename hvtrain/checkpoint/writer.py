@@ -177,8 +177,12 @@ def read_best(folder: Path) -> Meta | None:
         with suppress(OSError):
             remove(path)
         return None
+    if (folder / name).is_dir():
+        # This host may have a copy of another host's checkpoint.
+        best.pop("host", None)
+        return best
     # A checkpoint on another host cannot be checked from here.
-    return best if "host" in best or (folder / name).is_dir() else None
+    return best if "host" in best else None
 
 
 def prune(folder: Path, config: CheckpointConfig, written_step: int) -> None:

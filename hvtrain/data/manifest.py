@@ -82,6 +82,8 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     Names are relative to the folder. A size is in bytes, or None if it was not read, or could not be.
     """
     check_names(paths)
+    # Some libraries list absolute paths without "..". Links stay, unlike with resolve().
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100
     step = -(-len(paths) // MAX_SIZES) or 1
     measured = set(paths[::step])
 
@@ -89,7 +91,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     # Sorted, so that the order in which the file system lists files does not matter.
     for path in sorted(paths):
         # Names are relative, so that a copy in another folder counts as the same data set.
-        file = Path(path)
+        file = Path(os.path.abspath(path))  # noqa: PTH100
         name = file.relative_to(folder).as_posix() if folder in file.parents else file.name
         sizes[name] = _file_bytes(path) if path in measured else None
 

@@ -4,6 +4,7 @@ evaluate and predict give the same results on any number of ranks; export and ge
 """
 
 from pathlib import Path
+from typing import Any
 
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.arguments import SPLITS, parse_command
@@ -100,9 +101,14 @@ validation or test (default).""",
         has_masks = run.task.targets_are_masks
         name = options.output or ("masks" if has_masks else "predictions.csv")
         output = comm.all_or_raise(lambda: Output(name, replaces=not has_masks))
-        writer = comm.all_or_raise(
-            lambda: writer_for(output.path, has_masks, [path, run.config.dataset])
-        )
+        writer: Any = None
+
+        def open_writer():
+            nonlocal writer
+            writer = writer_for(output.path, has_masks, [path, run.config.dataset])
+
+        # Only the chief writes, so the path is checked on its host alone.
+        comm.on_chief(open_writer)
 
         num_examples = 0
         try:

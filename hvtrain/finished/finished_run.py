@@ -93,7 +93,11 @@ def opened(
     finished: FinishedConfig, alone: bool = False, uses_split: bool = True
 ) -> Iterator[FinishedRun]:
     """Opens a run for a `with` block, on Horovod's ranks or in this process alone (every rank)."""
-    strategy = Strategy() if alone else HorovodStrategy()
+    strategy = Strategy()
+    if not alone:
+        settings = finished.config.strategy
+        names = ("share_gpus", "pin_cores")
+        strategy = HorovodStrategy(**{name: settings[name] for name in names if name in settings})
     with report_failures(strategy):
         # Log lines about the start of a run would only bury the command's result.
         console.start_log(strategy.start().is_chief, logging.WARNING)
@@ -194,12 +198,12 @@ def checkpoint_path(finished: FinishedConfig) -> tuple[Path, bool]:
     choice = finished.arguments.get("checkpoint")
     best = None if choice == "last" else writer.read_best(folder)
     if best:
-        path = folder / store.folder_name(best["step"])
-        if "host" in best and not path.is_dir():
+        name = store.folder_name(best["step"])
+        if "host" in best:
             raise CheckpointError(
-                f"the best checkpoint is on host {best['host']}; copy {path.name} to {folder}, or give checkpoint=last"
+                f"the best checkpoint is on host {best['host']}; copy {name} to {folder}, or give checkpoint=last"
             )
-        return path, False
+        return folder / name, False
     if choice == "best":
         raise ConfigError(
             f"checkpoint=best, but {folder} has none, as in a run without validation; give checkpoint=last"

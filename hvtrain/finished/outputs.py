@@ -95,9 +95,15 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
 
     def check_data():
         """Checks the kind of this rank's first batch."""
-        for inputs, *_ in data.take(1).as_numpy_iterator():
-            run.check_kind(source.name, inputs)
+        try:
+            for inputs, *_ in data.take(1).as_numpy_iterator():
+                run.check_kind(source.name, inputs)
+        except tf.errors.OpError as error:
+            raise source.explain(error) from error
 
+    # Clears what was skipped while counting, since `total` excludes it. The check below already reads
+    # examples that are evaluated.
+    source.unreadable()
     if run.training_kinds:
         run.strategy.comm.all_or_raise(check_data)
     progress = ProgressLines("evaluated", total, topology.is_chief)
@@ -107,7 +113,6 @@ def evaluate_split(run: FinishedRun, split: str) -> dict[str, Any]:
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
     callbacks = [keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)]
-    source.unreadable()  # Clears what was skipped while counting, since `total` excludes it.
     # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
         results = run.strategy.evaluate(run.model, data, callbacks)

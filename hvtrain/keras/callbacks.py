@@ -227,7 +227,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
                 f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {self._suffix}"
             )
         # Keras formats the path, and a Path has no format().
-        self.filepath = str(self.filepath)
+        self.filepath = str(self.filepath)  # type: ignore[assignment]
         super().on_train_begin(logs)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:

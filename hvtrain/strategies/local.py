@@ -101,7 +101,7 @@ class LocalSGDStrategy(HorovodStrategy):
             {
                 "train.precision=mixed_float16": precision == "mixed_float16",
                 "train.accumulate": optimizer.gradient_accumulation_steps,
-                "optimizer.use_ema": optimizer.use_ema,
+                "an average of the weights (train.ema or optimizer.use_ema)": optimizer.use_ema,
             }
         )
         distributed = self.make_local(

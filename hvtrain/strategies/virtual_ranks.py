@@ -12,6 +12,7 @@ from keras.optimizers import Optimizer
 
 from hvtrain.checkpoint.model_state import seeds_of
 from hvtrain.config.validate import check_whole
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.keras.hooks import hook_of
@@ -92,6 +93,13 @@ class VirtualRanksStrategy(HorovodStrategy):
                 "model.shard_embeddings": sharded_layers(model),
             }
         )
+
+    def check_plan(self, plan: StepPlan) -> None:
+        super().check_plan(plan)
+        if len({share.batch_size for share in plan.shares}) > 1:
+            raise ConfigError(
+                f"strategy={self.name} needs parts of one size; give one number as train.batch_size"
+            )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         optimizer = model.optimizer

@@ -18,6 +18,8 @@ from typing import Any
 from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
+from hvtrain.data import fitted
+from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import checkpoint_notes as notes
@@ -289,11 +291,18 @@ class _Search:
         since someone may be able to repair them.
         """
         topology = self.comm.topology
-        own_lines = list(self._damaged.values())
+        # Of several ranks on a host that met the same damage, the first reports it.
+        by_rank = self.comm.gather((topology.host, set(self._damaged)))
+        reported = {
+            path
+            for host, paths in by_rank[: topology.rank]
+            for path in paths
+            if host == topology.host
+        }
+        damaged = {path: text for path, text in self._damaged.items() if path not in reported}
+        own_lines = list(damaged.values())
         if saved:
-            own_lines = [
-                store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()
-            ]
+            own_lines = [store.set_aside(path, text, saved.step) for path, text in damaged.items()]
         if not topology.is_chief:
             own_lines = [f"host {topology.host}: {line}" for line in own_lines]
 
@@ -316,6 +325,7 @@ class _Search:
 
         def write():
             for name, content in records.items():
+                (self.folder / name).parent.mkdir(exist_ok=True)
                 write_atomic(self.folder / name, content)
             if best:
                 # A record without a host means the root's own disk, which need not be the chief's.
@@ -329,9 +339,10 @@ class _Search:
 
 
 def read_records(folder: Path) -> dict[str, bytes]:
-    """Reads the RECORDS that exist in the run folder."""
-    paths = [folder / name for name in RECORDS]
-    return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
+    """Reads the RECORDS, the kinds of the inputs and the fitted preprocessing that exist in the run folder, by path."""
+    names = (*RECORDS, KINDS_FILE)
+    paths = [*(folder / name for name in names), *(folder / fitted.FOLDER).glob("[!.]*")]
+    return {str(path.relative_to(folder)): read_bytes(path) for path in paths if is_own_file(path)}
 
 
 def _candidates_of_run(candidates: list[Candidate], run_id: str | None) -> list[Candidate]:

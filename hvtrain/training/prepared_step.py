@@ -83,6 +83,8 @@ def prepare_step(
                 loss.batch_weight = weight
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
+        # A model's own train_step may compute no metrics.
+        hard_targets.pop(get_ident(), None)
         # compute_loss should have used the weight. Otherwise the gradients of all ranks would count
         # equally, whatever the sizes of their batches.
         if batch_weight:

@@ -449,3 +449,10 @@ def test_no_room_leaves_the_old_one_and_says_how_much_is_needed(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert newest(tmp_path)[0].step == 10
+
+
+def test_a_copy_of_the_best_checkpoint_of_another_host_is_here(tmp_path):
+    writer.mark_best(tmp_path, 10, "val_loss", 0.5, host="s2")
+    assert writer.read_best(tmp_path)["host"] == "s2"
+    written(tmp_path, 10)
+    assert "host" not in writer.read_best(tmp_path)

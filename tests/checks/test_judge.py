@@ -1,11 +1,13 @@
 """From facts to rows: what each check says, without a cluster."""
 
 import copy
+import os
 import socket
 import threading
 
 import pytest
 
+from hvtrain.checks import probe
 from hvtrain.checks.judge_hosts import files_needed, judge_clocks, judge_machines, judge_software
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.checks.measure_links import judge_links
@@ -312,3 +314,8 @@ def test_another_program_on_a_port_is_named():
     request = {"me": "s1", "port": free_port(), "token": "secret", "seconds": 1.0}
     result = exchange({**request, "others": {"s2": server.getsockname()}})
     assert result == {"missing": {"s2": "another program answers there"}, "clocks": {}}
+
+
+def test_a_run_folder_whose_name_no_disk_can_hold(tmp_path):
+    """Path.exists raises an error for it, as for one inside a folder that may not be entered."""
+    assert probe._disk(tmp_path / ("a" * 300) / "b")["writable"] is False or os.geteuid() == 0

@@ -127,6 +127,25 @@ def test_the_cache_reads_each_file_once(tmp_path):
     assert len(list(source.training(StreamRequest(Topology(), 2, 1, 0, 3)).take(3))) == 3
 
 
+def test_a_few_images_do_not_fill_the_cache(tmp_path, monkeypatch):
+    write_folder(tmp_path / "train", *random_images(6))
+    source = ImageFolder(str(tmp_path), SHAPE, cache=True)
+    monkeypatch.setattr(
+        ImageFolder, "_decode_all", lambda *_: pytest.fail("decodes the whole split")
+    )
+    assert [len(labels) for _, labels in source.spread("train", 3, 2)] == [2]
+
+
+def test_raw_examples_without_an_unreadable_image(tmp_path):
+    write_folder(tmp_path / "train", *random_images(6))
+    (tmp_path / "train/class_0/0000.png").write_bytes(b"no image")
+    source = ImageFolder(str(tmp_path), SHAPE)
+    with pytest.raises(DataError, match=r"class_0/0000.png: "):
+        source.raw_examples("train", Topology(), 3)
+    source.on_error = "skip"
+    assert len(source.raw_examples("train", Topology(), 3)) == 2
+
+
 def test_another_division_of_the_ranks_is_another_cache(tmp_path):
     """As after an epoch of train.balance, in the same process."""
     write_folder(tmp_path / "train", *random_images(6))

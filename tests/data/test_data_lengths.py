@@ -245,3 +245,9 @@ def test_strategies_that_need_batches_of_one_length_are_refused(file, strategy):
         ConfigError, match="bucket_by_length gives batches of different lengths, and this str"
     ):
         plan_run(config, texts(file), strategy)
+
+
+def test_batches_that_are_joined_have_one_length(file):
+    source = texts(file)
+    widths = {batch[0].shape[1] for batch in source.spread("train", 1, 4)}
+    assert len(widths) == 1 and source.bucket_by_length == 3

@@ -148,3 +148,11 @@ def test_a_user_without_a_home_has_paths(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
     assert user_path("~/data") == Path("~/data") and user_path("/data") == Path("/data")
+
+
+def test_a_relative_folder_has_the_names_of_the_absolute_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [f"{tmp_path}/a/train/f.arrow"]
+    by_absolute = describe_files(tmp_path / "a", paths)
+    assert describe_files(Path("a"), paths) == by_absolute
+    assert list(by_absolute["files"]) == ["train/f.arrow"]

@@ -63,6 +63,13 @@ def test_any_text_comes_back_and_the_same_text_gives_the_same_tokenizer():
     )
 
 
+def test_padding_has_no_text(file):
+    source = tales(file, examples="paragraphs")
+    Language().prepare(source)
+    row = [*source.tokens_of("a tree"), source.tokenizer.end, 0, 0]
+    assert source.text_of(row) == "a tree"
+
+
 def test_the_targets_are_the_next_tokens(file):
     source = tales(file)
     Language().prepare(source)

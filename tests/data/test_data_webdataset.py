@@ -539,3 +539,12 @@ def test_ranks_train_on_what_is_left_of_a_damaged_shard(ranks):
     assert (
         "skipped 1 example(s) that could not be read, and the rest of 1 damaged file(s)" in output
     )
+
+
+def test_names_that_are_numbers_are_never_indices(tmp_path):
+    write_labels(tmp_path, "cls", [b"1", b"2", b"0"])
+    source = web_dataset(
+        str(tmp_path), SHAPE, 3, "train.tar", image_key="png", class_names=["1", "2", "3"]
+    )
+    with pytest.raises(DataError, match=r"cls is '0'; 0 \.\.\. 2 is needed, or one of"):
+        source.num_examples("train")

@@ -34,7 +34,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import describe
 from hvtrain.data.formats.cell_texts import number_formats
 from hvtrain.data.formats.columns import Cells, Column, infer, read
-from hvtrain.data.formats.tables import read_table
+from hvtrain.data.formats.tables import read_table, table_files
 from hvtrain.data.pipeline.features import fit
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError, DataError
@@ -619,3 +619,11 @@ def test_spaces_may_precede_quotes(tmp_path: Path) -> None:
     for row, cell in (('"a, ""b""", 1', " 1"), ('a, "b" c', ' "b" c')):
         path.write_text(f"x,y\n{row}\n")
         assert read_table(path, "dataset.file")["y"].to_pylist() == [cell]
+
+
+def test_a_pattern_does_not_match_hidden_copies(tmp_path):
+    for name in ("a.csv", "._a.csv", ".ipynb_checkpoints/a-checkpoint.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x,y\n1,2\n")
+    files = table_files(str(tmp_path / "**/*.csv"), "dataset.file")
+    assert [file for file, _ in files] == [tmp_path / "a.csv"]

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from hvtrain.errors import BusyError, ConfigError
-from hvtrain.launch import cluster_files, command, horovod_changes
+from hvtrain.launch import cluster_files, command, horovod_changes, restart
 from hvtrain.launch.cluster_kinds import Slurm, _run_folder, is_training
 from hvtrain.system import secrets
 from hvtrain.system.run_lock import RunLock
 
 RUN = ("python", "-m", "hvtrain")
-OPTIONS = SimpleNamespace(num_ps=None, job_name=None, logs=None, dry_run=False, output=None)
+OPTIONS = SimpleNamespace(
+    num_ps=None, job_name=None, logs=None, dry_run=False, output=None, max_restarts=0
+)
 
 
 def test_launches_of_the_same_second_have_their_own_folders(tmp_path):
@@ -34,6 +36,22 @@ def test_a_run_folder_in_use_is_refused_before_its_logs_are_replaced(tmp_path, m
         with pytest.raises(BusyError, match="is in use by another run"):
             command.main()
     assert log.read_text() == "of the run in use"
+
+
+def test_a_run_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / ".lock").mkdir()
+    arguments = ["launch", "-np", "1", "--", "model=mlp", f"run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory; choose another"):
+        command.main()
+
+
+def test_a_restart_resumes_what_its_launch_has_saved(tmp_path):
+    options = SimpleNamespace(num_ps=None, job_name=None, max_restarts=1)
+    arguments = ["debug=fast", f"run.dir={tmp_path}"]
+    assert command._run(arguments, options, None).command[-1] == "resume=never"
+    with pytest.raises(ConfigError, match="resume=never would refuse the checkpoints in s3://b/x"):
+        command._run(["resume=never", "run.dir=s3://b/x"], options, None)
 
 
 def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):
@@ -141,3 +159,8 @@ def test_a_record_hides_a_secret_variable_in_both_forms_of_env():
     """A process that was started by hand records this line."""
     line = secrets.command_line("launch", ["--env=KEY=hunter2", "--env", "KEY=hunter2"])
     assert line == "python -m hvtrain launch '--env=KEY=***' --env 'KEY=***'"
+
+
+def test_attempts_are_numbered_after_the_last_one(tmp_path):
+    (tmp_path / "attempt-0003").mkdir()
+    assert restart._attempt_folder(tmp_path).name == "attempt-0004"

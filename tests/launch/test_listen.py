@@ -172,6 +172,11 @@ def test_what_a_rank_says_of_itself_goes_before_what_it_says_of_others():
         1: Verdict(1, "ValueError: bad thing; see its traceback above"),
         2: Verdict(2, "KeyError: 'x'"),
     }
+    listener, _ = heard(
+        """[1]<stderr>:hvtrain-verdict: {"rank": 1, "cause": "no leaf", "code": 1}\n"""
+        "[1]<stderr>:Traceback (most recent call last):\n[1]<stderr>:AttributeError: at exit\n"
+    )
+    assert listener.verdicts == {1: Verdict(1, "no leaf", 1)}
 
 
 def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
@@ -264,3 +269,9 @@ def test_a_block_without_end_is_shown():
     listener = Listener()
     assert listener.read_launcher(f"{RULER}\n") == "" and listener.read_launcher("half\n") == ""
     assert listener.flush() == f"{RULER}\nhalf\n"
+
+
+def test_a_kill_days_after_another_one_is_no_certain_lack_of_memory():
+    ending = judge(End("1", 137), {}, ["s1", "s2"], perhaps_out_of_memory={"s2"})
+    assert ending.code == 75
+    assert ending.message.endswith(f"killed by SIGKILL, perhaps for lack of memory on s2; {AGAIN}")

@@ -120,6 +120,11 @@ def text(job, **settings):
     return batch_file
 
 
+def test_a_folder_that_only_the_ranks_can_name_is_not_searched_by_the_script():
+    batch_file = text(Job((*RUN, "run.dir=${oc.env:SCRATCH}/a"), 2))
+    assert "find '${oc" not in batch_file and "was_asked" in batch_file
+
+
 def test_what_is_not_asked_for_stays_out():
     batch_file = text(Job(RUN, 8), nodes=2, gpus_per_rank=0)
     for option in ("gpus-per-node", "partition", "account", "qos", "export", "--env"):

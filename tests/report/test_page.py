@@ -36,7 +36,7 @@ def test_a_page_has_what_was_run_and_what_came_of_it(tmp_path):
             "6.00 ms",
             "rank 1 on s2",
             "horovodrun -np 2 python -m hvtrain model=mlp",
-            f"--config-dir {tmp_path}/run",
+            f"horovodrun -np 2 -H s1:1,s2:1 python -m hvtrain --config-dir {tmp_path}/run",
         ),
         *("s1 (1 rank), s2 (1 rank)", "0" * 40, " M train.py", "some processor", "keras 3.15.1"),
         *(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.virtual_ranks import VirtualRanksStrategy
 from launching import many_runs
@@ -98,3 +99,9 @@ def test_tuning_is_refused():
         ConfigError, match=r"strategy=virtual_ranks and comm.tune=true exclude each other"
     ):
         VirtualRanksStrategy(6).expect_restart()
+
+
+def test_batches_of_different_sizes_are_refused():
+    plan = StepPlan((Share(8, 3), Share(4, 3)), 3, 0.1, 1.0)
+    with pytest.raises(ConfigError, match="strategy=virtual_ranks needs parts of one size"):
+        VirtualRanksStrategy(2).check_plan(plan)

@@ -215,8 +215,9 @@ def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_
     write(tmp_path / "s1", 8)
     for step in (12, 16):
         (write(tmp_path / "s2", step) / "state.safetensors").write_bytes(b"")
-    saved = find_on(tmp_path, ["s1", "s2"])
-    assert [item.name for item in saved] == ["step-00000008"] * 2
+    saved = find_on(tmp_path, ["s1", "s2", "s2"])
+    assert [item.name for item in saved] == ["step-00000008"] * 3
+    assert (tmp_path / "s2/checkpoints/damaged-step-00000016").is_dir()
     assert [
         re.sub(r"damaged: .* lists \w+ ", "damaged: ... ", line) for line in caplog.messages
     ] == [

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from hvtrain.data.formats.csv_files import read_csv
-from hvtrain.data.formats.folders import files_below, split_of
+from hvtrain.data.formats.folders import files_below, is_junk, split_of
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
@@ -84,7 +84,12 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         if setting == "dataset.file":
             _refuse_other_splits([file.relative_to(path) for file in files], location)
     elif base != path:
-        files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
+        # Unlike a shell's, these patterns match hidden files too, such as Jupyter's copies.
+        files = [
+            file
+            for file in base.glob(str(path.relative_to(base)))
+            if file.is_file() and not any(map(is_junk, file.relative_to(base).parts))
+        ]
     if not files:
         raise DataError(
             f"{setting}={location} names no table; give a .csv or .parquet file, or a folder of them"

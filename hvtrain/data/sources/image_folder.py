@@ -25,7 +25,7 @@ from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.source import Phrases, Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.data.sources.memory import SPLIT_SEED, check_shares, on_cpu
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.system.files import is_remote
 
 # Number of batches whose images are read ahead from object storage, since
@@ -102,8 +102,14 @@ class ListedImages(FileSource, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, count: int) -> list[np.ndarray]:
         # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
-        encoded = (self.read_files(path[None])[0] for path in paths[:count])
-        return [self.sizing.decode_for_model(image).numpy() for image in encoded]
+        examples = []
+        for path in paths[:count]:
+            try:
+                image = self.read_files(path[None])[0]
+                examples.append(self.sizing.decode_for_model(image).numpy())
+            except tf.errors.OpError as error:
+                self.refuse(Unreadable(path.numpy().decode(), in_one_line(error)))
+        return examples
 
 
 class LabelledImages(ListedImages):
@@ -260,6 +266,14 @@ class ImageFolder(LabelledImages):
 
     def paths(self, split: str) -> list[str]:
         return [path for path, _ in self._files.get(split, [])]
+
+    def spread(self, split: str, step: int, batch_size: int) -> Dataset:
+        # Only the chosen images are decoded, not the whole split.
+        cache, self._cache = self._cache, False
+        try:
+            return super().spread(split, step, batch_size)
+        finally:
+            self._cache = cache
 
     def reader(self, split: str, topology: Topology) -> Read:
         if not self._cache:

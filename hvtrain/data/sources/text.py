@@ -205,6 +205,14 @@ class Text(MemorySource):
 
         return read_trimmed
 
+    def spread(self, split: str, step: int, batch_size: int) -> tf.data.Dataset:
+        # All batches have one length, since the caller joins them.
+        bucket_by_length, self.bucket_by_length = self.bucket_by_length, 0
+        try:
+            return super().spread(split, step, batch_size)
+        finally:
+            self.bucket_by_length = bucket_by_length
+
     def description(self) -> Phrases:
         description = super().description()
         description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
@@ -233,6 +241,10 @@ class Text(MemorySource):
         return {TOKENIZER_FILE: self.tokenizer.model}
 
     def text_of(self, tokens: Sequence[int]) -> str:
+        tokens = list(tokens)
+        # In a padded row, padding follows the end of the text.
+        if not self._is_packed and self.end_token in tokens:
+            tokens = tokens[: tokens.index(self.end_token)]
         return self.tokenizer.decode(tokens)
 
     def tokens_of(self, text: str) -> list[int]:

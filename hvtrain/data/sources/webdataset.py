@@ -247,6 +247,11 @@ class ShardedImages(Sharded, LabelledImages):
         return {name: index for index, name in enumerate(self.class_names or ())}
 
     @cached_property
+    def _has_numbers_as_names(self) -> bool:
+        """True if class names are numbers, such as grades: then no label is read as an index."""
+        return any(name.isdecimal() for name in self._class_indices)
+
+    @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
         """The examples of each split, listed on first use, since on_error is set after the source is opened."""
         return self.list_examples(self.refuse)
@@ -261,7 +266,8 @@ class ShardedImages(Sharded, LabelledImages):
             for name in self._fields:
                 value = value[name]
             text = str(value).strip()
-            label = self._class_indices[text] if text in self._class_indices else int(text)
+            is_name = self._has_numbers_as_names or text in self._class_indices
+            label = self._class_indices[text] if is_name else int(text)
         if not 0 <= label < self.num_classes:
             raise DataError(
                 f"{self._label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "

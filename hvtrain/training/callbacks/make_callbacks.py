@@ -274,7 +274,7 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, Ca
     config = run.config
     for name, settings in config.callbacks.items():
         package, _, class_name = settings["_target_"].rpartition(".")
-        if package.startswith("keras.") and class_name in _REFUSED:
+        if package.removeprefix("tensorflow.").startswith("keras.") and class_name in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {class_name} {_REFUSED[class_name]}")
 
     callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}

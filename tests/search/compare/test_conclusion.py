@@ -13,6 +13,7 @@ from hvtrain.report.ratios import Ratio
 from hvtrain.search.compare.command import write
 from hvtrain.search.compare.conclusion import (
     compare_speeds,
+    plan_arguments,
     ratio_text,
     scaling_conclusions,
     speed_conclusions,
@@ -95,6 +96,7 @@ def test_an_interval_that_holds_1_is_no_difference() -> None:
     assert most.startswith("Most examples/s here: ") and same.startswith(
         "Not distinguishable from it: "
     )
+    assert not scaling_conclusions({"single": STEADY, "single@train.jit_compile=true": noisy}, 2)
     (scaling,) = scaling_conclusions({"single": STEADY, "horovod": noisy}, 2)
     assert scaling.endswith("not distinguishable from it.") and " pays" not in scaling
 
@@ -289,6 +291,8 @@ def test_one_process_trains_as_the_ranks_together_do() -> None:
     )[0]
     assert float(settings_of(by_root)["optimizer.learning_rate"]) == pytest.approx(0.002)
     assert any("warm-up" in text for text in by_root.differences)
+    from_a_rate = ["schedule.warmup_epochs=1", "schedule.warmup_from=0.0001"]
+    assert contestants([*common, *from_a_rate], 4)[0].differences == [ORDER]
     of_rank = contestants(common, 4, "rank")[0]
     assert settings_of(of_rank)["train.batch_size"] == "16" and len(of_rank.differences) == 2
 
@@ -333,3 +337,11 @@ def test_bad_arguments_are_refused_before_anything_starts(
     with pytest.raises(ConfigError) as error:
         contestants(arguments, 2)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_plan_for_ranks_that_were_measured() -> None:
+    split = {"data_seconds": 0.1, "compute_seconds": 0.2}
+    entry = {"name": "horovod", "rounds": [{"split": split}], "overrides": []}
+    comparison = {"num_ranks": 16, "strategies": [entry]}
+    assert plan_arguments(comparison, 16) is None
+    assert plan_arguments(comparison, 32) is not None

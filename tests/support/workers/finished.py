@@ -41,6 +41,9 @@ class Staying(HorovodStrategy):
 class Alone(Strategy):
     """One process, though a launcher started it and others."""
 
+    def __init__(self, **_):
+        super().__init__()
+
     def start_watchdog(self, abort_seconds):
         pass
 
