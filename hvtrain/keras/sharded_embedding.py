@@ -59,8 +59,7 @@ class ShardedRows:
             )
         if size > 1 and layer.variable_dtype == "bfloat16":
             raise ValueError(
-                f"table {self.name} has rows of bfloat16, which Horovod cannot exchange; choose dtype float32, float16 "
-                "or mixed_bfloat16"
+                f"table {self.name} has rows of bfloat16, which Horovod cannot exchange; choose float32 or float16"
             )
         rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
