@@ -116,7 +116,7 @@ validation or test (default).""",
                 # All ranks get the same rows; only the chief writes them.
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called immediately
-            comm.on_chief(writer.close)
+            comm.on_chief(lambda: writer.close())  # Other ranks have none.
             comm.on_chief(output.send)
         except BaseException:  # Even Ctrl-C must leave no half-written file.
             if run.is_chief:

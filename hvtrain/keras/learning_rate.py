@@ -50,7 +50,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.end_epoch = end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
-        self._known_steps = steps_per_epoch
+        self._steps_of_fit: int | None = None
         self.steps_per_epoch: Any = steps_per_epoch
         self.current_epoch = 0
         self.multiplier: Any = multiplier
@@ -72,9 +72,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     "changed; pass the optimizer's initial rate"
                 )
             self.initial_lr = float(self.model.optimizer.learning_rate)
-        if not self.staircase:
-            # Keras's number may differ from that of an earlier fit, for example after an elastic reset.
-            self.steps_per_epoch = self._known_steps or self.params.get("steps")
+        # Keras's number may differ from that of an earlier fit, for example after an elastic reset.
+        if not self.staircase and self.steps_per_epoch in (None, 0, self._steps_of_fit):
+            self.steps_per_epoch = self._steps_of_fit = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
                     "Keras does not know the number of steps in an epoch; pass steps_per_epoch"

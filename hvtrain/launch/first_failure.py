@@ -184,12 +184,18 @@ class Listener:
         elif rank in self._in_traceback and re.fullmatch(_EXCEPTION, text):
             known = self.verdicts.get(rank)
             # A traceback at the rank's exit does not replace the verdict that it wrote on itself.
-            if not (known and known.rank == rank and known.code):
+            if not (known and self._explains_itself(rank, known)):
                 self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
             self._in_traceback.discard(rank)
         else:
             self._read_ssh(text)
         return False
+
+    @staticmethod
+    def _explains_itself(rank: int, verdict: Verdict) -> bool:
+        """True for a verdict that hvtrain wrote on this rank, with its exit code; Gloo's message is none."""
+        is_own = verdict.rank == rank and bool(verdict.code)
+        return is_own and not verdict.cause.endswith(OPEN_PORTS)
 
     def flush(self) -> str:
         """Returns the text that was held back, and clears it."""
@@ -244,7 +250,6 @@ def judge(
     hosts: Sequence[str],
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
-    perhaps_out_of_memory: Collection[str] = (),
     label: Callable[[int], str] = "rank {}".format,
     advice: str = AGAIN,
 ) -> Ending:
@@ -256,8 +261,6 @@ def judge(
         hosts: each rank's host, as named in -H.
         out_of_memory: hosts whose kernel has killed processes for lack of memory during the launch.
         lost: hosts to which ssh lost its connection, or which no longer answer.
-        perhaps_out_of_memory: hosts whose kernel has killed processes for lack of memory at some time during
-            a long launch.
         label: returns the name of a rank in messages.
         advice: what to do where a restart may help; see `restart_advice`.
     """
@@ -276,8 +279,6 @@ def judge(
     elif signal_name == "SIGKILL" and host in out_of_memory:
         cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
         code = 1
-    elif signal_name == "SIGKILL" and host in perhaps_out_of_memory:
-        cause = f"killed by SIGKILL, perhaps for lack of memory on {host}; {advice}"
     elif signal_name and verdict and verdict.code:
         quoted = verdict
         cause = verdict.cause

@@ -1,6 +1,7 @@
 """Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
 
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -90,8 +91,8 @@ def run(
 def _attempt_folder(logs: Path) -> Path:
     """Returns the folder of the next attempt's logs, numbered after those of earlier launches."""
     # Not their count, since a user may have deleted some of them.
-    numbers = [int(path.name.removeprefix("attempt-")) for path in logs.glob("attempt-[0-9]*")]
-    number = 1 + max(numbers, default=0)
+    matches = [re.fullmatch(r"attempt-(\d+)", path.name) for path in logs.glob("attempt-*")]
+    number = 1 + max((int(match[1]) for match in matches if match), default=0)
     return logs / f"attempt-{number:04d}"
 
 

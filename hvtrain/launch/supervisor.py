@@ -99,7 +99,6 @@ class Launch:
         self._advice = restart_advice(command)
         self._seconds_to_begin = seconds_to_begin
 
-        self._began = time.monotonic()
         # This host's count of OOM kills, taken 30 to 60 s ago, and the count taken after that.
         self._oom_kills = on_host.oom_kills()
         self._later_oom_kills = self._oom_kills
@@ -216,32 +215,23 @@ class Launch:
             return Ending(
                 RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
             )
-        own, others = self._hosts_out_of_memory(hosts, answers)
-        # Other hosts count from the launch's start only, so in a long launch the kernel may have killed
-        # another program, days ago.
-        is_short = time.monotonic() - self._began < 2 * POLL_SECONDS
         return judge(
             listener.first,
             listener.verdicts,
             hosts.rank_hosts,
-            out_of_memory=own | others if is_short else own,
-            perhaps_out_of_memory=others,
+            out_of_memory=self._hosts_out_of_memory(hosts, answers),
             lost={*listener.lost, *(host for host, answer in answers.items() if answer is None)},
             label=self._label,
             advice=self._advice,
         )
 
-    def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> tuple[set[str], set[str]]:
-        """Returns the names of this host and of others if their kernels have killed processes for lack of memory.
-
-        This host's kernel counts if it did so in the last minute, the others' if they did during the launch.
-        """
-        own = set()
+    def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
+        """Returns the hosts whose kernel has killed processes for lack of memory during the launch."""
+        short = {host for host, answer in answers.items() if (answer or 0) > hosts.remote[host]}
         # A host that is not remote is this one, by its name in -H.
         if on_host.oom_kills() > self._oom_kills:
-            own = {*hosts.rank_hosts} - hosts.remote.keys()
-        others = {host for host, answer in answers.items() if (answer or 0) > hosts.remote[host]}
-        return own, others
+            short |= {*hosts.rank_hosts} - hosts.remote.keys()
+        return short
 
     def _wait_for_child(self) -> int:
         """Waits for the launcher to end, and kills it if no rank begins in time.

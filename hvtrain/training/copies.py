@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.data import fitted
+from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import StorageError, UserError
 from hvtrain.system.console import in_background
 from hvtrain.system.files import (
@@ -175,7 +176,7 @@ class Sender(Copies):
 
     def _send_checkpoint(self, path: Path) -> None:
         """Sends a checkpoint with the run's small files. Raises StorageError or OSError if that fails."""
-        names = [CONFIG_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
+        names = [CONFIG_FILE, KINDS_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
         small_files = [
             *(self._folder / name for name in names),
             *(self._folder / fitted.FOLDER).glob("[!.]*"),

@@ -325,7 +325,10 @@ class _Search:
 
         def write():
             for name, content in records.items():
-                (self.folder / name).parent.mkdir(exist_ok=True)
+                with suppress(
+                    OSError
+                ):  # write_atomic raises the error for a folder that is missing.
+                    (self.folder / name).parent.mkdir(exist_ok=True)
                 write_atomic(self.folder / name, content)
             if best:
                 # A record without a host means the root's own disk, which need not be the chief's.

@@ -269,9 +269,3 @@ def test_a_block_without_end_is_shown():
     listener = Listener()
     assert listener.read_launcher(f"{RULER}\n") == "" and listener.read_launcher("half\n") == ""
     assert listener.flush() == f"{RULER}\nhalf\n"
-
-
-def test_a_kill_days_after_another_one_is_no_certain_lack_of_memory():
-    ending = judge(End("1", 137), {}, ["s1", "s2"], perhaps_out_of_memory={"s2"})
-    assert ending.code == 75
-    assert ending.message.endswith(f"killed by SIGKILL, perhaps for lack of memory on s2; {AGAIN}")

@@ -84,11 +84,14 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         if setting == "dataset.file":
             _refuse_other_splits([file.relative_to(path) for file in files], location)
     elif base != path:
+        pattern = path.relative_to(base)
+        names_hidden = any(part.startswith(".") for part in pattern.parts)
         # Unlike a shell's, these patterns match hidden files too, such as Jupyter's copies.
         files = [
             file
-            for file in base.glob(str(path.relative_to(base)))
-            if file.is_file() and not any(map(is_junk, file.relative_to(base).parts))
+            for file in base.glob(str(pattern))
+            if file.is_file()
+            and (names_hidden or not any(map(is_junk, file.relative_to(base).parts)))
         ]
     if not files:
         raise DataError(

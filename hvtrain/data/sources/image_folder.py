@@ -22,10 +22,10 @@ from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
-from hvtrain.data.source import Phrases, Unreadable
+from hvtrain.data.source import Phrases, Unreadable, reason
 from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.data.sources.memory import SPLIT_SEED, check_shares, on_cpu
-from hvtrain.errors import ConfigError, DataError, in_one_line
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
 # Number of batches whose images are read ahead from object storage, since
@@ -108,7 +108,8 @@ class ListedImages(FileSource, IndexedSource):
                 image = self.read_files(path[None])[0]
                 examples.append(self.sizing.decode_for_model(image).numpy())
             except tf.errors.OpError as error:
-                self.refuse(Unreadable(path.numpy().decode(), in_one_line(error)))
+                name = path.numpy().decode()
+                self.refuse(Unreadable(name, reason(error).removeprefix(f"{name}; ")))
         return examples
 
 

@@ -241,11 +241,12 @@ class Text(MemorySource):
         return {TOKENIZER_FILE: self.tokenizer.model}
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        tokens = list(tokens)
-        # In a padded row, padding follows the end of the text.
-        if not self._is_packed and self.end_token in tokens:
-            tokens = tokens[: tokens.index(self.end_token)]
-        return self.tokenizer.decode(tokens)
+        length = len(tokens)
+        # In a padded row, padding, token 0, follows the end of the text.
+        while length and tokens[length - 1] == 0:
+            length -= 1
+        is_padded = not self._is_packed and length and tokens[length - 1] == self.end_token
+        return self.tokenizer.decode(tokens[: length - 1] if is_padded else tokens)
 
     def tokens_of(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

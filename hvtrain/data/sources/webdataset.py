@@ -248,8 +248,10 @@ class ShardedImages(Sharded, LabelledImages):
 
     @cached_property
     def _has_numbers_as_names(self) -> bool:
-        """True if class names are numbers, such as grades: then no label is read as an index."""
-        return any(name.isdecimal() for name in self._class_indices)
+        """True if a label could be both a name, such as a grade, and an index: then none is read as an index."""
+        return any(
+            name.isdecimal() and int(name) < self.num_classes for name in self._class_indices
+        )
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
@@ -269,9 +271,10 @@ class ShardedImages(Sharded, LabelledImages):
             is_name = self._has_numbers_as_names or text in self._class_indices
             label = self._class_indices[text] if is_name else int(text)
         if not 0 <= label < self.num_classes:
+            indices = f"0 ... {self.num_classes - 1} is needed, or one of dataset.class_names"
+            names = "one of dataset.class_names is needed"
             raise DataError(
-                f"{self._label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "
-                "dataset.class_names"
+                f"{self._label_key} is {str(value)[:40]!r}; {names if self._has_numbers_as_names else indices}"
             )
         return label
 

@@ -304,10 +304,8 @@ class Recording(RunCallback):
         self._ranks = ranks_table(self.run.folder)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        # The start that finishes an interrupted epoch writes its row. A run that a user's callback has
-        # stopped within an epoch is complete.
-        if self.position.in_epoch and (self.report.stopped_by or self.report.rebalanced):
-            return
+        if self.position.in_epoch:
+            return  # Stopped within the epoch; the start that finishes it writes the row.
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
         # ReduceLROnPlateau logs this epoch's rate, and may have changed the optimizer's since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
