@@ -163,7 +163,7 @@ def flops_per_example(model: Model) -> float | None:
             positions = shape[:-1]
             if isinstance(layer, layers.Embedding) and not _is_floating(inputs):
                 continue  # A lookup multiplies nothing.
-            if isinstance(layer, layers.RNN):
+            if isinstance(layer, layers.RNN | layers.Bidirectional):
                 positions = inputs.shape[1:2]
             if None in shape or None in positions:
                 return None

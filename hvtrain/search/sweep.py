@@ -62,6 +62,10 @@ def main() -> int:
 
     space = read_space(path, overrides)
     config = _compose_examples(space, overrides)[0]
+    if config.train.max_time:
+        raise ConfigError(
+            f"train.max_time={config.train.max_time} would end trials before they have results; leave it out"
+        )
     goal = goal_of(config, options.metric, options.direction)
     # Trials are comparable only if these agree, so the study stores them.
     facts = {

@@ -170,6 +170,8 @@ def test_operations_are_counted_from_the_shapes():
     assert flops_per_example(image) == 6 * 8 * 8 * 4 * 3 * 9
     steps = keras.Sequential([keras.Input((7, 2)), keras.layers.SimpleRNN(5, use_bias=False)])
     assert flops_per_example(steps) == 6 * 7 * (2 * 5 + 5 * 5)
+    both = keras.layers.Bidirectional(keras.layers.SimpleRNN(5, use_bias=False))
+    assert flops_per_example(keras.Sequential([keras.Input((7, 2)), both])) == 2 * 6 * 7 * 35
     assert (
         flops_per_example(keras.Sequential([keras.Input((None, 2)), keras.layers.Dense(3)])) is None
     )

@@ -111,6 +111,11 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
             f"train.batch_size={config.train.batch_size} has a number for each rank; compare needs one number for all"
         )
 
+    if config.train.max_time:
+        raise ConfigError(
+            f"train.max_time={config.train.max_time} would end runs before they have results; leave it out"
+        )
+
     if config.data.uneven == "auto":
         # Some strategies cannot pad, and all have to train on the same batches.
         overrides.insert(len(common), "data.uneven=trim")

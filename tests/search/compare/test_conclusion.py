@@ -339,6 +339,11 @@ def test_bad_arguments_are_refused_before_anything_starts(
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_runs_that_would_end_without_results_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.max_time=1m would end runs before they have"):
+        contestants(["strategy=single,horovod", "train.max_time=1m"], 2)
+
+
 def test_no_plan_for_ranks_that_were_measured() -> None:
     split = {"data_seconds": 0.1, "compute_seconds": 0.2}
     entry = {"name": "horovod", "rounds": [{"split": split}], "overrides": []}
