@@ -5,7 +5,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, TypeGuard
@@ -199,3 +199,9 @@ def parse_duration(name: str, duration: str) -> float:
     if total <= 0:
         raise ConfigError(f"{name}={duration} is not a duration; write it as 11h50m, 45m or 90s")
     return total
+
+
+def check_mapping(setting: str, value: object, example: str) -> None:
+    """Raises ConfigError unless the value of a setting is a mapping or None; `example` is one in YAML."""
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{setting}={value} is not a mapping; write one such as {example}")

@@ -16,7 +16,6 @@ from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing, decode
-from hvtrain.data.pipeline.features import fill_gaps
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.data.sources.table import NewRows, Table
@@ -273,7 +272,12 @@ def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     # Keyed by the model's input names, whatever the order of the columns in the file.
     arrays = {}
     for column, tensor_spec in zip(columns, spec.values()):
-        array = np.asarray(fill_gaps(column, cells[column.name], f"input={path}"))
+        is_gap = cells[column.name].is_gap
+        if is_gap.any():
+            raise DataError(
+                f"input={path}: row {np.argmax(is_gap)} has no {column.name}; fill the gap or drop the row"
+            )
+        array = np.asarray(cells[column.name].values)
         converted = _cast(array, tensor_spec.dtype, f"input={path}: column {column.name}")
         arrays[column.name] = converted.reshape(-1, *tensor_spec.shape)
 

@@ -82,6 +82,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
             variable.whole = arrays[key]
         else:
             variable.assign(arrays[key])
+    _restart_slots(model)
 
     num_parameters = sum(arrays[key].size for key in restored)
     new = [f"{_path(key, variables[key])} {tuple(variables[key].shape)}" for key in new_head]
@@ -90,6 +91,17 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
     if unused and excepted:
         log.info(f"               not used: {listed(unused_layers)}")
+
+
+def _restart_slots(model: Model) -> None:
+    """Sets the slots of ScheduleFreeAdamW, which Keras builds as copies of the weights, to the new weights."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, keras.optimizers.ScheduleFreeAdamW) or not inner.built:
+        return
+    for slot, variable in zip(inner._momentums, inner._trainable_variables):
+        if slot is not None:
+            slot.assign(variable)
 
 
 def _variables_by_key(model_parts: Sequence[Part]) -> dict[str, Any]:

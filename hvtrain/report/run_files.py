@@ -109,6 +109,14 @@ class RunFiles:
         return str(self.starts[0].get("began", "")).replace("T", " ")[:16]
 
     @property
+    def seconds(self) -> float | None:
+        """Seconds of all starts, without the pauses between them; None before there is a result."""
+        goodput = self.result.get("goodput") or {}
+        if "all" in goodput:
+            return float(goodput["all"] - goodput["restarts"])
+        return self.result.get("seconds")
+
+    @property
     def progress(self) -> float | None:
         """Fraction of the steps that are done and saved or recorded, 0 to 1; None if their number is unknown."""
         num_steps = self.last_start.get("num_steps")

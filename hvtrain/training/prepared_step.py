@@ -46,8 +46,9 @@ def prepare_step(
     augmentation = source.augmentation
     mixes = augmentation and augmentation.mixes
     batch_weight: list[Any] = []  # The weight in the step being traced, until the loss uses it.
-    # By thread: a strategy may trace the steps of several replicas alternately.
-    hard_targets: dict[int, Any] = {}
+    # The targets and the examples' own weights, which metrics get. By thread: a strategy may trace the
+    # steps of several replicas alternately.
+    for_metrics: dict[int, Any] = {}
 
     @wraps(compute_loss)
     def weighted_loss(*args, **kwargs):
@@ -55,8 +56,9 @@ def prepare_step(
         return scale_gradient(loss, batch_weight.pop()) if batch_weight else loss
 
     @wraps(compute_metrics)
-    def hard_metrics(x, y, y_pred, sample_weight=None):
-        return compute_metrics(x, hard_targets.pop(get_ident(), y), y_pred, sample_weight)
+    def own_metrics(x, y, y_pred, sample_weight=None):
+        y, sample_weight = for_metrics.pop(get_ident(), (y, sample_weight))
+        return compute_metrics(x, y, y_pred, sample_weight)
 
     def prepared_step(data):
         weight = 1.0
@@ -70,8 +72,8 @@ def prepare_step(
         if source.raw_batches:
             inputs = source.finish(inputs)
 
-        if mixes:
-            hard_targets[get_ident()] = harden(targets)
+        if mixes or class_weights:
+            for_metrics[get_ident()] = harden(targets) if mixes else targets, weights
         if class_weights and mixes:
             targets, weights = weighted_mixture(targets, class_weights)
         elif class_weights:
@@ -84,7 +86,7 @@ def prepare_step(
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
         # A model's own train_step may compute no metrics.
-        hard_targets.pop(get_ident(), None)
+        for_metrics.pop(get_ident(), None)
         # compute_loss should have used the weight. Otherwise the gradients of all ranks would count
         # equally, whatever the sizes of their batches.
         if batch_weight:
@@ -95,8 +97,8 @@ def prepare_step(
         return result
 
     model.train_step = prepared_step
-    if mixes:
-        model.compute_metrics = hard_metrics
+    if mixes or class_weights:
+        model.compute_metrics = own_metrics
     if has_batch_weights:
         model.compute_loss = weighted_loss
 

@@ -86,3 +86,19 @@ def test_inputs_with_other_columns_than_in_training_are_refused(names):
     assert from_arrays(train, labels, train[:1], labels[:1]).num_examples("test") == 1
     with pytest.raises(DataError, match=r"x_test has the columns \w, \w, and x_train a, b; give"):
         from_arrays(train, labels, train.rename_columns(names), labels)
+
+
+def test_images_with_the_channels_first_are_refused():
+    cells = list(np.zeros((4, 3, 6, 6), np.uint8))
+    frame = pytest.importorskip("pandas").DataFrame({"image": cells, "label": [0, 1, 0, 1]})
+    with pytest.raises(
+        DataError, match=r"row 0: the image has the shape \(3, 6, 6\), and image_shape"
+    ):
+        from_frame(frame, image_shape=(6, 6, 3))
+
+
+def test_rows_in_a_dict_of_lists_are_those_of_train():
+    rows = {"img": [np.zeros((28, 28))] * 100}
+    few = {"img": [np.zeros((28, 28))] * 20}
+    source = from_arrays(rows, np.zeros(100), few, np.zeros(20))
+    assert source.num_examples("test") == 20

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
+from hvtrain.data.formats.folders import look_up_labels
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import SHAPE, joined, random_images, write_folder
@@ -179,3 +180,11 @@ def test_a_file_of_labels(tmp_path):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     with pytest.raises(DataError, match=r"gone.csv cannot be read: .*No such file"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(tmp_path / "gone.csv"))
+
+
+def test_labels_may_be_quoted(tmp_path):
+    (tmp_path / "labels.csv").write_text('"a.jpg","cat"\n"b.jpg","crane, bird"\n')
+    labels = {"cat": 0, "crane, bird": 1}
+    paths = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
+    found = look_up_labels(paths, labels, str(tmp_path / "labels.csv"), None)
+    assert [label for _, label in found] == [0, 1]

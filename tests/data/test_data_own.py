@@ -364,3 +364,10 @@ def test_batches_of_a_pydataset_are_checked(batches, message):
     error = caught.value if isinstance(caught.value, DataError) else source.explain(caught.value)
     with pytest.raises(DataError, match=message):
         raise error
+
+
+def test_a_list_of_inputs_is_several_inputs():
+    batch = ([np.zeros((2, 3)), np.zeros((2, 5))], np.zeros(2))
+    source = from_dataset(lambda **_: Lists([batch]), name="lists")
+    ((inputs, _),) = source.training(StreamRequest(Topology(), 2, 1, 0, 1)).take(1)
+    assert [part.shape[1] for part in inputs] == [3, 5]

@@ -146,6 +146,7 @@ def test_an_embedded_table():
         ),
         ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave none of the 60 rows"),
         ({"target_is": "number"}, r"dataset.target_is=number, but the column plan holds"),
+        ({"features": ["age"]}, r"dataset.features=\['age'\] is not a mapping; write one such as"),
         ({"target_is": "names"}, r"dataset.target_is=names is not one of class, number, null"),
     ],
 )

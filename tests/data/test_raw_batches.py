@@ -10,6 +10,7 @@ from hvtrain.data import StreamRequest
 from hvtrain.data.sources.built_in import digits
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
+from hvtrain.tasks import Classification
 from hvtrain.training.prepared_step import prepare_step
 
 
@@ -40,3 +41,17 @@ def test_the_same_weights_from_a_quarter_of_the_bytes(jit_compile):
         "TensorFlow may multiply by the reciprocal in one place and divide in the other"
     )
     assert np.abs(plain[1][0]).max() > 0.3, "it has trained"
+
+
+def test_class_weights_count_in_the_loss_and_not_in_the_metrics():
+    source = digits()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Activation("linear")])
+    model.compile(
+        keras.optimizers.SGD(0.0),
+        Classification().default_loss(),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+    prepare_step(model, source, class_weights=[1.0, 9.0])
+    logits, targets, weights = np.array([[1.0, 0.0]] * 4), np.array([0, 0, 0, 1]), np.ones(4)
+    logs = model.train_step((tf.constant(logits), tf.constant(targets), tf.constant(weights)))
+    assert float(logs["accuracy"]) == 0.75

@@ -627,3 +627,10 @@ def test_a_pattern_does_not_match_hidden_copies(tmp_path):
         (tmp_path / name).write_text("x,y\n1,2\n")
     files = table_files(str(tmp_path / "**/*.csv"), "dataset.file")
     assert [file for file, _ in files] == [tmp_path / "a.csv"]
+
+
+def test_columns_of_choices_are_no_evidence_of_decimal_commas():
+    choices = pa.array(["1,2"] * 8 + ["1,2,3"])
+    money = pa.array(["1,234", "950", "45,000"] * 3)
+    column = infer("x", money, number_formats([choices, money], None, None), False)
+    assert np.asarray(read(column, money, "t.csv").values).tolist()[:3] == [1234.0, 950.0, 45000.0]

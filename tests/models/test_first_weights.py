@@ -200,3 +200,15 @@ def test_what_is_no_source_is_refused_in_one_line(tmp_path, name, message):
         begin_with(network(), str(tmp_path / name))
     assert str(caught.value).startswith(f"model.weights={tmp_path / name} {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_the_slots_that_copy_the_weights_follow(tmp_path):
+    checkpoint(network(seed=1), tmp_path)
+    model = network(seed=2)
+    model.compile(keras.optimizers.ScheduleFreeAdamW(1e-6))
+    model.optimizer.build(model.trainable_variables)
+    begin_with(model, str(tmp_path))
+    expected = [variable.numpy() for variable in model.trainable_variables]
+    model.optimizer.apply([np.ones(value.shape, np.float32) for value in expected])
+    for variable, value in zip(model.trainable_variables, expected):
+        np.testing.assert_allclose(variable.numpy(), value, atol=1e-4)

@@ -250,3 +250,11 @@ def test_an_efficiency_of_few_steps_says_so(tmp_path):
         read_run(write_run(tmp_path / "run", split={**SPLIT, "caution": "3 steps are too few"}))
     )
     assert "<small>3 steps are too few</small>" in text
+
+
+def test_the_time_in_all_is_that_of_all_starts(tmp_path):
+    folder = write_run(tmp_path / "run")
+    result = json.loads((folder / "result.json").read_text())
+    result["goodput"] = {"share": 0.9, "all": 7400.0, "restarts": 200.0}
+    (folder / "result.json").write_text(json.dumps(result))
+    assert "2 h 0 min" in page.html(read_run(folder))

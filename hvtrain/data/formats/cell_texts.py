@@ -57,6 +57,11 @@ ISO_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)"
 DATE_LIKE = r"\d[-/. ,]+\w"
 # Matches 3,14 and 1.234,50, but not 1,234, whose comma may separate thousands.
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
+# A cell with three or more choices, such as 1,2,5.
+CHOICES = r"^\d{1,2}(,\d{1,2}){2,}$"
+# A column holds choices if at least this share of its cells match CHOICES, and most match ANY_CHOICES.
+MIN_CHOICES = 0.01
+ANY_CHOICES = r"^\d{1,2}(,\d{1,2})*$"
 
 
 def keep_where(values: pa.Array, mask: pa.Array) -> pa.Array:
@@ -67,6 +72,14 @@ def keep_where(values: pa.Array, mask: pa.Array) -> pa.Array:
 def share(mask: pa.Array) -> float:
     """Returns the share of true values; 0 for an empty mask."""
     return pc.mean(mask).as_py() or 0.0
+
+
+def has_choices(text: pa.Array) -> bool:
+    """Returns True for a column of answers with several choices in a cell, such as 1,2,5."""
+    with_comma = text.filter(pc.match_substring(text, ","))
+    num_choices = pc.sum(pc.match_substring_regex(with_comma, CHOICES)).as_py() or 0
+    are_common = num_choices >= max(1, MIN_CHOICES * len(text))
+    return are_common and share(pc.match_substring_regex(text, ANY_CHOICES)) >= MOSTLY
 
 
 def unit_in(text: pa.Array) -> str:
@@ -102,7 +115,10 @@ def number_formats(
     # read with decimal commas. Half of that column's cells suffice as evidence, since
     # whole numbers have no decimal sign.
     samples = [text.drop_null()[:SAMPLE_ROWS] for text in columns]
-    if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
+    if any(
+        share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 and not has_choices(sample)
+        for sample in samples
+    ):
         formats.sort(key=lambda pair: pair[0] != ",")
     return formats
 

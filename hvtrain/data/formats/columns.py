@@ -22,6 +22,7 @@ from hvtrain.data.formats.cell_texts import (
     DATE_LIKE,
     MOSTLY,
     SAMPLE_ROWS,
+    has_choices,
     keep_where,
     numbers_in,
     share,
@@ -46,11 +47,6 @@ MAX_EXACT = 2**53
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
-# A cell with three or more choices, such as 1,2,5.
-CHOICES = r"^\d{1,2}(,\d{1,2}){2,}$"
-# A column holds choices if at least this share of its cells match CHOICES, and most match ANY_CHOICES.
-MIN_CHOICES = 0.01
-ANY_CHOICES = r"^\d{1,2}(,\d{1,2})*$"
 # Interval between lines of progress in the log.
 PROGRESS_SECONDS = 5.0
 
@@ -211,10 +207,7 @@ def _infer_text(
     if pc.any(pc.match_substring_regex(with_zero, r"^0\d+$")).as_py():
         return column
     # With a decimal comma, the two choices 1,2 would become the number 1.2.
-    with_comma = text.filter(pc.match_substring(text, ","))
-    num_choices = pc.sum(pc.match_substring_regex(with_comma, CHOICES)).as_py() or 0
-    are_common = num_choices >= max(1, MIN_CHOICES * len(text))
-    if are_common and share(pc.match_substring_regex(text, ANY_CHOICES)) >= MOSTLY:
+    if has_choices(text):
         return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]

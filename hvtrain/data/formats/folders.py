@@ -3,6 +3,7 @@
 Also looks up the classes of files in a label file, for folders without class folders.
 """
 
+import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,5 +232,7 @@ def _rows(path: str) -> list[list[str]]:
     """Reads the first two fields of each line, split at commas if every line has one, else at white space or commas."""
     lines = [line for line in read_text(user_path(path)).splitlines() if line.strip()]
     has_commas = all("," in line for line in lines)
-    rows = [line.split(",") if has_commas else line.replace(",", " ").split() for line in lines]
+    rows = [line.replace(",", " ").split() for line in lines]
+    if has_commas:
+        rows = [next(csv.reader([line], skipinitialspace=True)) for line in lines]
     return [[field.strip() for field in row[:2]] for row in rows]

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvtrain.config.validate import check_choice, check_least
+from hvtrain.config.validate import check_choice, check_least, check_mapping
 from hvtrain.data.formats.cell_texts import number_formats, share, sort_by_value
 from hvtrain.data.formats.columns import (
     DATE_PARTS,
@@ -101,6 +101,7 @@ class Settings:
         by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
         for action in by_column.values():
             check_choice("dataset.missing", action, MISSING)
+        check_mapping("dataset.features", self.features, "{age: float_normalized}")
         for column, feature in (self.features or {}).items():
             check_choice(f"dataset.features.{column}", feature, KINDS)
         check_choice("dataset.target_is", self.target_is or "null", ("class", "number", "null"))

@@ -259,3 +259,19 @@ def class_indices(labels: np.ndarray, location: str) -> np.ndarray:
         )
 
     return labels
+
+
+def check_image_cell(cell: np.ndarray, shape: ImageShape, location: str) -> None:
+    """Raises DataError unless the array in a table's cell holds one image of this shape, flat or in its layout."""
+    num_pixels = int(np.prod(shape))
+    if cell.size != num_pixels or cell.dtype.kind not in "biuf":
+        raise DataError(
+            f"{location}: the image has {cell.size} value(s) of type {cell.dtype}; {num_pixels} numbers are needed "
+            "(encoded images: write Parquet and choose dataset=parquet)"
+        )
+    # Axes of length 1 have no order. Channels may come first, as in PyTorch.
+    sides = [side for side in cell.shape if side != 1]
+    if len(sides) > 1 and sides != [side for side in shape if side != 1]:
+        raise DataError(
+            f"{location}: the image has the shape {cell.shape}, and image_shape is {tuple(shape)}; transpose it"
+        )

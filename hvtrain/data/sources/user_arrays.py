@@ -13,8 +13,13 @@ import tensorflow as tf
 
 from hvtrain.data.description import listed
 from hvtrain.data.pipeline.transform import check_image_shape
-from hvtrain.data.source import Parts
-from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indices
+from hvtrain.data.source import ImageShape, Parts
+from hvtrain.data.sources.arrays import (
+    ArraySource,
+    ImagesWithMasks,
+    check_image_cell,
+    class_indices,
+)
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError, DataError
 
@@ -170,7 +175,8 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
 def _pack_rows(part: Any, train: Any) -> Any:
     """Turns a list of rows into an array; `train`, the training split's list, tells rows from a structure."""
     if isinstance(part, dict):
-        return {name: _pack_rows(item, item) for name, item in part.items()}
+        known = train if isinstance(train, dict) else {}
+        return {name: _pack_rows(item, known.get(name, item)) for name, item in part.items()}
     if not isinstance(part, list):
         return part
     # A list with an array that is at least as long as the list is a structure. It becomes a tuple,
@@ -211,9 +217,7 @@ def _plain_array(values: Any, location: str) -> np.ndarray:
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(
-            f"{location} has rows of different lengths; pad them to one length"
-        ) from error
+        raise DataError(f"{location} has rows of different lengths; pad them") from error
 
     # Only booleans, numbers and text are accepted.
     if array.dtype.kind not in "biufUS":
@@ -359,7 +363,7 @@ def from_frame(
             location = f"{name}, {split}"
             if not len(frame):
                 raise DataError(f"{location} has no rows; give some (only train is required)")
-            cells = _frame_cells(location, frame, int(np.prod(shape)), image_column)
+            cells = _frame_cells(location, frame, shape, image_column)
             options.setdefault("example_shape", cells[0].shape)
             arrays[f"x_{split}"] = np.stack([cell.reshape(shape) for cell in cells])
             arrays[f"y_{split}"] = _frame_column(location, frame, label_column)
@@ -368,7 +372,7 @@ def from_frame(
 
 
 def _frame_cells(
-    location: str, frame: Any, num_pixels: int, image_column: str | int | Sequence[str | int]
+    location: str, frame: Any, shape: ImageShape, image_column: str | int | Sequence[str | int]
 ) -> list[np.ndarray]:
     """Returns the pixels of each row of a table, in the shape that they have in the table."""
     if isinstance(image_column, str | int):
@@ -378,11 +382,7 @@ def _frame_cells(
     # A cell may hold an array of any shape.
     cells = list(map(np.atleast_1d, rows))
     for row, cell in enumerate(cells):
-        if cell.size != num_pixels or cell.dtype.kind not in "biuf":
-            raise DataError(
-                f"{location}, row {row}: the image has {cell.size} value(s) of type {cell.dtype}; {num_pixels} numbers "
-                "are needed (encoded images: write Parquet and choose dataset=parquet)"
-            )
+        check_image_cell(cell, shape, f"{location}, row {row}")
     return cells
 
 

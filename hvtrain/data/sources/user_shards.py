@@ -183,7 +183,9 @@ class PyDatasetExamples:
         batch = self._dataset[index]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {index} holds {_describe_parts(batch)}; {PARTS_NEEDED}")
-        parts = nest.map_structure(lambda part: narrow_dtype(np.asarray(part)), tuple(batch))
+        # A list of inputs becomes a tuple, since tf.data would stack the arrays of a list.
+        batch = keras.tree.lists_to_tuples(tuple(batch))
+        parts = nest.map_structure(lambda part: narrow_dtype(np.asarray(part)), batch)
         # A scalar has no rows.
         sizes = {len(array) if array.ndim else 0 for array in nest.flatten(parts)}
         if len(sizes) > 1:
