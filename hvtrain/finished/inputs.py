@@ -13,6 +13,7 @@ from hvtrain.data.formats.columns import Column
 from hvtrain.data.formats.folders import files_below, is_junk
 from hvtrain.data.formats.image_files import SUFFIXES, is_image
 from hvtrain.data.formats.schema import plain_columns, read_cells
+from hvtrain.data.formats.table_phrases import odd_texts
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing, decode
@@ -274,8 +275,11 @@ def _read_rows(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     for column, tensor_spec in zip(columns, spec.values()):
         is_gap = cells[column.name].is_gap
         if is_gap.any():
+            odd = cells[column.name].odd
+            unreadable = f"; unreadable cells: {odd_texts(cells[column.name])}" if odd else ""
             raise DataError(
-                f"input={path}: row {np.argmax(is_gap)} has no {column.name}; fill the gap or drop the row"
+                f"input={path}: row {np.argmax(is_gap)} has no {column.name} (rows without it: {is_gap.sum()}"
+                f"{unreadable}); fill or drop them"
             )
         array = np.asarray(cells[column.name].values)
         converted = _cast(array, tensor_spec.dtype, f"input={path}: column {column.name}")

@@ -64,7 +64,7 @@ def main() -> int:
     config = _compose_examples(space, overrides)[0]
     if config.train.max_time:
         raise ConfigError(
-            f"train.max_time={config.train.max_time} would end trials before they have results; leave it out"
+            f"train.max_time={config.train.max_time} may end trials before they have results; set train.max_time=null"
         )
     goal = goal_of(config, options.metric, options.direction)
     # Trials are comparable only if these agree, so the study stores them.

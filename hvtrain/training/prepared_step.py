@@ -46,8 +46,8 @@ def prepare_step(
     augmentation = source.augmentation
     mixes = augmentation and augmentation.mixes
     batch_weight: list[Any] = []  # The weight in the step being traced, until the loss uses it.
-    # The targets and the examples' own weights, which metrics get. By thread: a strategy may trace the
-    # steps of several replicas alternately.
+    # Targets without mixing and the examples' own weights, which metrics get. By thread: a strategy may
+    # trace the steps of several replicas alternately.
     for_metrics: dict[int, Any] = {}
 
     @wraps(compute_loss)
@@ -57,8 +57,10 @@ def prepare_step(
 
     @wraps(compute_metrics)
     def own_metrics(x, y, y_pred, sample_weight=None):
-        y, sample_weight = for_metrics.pop(get_ident(), (y, sample_weight))
-        return compute_metrics(x, y, y_pred, sample_weight)
+        hard_targets, weights = for_metrics.pop(get_ident(), (None, sample_weight))
+        if hard_targets is not None:
+            y = hard_targets
+        return compute_metrics(x, y, y_pred, None if sample_weight is None else weights)
 
     def prepared_step(data):
         weight = 1.0
@@ -73,7 +75,7 @@ def prepare_step(
             inputs = source.finish(inputs)
 
         if mixes or class_weights:
-            for_metrics[get_ident()] = harden(targets) if mixes else targets, weights
+            for_metrics[get_ident()] = harden(targets) if mixes else None, weights
         if class_weights and mixes:
             targets, weights = weighted_mixture(targets, class_weights)
         elif class_weights:

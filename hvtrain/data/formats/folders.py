@@ -234,5 +234,8 @@ def _rows(path: str) -> list[list[str]]:
     has_commas = all("," in line for line in lines)
     rows = [line.replace(",", " ").split() for line in lines]
     if has_commas:
-        rows = [next(csv.reader([line], skipinitialspace=True)) for line in lines]
+        try:
+            rows = [next(csv.reader([line], skipinitialspace=True)) for line in lines]
+        except csv.Error as error:
+            raise DataError(f"{path} is not a CSV file: {error}; write it again") from error
     return [[field.strip() for field in row[:2]] for row in rows]

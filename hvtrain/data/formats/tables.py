@@ -85,7 +85,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
             _refuse_other_splits([file.relative_to(path) for file in files], location)
     elif base != path:
         pattern = path.relative_to(base)
-        names_hidden = any(part.startswith(".") for part in pattern.parts)
+        names_hidden = any(part.startswith(".") and part != ".." for part in pattern.parts)
         # Unlike a shell's, these patterns match hidden files too, such as Jupyter's copies.
         files = [
             file

@@ -262,7 +262,7 @@ def class_indices(labels: np.ndarray, location: str) -> np.ndarray:
 
 
 def check_image_cell(cell: np.ndarray, shape: ImageShape, location: str) -> None:
-    """Raises DataError unless the array in a table's cell holds one image of this shape, flat or in its layout."""
+    """Raises DataError unless the array in a table's cell holds one image of this shape, with its axes in order."""
     num_pixels = int(np.prod(shape))
     if cell.size != num_pixels or cell.dtype.kind not in "biuf":
         raise DataError(
@@ -271,7 +271,8 @@ def check_image_cell(cell: np.ndarray, shape: ImageShape, location: str) -> None
         )
     # Axes of length 1 have no order. Channels may come first, as in PyTorch.
     sides = [side for side in cell.shape if side != 1]
-    if len(sides) > 1 and sides != [side for side in shape if side != 1]:
+    needed = [side for side in shape if side != 1]
+    if sides != needed and sorted(sides) == sorted(needed):
         raise DataError(
             f"{location}: the image has the shape {cell.shape}, and image_shape is {tuple(shape)}; transpose it"
         )

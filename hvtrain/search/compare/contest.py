@@ -113,7 +113,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
 
     if config.train.max_time:
         raise ConfigError(
-            f"train.max_time={config.train.max_time} would end runs before they have results; leave it out"
+            f"train.max_time={config.train.max_time} may end runs before they have results; set train.max_time=null"
         )
 
     if config.data.uneven == "auto":

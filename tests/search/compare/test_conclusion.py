@@ -340,7 +340,7 @@ def test_bad_arguments_are_refused_before_anything_starts(
 
 
 def test_runs_that_would_end_without_results_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train.max_time=1m would end runs before they have"):
+    with pytest.raises(ConfigError, match=r"train.max_time=1m may end runs before they have"):
         contestants(["strategy=single,horovod", "train.max_time=1m"], 2)
 
 
