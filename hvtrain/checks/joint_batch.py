@@ -135,9 +135,9 @@ def compare(
     steps: int = STEPS,
     wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
-    """Trains the case on all ranks, in one process, and on one rank alone (every rank).
+    """Trains the case on all ranks, in one process, and on one rank alone.
 
-    Returns the same comparison on each rank.
+    Every rank must call this, and gets the same comparison.
 
     Args:
         case: The model and its optimizer.

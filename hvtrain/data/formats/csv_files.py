@@ -223,7 +223,7 @@ def _find_layout(sample: str, is_cut: bool, delimiter: str | None) -> Layout:
     num_skipped = 0
     first, _, rest = sample.partition("\n")
     first = first.strip(" \r")
-    # Excel writes the delimiter on a line of its own, such as sep=;
+    # In a file made for Excel, the first line may name the delimiter, as in sep=;
     if first.lower().startswith("sep=") and len(first) == 5:
         delimiter = delimiter or first[4]
         sample = rest

@@ -324,7 +324,7 @@ def _draw_direction(rng: np.random.Generator) -> tuple[float, float]:
             return x / length, y / length
 
 
-# The shapes by name, as classes from 1 on; class 0 is the ground. Each function returns the
+# The shapes by name, as classes from 1 on; class 0 is the background. Each function returns the
 # distance of each pixel from the outline, in pixels, negative inside. Near corners, it is less than
 # the true distance. x and y are offsets from the center, and radius is that of the circumscribed
 # circle.

@@ -176,7 +176,8 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
     They include the time of a rank's own work in a step, from the first entry of strategy=horovod whose
-    rounds were measured. Returns None if there is no such entry, or if so many ranks were measured.
+    rounds were measured. Returns None if there is no such entry, or if the comparison already had
+    num_ranks ranks or more.
     """
     if num_ranks <= comparison["num_ranks"]:
         return None
