@@ -108,6 +108,20 @@ _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
 
+def callback_numbers(callback: Any) -> dict[str, Any]:
+    """Returns the callback's NUMBERS, and the name of the metric that they are about, `monitor`, if it has one."""
+    values = vars(callback)
+    numbers: dict[str, Any] = {}
+    for key in NUMBERS:
+        # A user's own callback may use the name for something else.
+        if not isinstance(values.get(key), str | bytes):
+            with suppress(TypeError, ValueError):
+                numbers[key] = float(values.get(key))
+    if isinstance(values.get("monitor"), str):
+        numbers["monitor"] = values["monitor"]
+    return numbers
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint in memory."""
@@ -134,10 +148,11 @@ class Checkpoint:
         """
         with _require_numbers("callback state"):
             # Known names only, so that a checkpoint cannot set any other attribute of a callback.
-            saved: dict[str, dict[str, Any]] = {
-                name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
-                for name, numbers in self.meta.get("callbacks", {}).items()
-            }
+            saved: dict[str, dict[str, Any]] = {}
+            for name, numbers in self.meta.get("callbacks", {}).items():
+                saved[name] = {key: float(numbers[key]) for key in NUMBERS if key in numbers}
+                if "monitor" in numbers:
+                    saved[name]["monitor"] = str(numbers["monitor"])
         for name, values in saved.items():
             weights = [
                 self.arrays[key]

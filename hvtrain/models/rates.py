@@ -140,6 +140,15 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     inner.use_ema = True
     inner.ema_momentum = momentum
 
+    # Keras's averages are zeros before the first step. A loss scale may skip all steps of a short run.
+    use_averages = inner.finalize_variable_values
+
+    def use_averages_after_a_step(variables):
+        if inner.iterations.numpy():
+            use_averages(variables)
+
+    inner.finalize_variable_values = use_averages_after_a_step
+
     # Keras would also average after steps that only accumulate gradients.
     accumulation_steps = inner.gradient_accumulation_steps
     if accumulation_steps:
@@ -156,13 +165,12 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
 def averaged_weights(model: keras.Model, momentum: float | None) -> Iterator[None]:
     """Sets the model's weights to their averages within the block, then restores them exactly.
 
-    Does nothing if `momentum` is None or no step has been taken.
+    Does nothing if `momentum` is None or no step has changed the weights.
     """
-    inner = _inner_optimizer(model.optimizer)
-    # Keras's averages are zeros before the first step.
-    if momentum is None or not inner.iterations.numpy():
+    if momentum is None:
         yield
         return
+    inner = _inner_optimizer(model.optimizer)
     variables = [variable.value for variable in inner._trainable_variables]
     # The copies stay on the device of the weights.
     weights = [tf.identity(variable) for variable in variables]

@@ -223,6 +223,8 @@ class BatchSearch:
 
         Each rank tries the step alone, because a rank that fails in a joint step leaves the others waiting
         for its gradients. The memory for the reduction itself does not depend on the batch.
+
+        Raises TrainingError if it does not fit and the step itself has collectives, in which the others wait.
         """
         model = self.model
 
@@ -233,17 +235,39 @@ class BatchSearch:
         # Compiled like the real step, since XLA plans memory differently.
         step = tf.function(gradients_only, jit_compile=model.jit_compile)
 
+        batch = next(iter(run.batches_from(0)))
         try:
-            step(next(iter(run.batches_from(0))))
+            step(batch)
         except tf.errors.OpError as error:
             is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
             if not is_exhausted and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             # Only this rank's log has the error itself; the other ranks learn that there was one.
-            log.info(f"rank {self.comm.topology.rank}: {' '.join(error.message.split())[:200]}")
+            rank = self.comm.topology.rank
+            log.info(f"rank {rank}: {' '.join(error.message.split())[:200]}")
+            if _has_collectives(step.get_concrete_function(batch).graph):
+                size = run.plan.batch_sizes[0]
+                raise TrainingError(
+                    f"train.batch_size={size} exceeds the memory of rank {rank}, and the other ranks wait for it "
+                    "within the step (synchronized batch norm, a sharded table or a loss over the joint batch); add "
+                    f"--largest {size // 2}"
+                ) from error
             return False
 
         return True
+
+
+def _has_collectives(graph: tf.Graph) -> bool:
+    """True if an operation of the graph, or of a function that it calls, is one of Horovod's."""
+    operations = [
+        *(operation.type for operation in graph.get_operations()),
+        *(
+            node.op
+            for function in graph.as_graph_def().library.function
+            for node in function.node_def
+        ),
+    ]
+    return any(operation.startswith("Horovod") for operation in operations)
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:

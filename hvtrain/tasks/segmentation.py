@@ -63,7 +63,14 @@ class Segmentation(ClassTask):
 
     def default_metrics(self) -> Metrics:
         # A partial, because num_classes is known only from the data set; see Task.complete.
-        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, ignore_class=self.ignored_label)
+        iou = partial(
+            keras.metrics.MeanIoU,
+            sparse_y_pred=False,
+            ignore_class=self.ignored_label,
+            # By default Keras counts in int32, which cuts weights to whole numbers and
+            # overflows at 2**31 pixels: 8,192 images of 512 x 512.
+            dtype="float64",
+        )
         return {"mean_iou": iou}
 
     def check_targets(self, source: Source) -> None:

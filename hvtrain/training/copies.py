@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.data import fitted
-from hvtrain.data.kinds import KINDS_FILE
 from hvtrain.errors import StorageError, UserError
 from hvtrain.system.console import in_background
 from hvtrain.system.files import (
@@ -31,7 +29,7 @@ from hvtrain.system.files import (
     writing,
 )
 from hvtrain.system.run_files import CONFIG_FILE
-from hvtrain.training.find_checkpoint import RECORDS
+from hvtrain.training.find_checkpoint import read_records
 from hvtrain.training.run import Run
 from hvtrain.watchdog.connections import enable_keepalive, encode
 from hvtrain.watchdog.starting import agree_on_address
@@ -176,17 +174,12 @@ class Sender(Copies):
 
     def _send_checkpoint(self, path: Path) -> None:
         """Sends a checkpoint with the run's small files. Raises StorageError or OSError if that fails."""
-        names = [CONFIG_FILE, KINDS_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
-        small_files = [
-            *(self._folder / name for name in names),
-            *(self._folder / fitted.FOLDER).glob("[!.]*"),
-        ]
+        small_files = read_records(self._folder)
+        for name in (CONFIG_FILE, f"checkpoints/{writer.BEST}"):
+            if is_own_file(self._folder / name):
+                small_files[name] = read_bytes(self._folder / name)
         # As Latin-1, which maps each byte to one character, so that JSON can hold them.
-        records = {
-            str(file.relative_to(self._folder)): read_bytes(file).decode("latin-1")
-            for file in small_files
-            if is_own_file(file)
-        }
+        records = {name: data.decode("latin-1") for name, data in small_files.items()}
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         try:
             self._socket.sendall(encode({"name": path.name, "sizes": sizes, "records": records}))

@@ -308,8 +308,14 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"
         lines["resumed"] = f"{start.name}: {done}{describe_resize(start, plan)}"
-        if start.ended or start.step >= plan.num_steps:
+        if start.step >= plan.num_steps:
             lines["resumed"] += "; nothing is left to train"
+        elif start.ended:
+            # The callback's stop is part of the run's result, so more steps need another run.
+            lines["resumed"] += (
+                "; a callback ended the training there, so nothing is left to train; to train on, "
+                f"start another run with model.weights={run.folder}"
+            )
         lines["changed"] = "; ".join(
             f"{name} {format_setting(before)} -> {format_setting(now)}"
             for name, (before, now) in run.changed.items()

@@ -178,9 +178,11 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
     assert is_untouched(outside)
 
 
-def test_callbacks_get_numbers_only():
-    meta = {"callbacks": {"stop": {"wait": 3, "best": 0.5, "model": 1, "__class__": 2}}}
-    assert store.Checkpoint(0, meta, {}).callbacks() == {"stop": {"wait": 3.0, "best": 0.5}}
+def test_callbacks_get_numbers_and_the_name_of_their_metric_only():
+    numbers = {"wait": 3, "best": 0.5, "model": 1, "__class__": 2, "monitor": "loss"}
+    meta = {"callbacks": {"stop": numbers}}
+    kept = {"wait": 3.0, "best": 0.5, "monitor": "loss"}
+    assert store.Checkpoint(0, meta, {}).callbacks() == {"stop": kept}
     for wrong in (
         [1],
         {"stop": 3},

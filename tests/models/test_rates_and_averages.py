@@ -198,6 +198,8 @@ def test_the_raw_weights_come_back_after_an_error_too():
         assert all(np.array_equal(a, b) for a, b in zip(first, model.get_weights())), (
             "no average before the first step"
         )
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+    assert all(np.array_equal(a, b) for a, b in zip(first, model.get_weights())), "nor at the end"
     for batch in BATCHES[:2]:
         model.train_on_batch(*batch)
     raw = model.get_weights()

@@ -7,6 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import _allreduce
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
@@ -133,6 +135,15 @@ def test_ranks_of_a_host_share_its_memory():
     assert lacking_host([RankMemory("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), (
         "more than allowed already"
     )
+
+
+def test_a_collective_within_a_branch_is_found():
+    def step(x, is_reduced):
+        return tf.cond(x > 0, lambda: _allreduce(x, name="sum") if is_reduced else x, lambda: x)
+
+    for is_reduced in (True, False):
+        graph = tf.function(step).get_concrete_function(tf.constant(1.0), is_reduced).graph
+        assert batch_search._has_collectives(graph) is is_reduced
 
 
 def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):

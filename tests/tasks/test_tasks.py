@@ -555,3 +555,14 @@ def test_label_smoothing_is_that_of_keras_and_of_training_alone():
         match=r"task.label_smoothing mixes classes, but task.loss is MeanSquaredError, which may",
     ):
         Classification(keras.losses.MeanSquaredError(), label_smoothing=0.1).soft_loss()
+
+
+def test_mean_iou_takes_weights_and_more_pixels_than_int32():
+    metric = Segmentation().default_metrics()["mean_iou"](num_classes=2)
+    logits = np.array([[[[2.0, 1.0], [2.0, 1.0]]]])  # One image of two pixels, both of class 0.
+    metric.update_state(np.array([[[0, 1]]]), logits, sample_weight=np.array([[[0.5, 0.25]]]))
+    # Class 0: 0.5 of 0.75; class 1: 0 of 0.25.
+    assert float(metric.result()) == pytest.approx(1 / 3)
+    for _ in range(40):
+        metric.total_cm.assign_add(metric.total_cm)
+    assert float(metric.result()) == pytest.approx(1 / 3)

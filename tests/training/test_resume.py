@@ -1,13 +1,18 @@
 """What each rank finds in the checkpoint that a run goes on from."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 
 from hvtrain.checkpoint.model_state import snapshot
 from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core.topology import Topology
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
+from hvtrain.training.callbacks.checkpointing import CallbackState
 from hvtrain.training.resume import redistribute_states, resume
-from hvtrain.training.run import ResumePoint
+from hvtrain.training.run import ResumePoint, Start
 
 
 def rank_state(rank):
@@ -51,3 +56,21 @@ def test_errors_of_compression_that_one_rank_cannot_use_are_told(caplog):
     assert told({}) == []
     (line,) = told({"memory/sum/error/0000": np.ones((1, 1), "float32")})
     assert "such as compression errors, is left out" in line
+
+
+def test_a_callback_that_monitors_another_metric_starts_anew(caplog):
+    """The best value of a loss would never be improved by an accuracy."""
+    run = SimpleNamespace(strategy=Strategy(), plan=None, topology=Topology())
+    position = SimpleNamespace(in_epoch=False)
+    context = SimpleNamespace(run=run, position=position, weights=None, report=None)
+    saved = {"stop": {"best": 0.25, "best_epoch": 3.0, "monitor": "val_loss"}}
+    for monitor, best in (("val_loss", 0.25), ("val_accuracy", None)):
+        stop = keras.callbacks.EarlyStopping(monitor)
+        stop.on_train_begin()
+        state = CallbackState(context, {"stop": stop}, Start(callbacks=saved))
+        state.on_train_begin({})
+        assert stop.best == best
+    assert (
+        "callbacks.stop starts anew: it monitored val_loss so far, and now val_accuracy"
+        in caplog.text
+    )

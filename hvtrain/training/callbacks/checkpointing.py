@@ -1,5 +1,6 @@
 """Callbacks that stop an interrupted run, and that save a run's state to checkpoints on disk or to memory."""
 
+import logging
 import math
 import signal
 import time
@@ -27,6 +28,8 @@ from hvtrain.training.callbacks.guard import LAYER_HINT
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import Start
+
+log = logging.getLogger(__name__)
 
 # checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast,
 # which is too slow for every step.
@@ -130,8 +133,17 @@ class CallbackState(RunCallback):
         # Keras's callbacks reset their counters in on_train_begin, so
         # this callback has to come later.
         for name, values in self._saved.items():
-            if name in self._callbacks:
-                vars(self._callbacks[name]).update(values)
+            if name not in self._callbacks:
+                continue
+            own_values = vars(self._callbacks[name])
+            monitor = own_values.get("monitor")
+            if values.get("monitor", monitor) == monitor:
+                own_values.update(values)
+            else:
+                # The best value of one metric says nothing about another.
+                log.warning(
+                    f"callbacks.{name} starts anew: it monitored {values['monitor']} so far, and now {monitor}"
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # The epoch had begun before the resume, so callbacks such as LearningRateScheduler have
@@ -150,11 +162,9 @@ class CallbackState(RunCallback):
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """Returns the numbers of each callback, by its name."""
-        numbers = {}
-        for name, callback in self._callbacks.items():
-            read = {key: _number(vars(callback).get(key)) for key in store.NUMBERS}
-            numbers[name] = {key: number for key, number in read.items() if number is not None}
-        return numbers
+        return {
+            name: store.callback_numbers(callback) for name, callback in self._callbacks.items()
+        }
 
     def arrays(self) -> store.Arrays:
         """Returns the best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
@@ -163,14 +173,6 @@ class CallbackState(RunCallback):
             for name, callback in self._callbacks.items()
             for index, weight in enumerate(getattr(callback, "best_weights", None) or ())
         }
-
-
-def _number(value: Any) -> float | None:
-    """Returns the value as a number; None if a user's own callback uses the name for something else."""
-    try:
-        return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 class _Saving(RunCallback):
