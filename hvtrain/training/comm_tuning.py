@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.models.memory import num_bytes
@@ -183,16 +184,20 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     # The same cached batch in every step, so that the input pipeline takes no time.
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
+    # With gradient accumulation only every N-th step reduces. Timing whole groups of N
+    # makes all trials reduce equally often.
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    accumulate = optimizer.gradient_accumulation_steps or 1
 
     def step_seconds(num_steps):
-        steps(1)  # The first step after a restart is slower: it fills Horovod's cache.
+        steps(accumulate)  # The first update after a restart is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(num_steps)
         return (time.perf_counter() - began) / num_steps
 
-    slowest = max(strategy.comm.gather(step_seconds(1)))
+    slowest = max(strategy.comm.gather(step_seconds(accumulate)))
     num_steps = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / slowest)))
-    return lambda: step_seconds(num_steps)
+    return lambda: step_seconds(round_up_to_accumulation(num_steps, accumulate))
 
 
 def _device_kind() -> str:

@@ -242,11 +242,19 @@ def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
 def test_splits_and_columns_that_would_be_misread_are_refused(tmp_path):
     import datasets
 
-    def split(names):
+    def split(names, labels=(0, 1)):
         features = datasets.Features({"label": datasets.ClassLabel(names=names)})
-        return datasets.Dataset.from_dict({"label": [0, 1]}, features=features).add_column(
+        return datasets.Dataset.from_dict({"label": list(labels)}, features=features).add_column(
             "x", [{"en": "a"}, {"en": "b"}]
         )
+
+    names = ["ash", "elm"]
+    datasets.DatasetDict(train=split(names), test=split(names, (-1, -1))).save_to_disk(
+        str(tmp_path / "withheld")
+    )
+    source = HuggingFace(str(tmp_path / "withheld"), "label", "label")
+    assert source.num_examples("test") == 0
+    assert "test has no labels (label is -1) and is left out" in source.description()["warnings"]
 
     datasets.DatasetDict(train=split(["ash", "elm"]), test=split(["elm", "ash"])).save_to_disk(
         str(tmp_path / "splits")

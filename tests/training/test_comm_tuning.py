@@ -119,3 +119,17 @@ def test_a_cycle_time_that_is_no_number(monkeypatch):
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "fast")
     with pytest.raises(ConfigError, match="HOROVOD_CYCLE_TIME=fast is not a number; set it to"):
         comm_tuning.default_settings(25.0)
+
+
+def test_all_trials_reduce_equally_often(monkeypatch):
+    """With train.accumulate=4 only every fourth step reduces."""
+    calls = []
+    monkeypatch.setattr(comm_tuning, "make_steps", lambda *_: calls.append)
+    optimizer = SimpleNamespace(rank_variables={}, gradient_accumulation_steps=4)
+    trial = comm_tuning._trial(
+        SimpleNamespace(optimizer=optimizer),
+        SimpleNamespace(comm=Comm(), marks=None),
+        tf.data.Dataset.from_tensors(0),
+    )
+    trial()
+    assert len(calls) == 4 and not any(num_steps % 4 for num_steps in calls), calls

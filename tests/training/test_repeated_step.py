@@ -1,11 +1,16 @@
 """Which value of a step is the first that is not finite, in networks of many kinds."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from hvtrain.errors import TrainingError
+from hvtrain.keras.gradients import NOT_FINITE
+from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.repeated_step import (
     BACKWARD,
     BATCH,
@@ -167,3 +172,17 @@ def test_the_weight_of_a_batch_is_no_part_of_it():
     spoiled = BATCH_OF_TWO[0] / 0.0, BATCH_OF_TWO[1]
     assert origin(model, (spoiled, tf.constant(1.0)), has_batch_weight=True)[0] == BATCH
     assert origin(model, (BATCH_OF_TWO, tf.constant(1.0)), has_batch_weight=True) is None
+
+
+def test_a_mean_that_overflows_though_each_gradient_is_finite_is_explained():
+    """As with strategy.compression=fp16 and a gradient of 1e5."""
+    strategy = SimpleNamespace(marks=lambda: SimpleNamespace(arrived=2))
+    context = SimpleNamespace(
+        run=SimpleNamespace(strategy=strategy),
+        model=SimpleNamespace(optimizer=keras.optimizers.SGD()),
+        position=SimpleNamespace(start_step=3),
+    )
+    error = tf.errors.InvalidArgumentError(None, None, NOT_FINITE)
+    message = r"gradient of step 3 is not finite in the mean over the ranks"
+    with pytest.raises(TrainingError, match=message), explain_errors(context):
+        raise error

@@ -108,10 +108,21 @@ class HuggingFace(StreamErrors, IndexedSource):
                         f"{self.folder}: {target} has other classes in {split} than in train; "
                         f"cast {split} to train's features (Dataset.cast)"
                     )
+            self._leave_out_unlabelled(target)
 
         # The first row determines types and lengths; _array() checks those of all other rows.
         first = train[:1]
         self._specs = {name: self._column_spec(name, first[name]) for name in columns}
+
+    def _leave_out_unlabelled(self, target: str) -> None:
+        """Leaves out splits with labels of -1 only: benchmarks publish their test sets without labels in this way."""
+        for split in ("validation", "test"):
+            if split not in self._splits:
+                continue
+            labels = self._splits[split].select_columns([target]).unique(target)
+            if labels == [-1]:
+                del self._splits[split]
+                self._warnings.append(f"{split} has no labels ({target} is -1) and is left out")
 
     @property
     def element_spec(self) -> Parts:

@@ -137,13 +137,12 @@ class CallbackState(RunCallback):
                 continue
             own_values = vars(self._callbacks[name])
             monitor = own_values.get("monitor")
-            if values.get("monitor", monitor) == monitor:
+            before = values.get("monitor", monitor)
+            if before == monitor:
                 own_values.update(values)
             else:
                 # The best value of one metric says nothing about another.
-                log.warning(
-                    f"callbacks.{name} starts anew: it monitored {values['monitor']} so far, and now {monitor}"
-                )
+                log.warning(f"callbacks.{name} starts anew: it monitored {before}, not {monitor}")
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # The epoch had begun before the resume, so callbacks such as LearningRateScheduler have

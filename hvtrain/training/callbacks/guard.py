@@ -86,19 +86,23 @@ def explain_errors(
     try:
         yield
     except tf.errors.OpError as error:
-        ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in str(error) else []
-        if ranks:
+        if NOT_FINITE in str(error):
+            ranks = ranks_at_fault(context.model.optimizer)
+            # The ranks' own gradients may be finite, and their sum not.
+            where = "in the mean over the ranks (strategy.compression=fp16 overflows above 65504)"
+            if ranks:
+                where = f"on {ranks_in_words(ranks)}"
             # Counts arrived batches, because position.step omits the steps that the failed call of the
             # graph has completed, and the number of ended steps plus one is wrong if local steps
             # synchronize between two steps.
             step = context.position.start_step + strategy.marks().arrived - steps_before
             origin = ""
             hint = LAYER_HINT
-            if search:
+            if search and ranks:
                 origin = search(step)
                 hint = ""
             raise TrainingError(
-                f"the gradient of step {step:,} is not finite on {ranks_in_words(ranks)}; "
+                f"the gradient of step {step:,} is not finite {where}; "
                 f"it did not reach the weights{origin}; {NOT_FINITE_ADVICE}{hint}"
             ) from error
 
