@@ -1,10 +1,12 @@
 """strategy=virtual_ranks: the same bits on 1, 2 and 3 ranks, also if a run goes on with another number of them."""
 
+import keras
 import numpy as np
 import pytest
 
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
+from hvtrain.keras.over_ranks import SyncBatchNormalization
 from hvtrain.strategies.virtual_ranks import VirtualRanksStrategy
 from launching import many_runs
 from run_folders import cut_off, distance, saved
@@ -99,6 +101,14 @@ def test_tuning_is_refused():
         ConfigError, match=r"strategy=virtual_ranks and comm.tune=true exclude each other"
     ):
         VirtualRanksStrategy(6).expect_restart()
+
+
+def test_synchronized_batch_norm_is_refused():
+    model = keras.Sequential([keras.Input((2,)), SyncBatchNormalization()])
+    with pytest.raises(
+        ConfigError, match=r"strategy=virtual_ranks and train.sync_batch_norm exclude"
+    ):
+        VirtualRanksStrategy(2).prepare(model)
 
 
 def test_batches_of_different_sizes_are_refused():

@@ -1,5 +1,6 @@
 """What each rank finds in the checkpoint that a run goes on from."""
 
+import signal
 from types import SimpleNamespace
 
 import keras
@@ -7,12 +8,15 @@ import numpy as np
 
 from hvtrain.checkpoint.model_state import snapshot
 from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
-from hvtrain.training.callbacks.checkpointing import CallbackState
+from hvtrain.system import console
+from hvtrain.training.callbacks.checkpointing import CallbackState, Interruption
+from hvtrain.training.callbacks.run_context import Position
 from hvtrain.training.resume import redistribute_states, resume
-from hvtrain.training.run import ResumePoint, Start
+from hvtrain.training.run import ResumePoint, RunState, Start
 
 
 def rank_state(rank):
@@ -71,3 +75,27 @@ def test_a_callback_that_monitors_another_metric_starts_anew(caplog):
         state.on_train_begin({})
         assert stop.best == best
     assert "callbacks.stop starts anew: it monitored val_loss, not val_accuracy" in caplog.text
+
+
+def test_a_single_rank_stops_after_an_update_only(monkeypatch):
+    """Gradients accumulated so far would count once per rank after a resume on several."""
+    monkeypatch.setattr(console, "take_signals", lambda *_: None)
+    plan = StepPlan((Share(8, 12),), 12, 0.1, 1.0, accumulate=4)
+    run = SimpleNamespace(
+        strategy=Strategy(),
+        plan=plan,
+        topology=Topology(),
+        config=SimpleNamespace(train=SimpleNamespace(max_time=None)),
+        state=RunState(0.0, signals=[signal.SIGTERM]),
+    )
+    position = Position(plan, 5)
+    interruption = Interruption(
+        SimpleNamespace(run=run, position=position, weights=None, report=None)
+    )
+    interruption.set_model(SimpleNamespace(stop_training=False))
+    stops = []
+    for batch in range(5, 8):
+        position.on_train_batch_end(batch, {})
+        interruption.on_train_batch_end(batch, {})
+        stops.append(interruption.model.stop_training)
+    assert stops == [False, False, True]

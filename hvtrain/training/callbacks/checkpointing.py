@@ -48,23 +48,26 @@ class Interruption(RunCallback):
         super().__init__(context)
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
-        # Only by the chief's clock: other ranks' clocks would request
-        # the stop a step earlier or later.
+        # Only by the chief's clock: other ranks' clocks would request the stop a step earlier or later.
         if self._limit and self.is_chief:
             self._deadline = self.run.state.began + parse_duration("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any) -> None:
-        # Only during training: before and after it there is nothing to
-        # save, and Ctrl-C ends the process.
+        # Only during training: before and after it there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
     def on_train_end(self, logs: Any) -> None:
         console.take_signals(signal.default_int_handler, signal.SIGINT)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        if self._signals or self._is_late:
+        # A single rank stops only after an update, as several do: if it saved gradients that it has
+        # accumulated so far, a resume on more ranks would count them once per rank.
+        is_update = self.comm.topology.size > 1 or self.position.is_multiple_of(
+            self.plan.accumulate
+        )
+        if is_update and (self._signals or self._is_late):
             self.model.stop_training = True
 
     def agree_on_reason(self) -> None:
@@ -342,8 +345,7 @@ class Checkpointing(_Saving):
     def _submit(
         self, states: list[store.Arrays], whole_values: store.Arrays, metrics: dict[str, float]
     ) -> None:
-        # An interrupted or rebalanced run continues; one that a user's
-        # callback has stopped is complete.
+        # An interrupted or rebalanced run continues; one that a user's callback has stopped is complete.
         is_unfinished = self.report.stopped_by or self.report.rebalanced
         ended = self.model.stop_training and not is_unfinished
         validated = self.validation.latest if self.validation.latest_step == self.step else {}
