@@ -64,10 +64,8 @@ class Interruption(RunCallback):
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # A single rank stops only after an update, as several do: if it saved gradients that it has
         # accumulated so far, a resume on more ranks would count them once per rank.
-        is_update = self.comm.topology.size > 1 or self.position.is_multiple_of(
-            self.plan.accumulate
-        )
-        if is_update and (self._signals or self._is_late):
+        may_stop = self.comm.topology.size > 1 or self.position.is_multiple_of(self.plan.accumulate)
+        if may_stop and (self._signals or self._is_late):
             self.model.stop_training = True
 
     def agree_on_reason(self) -> None:
