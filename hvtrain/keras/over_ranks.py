@@ -191,6 +191,11 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
     layer.supports_jit = False
 
 
+def synchronized_layers(model: keras.Model) -> list[Any]:
+    """Returns the layers that normalize over the batches of all ranks, of either kind above."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, _JointMoments)]
+
+
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
     """Returns mean, sum of squared deviations and count of this rank's batch, as vectors.
 

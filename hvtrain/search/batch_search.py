@@ -259,15 +259,11 @@ class BatchSearch:
 
 def _has_collectives(graph: tf.Graph) -> bool:
     """True if an operation of the graph, or of a function that it calls, is one of Horovod's."""
-    operations = [
-        *(operation.type for operation in graph.get_operations()),
-        *(
-            node.op
-            for function in graph.as_graph_def().library.function
-            for node in function.node_def
-        ),
-    ]
-    return any(operation.startswith("Horovod") for operation in operations)
+    definition = graph.as_graph_def()
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes.extend(function.node_def)
+    return any(node.op.startswith("Horovod") for node in nodes)
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from hvtrain.config.validate import check_whole
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
-from hvtrain.keras.over_ranks import SyncBatchNormalization
+from hvtrain.keras.over_ranks import synchronized_layers
 from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
@@ -92,9 +92,7 @@ class ParameterServerStrategy(Strategy):
                 "train.accumulate": optimizer.gradient_accumulation_steps,
                 "train.precision=mixed_float16": optimizer is not model.optimizer,
                 "train.jit_compile": model.jit_compile,
-                "train.sync_batch_norm": any(
-                    isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers()
-                ),
+                "train.sync_batch_norm": synchronized_layers(model),
                 combining: hasattr(optimizer, "optimizers"),
             }
         )

@@ -17,7 +17,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.ordered_reduction import OrderedReducer
-from hvtrain.keras.over_ranks import SyncBatchNormalization
+from hvtrain.keras.over_ranks import synchronized_layers
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.strategies.horovod import HorovodStrategy
@@ -93,9 +93,7 @@ class VirtualRanksStrategy(HorovodStrategy):
                 "train.jit_compile": model.jit_compile,
                 "model.shard_embeddings": sharded_layers(model),
                 # Its statistics would depend on how the parts are spread over the ranks.
-                "train.sync_batch_norm": any(
-                    isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers()
-                ),
+                "train.sync_batch_norm": synchronized_layers(model),
             }
         )
 

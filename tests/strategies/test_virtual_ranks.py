@@ -6,7 +6,7 @@ import pytest
 
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
-from hvtrain.keras.over_ranks import SyncBatchNormalization
+from hvtrain.keras.over_ranks import SyncBatchNormalization, synchronize
 from hvtrain.strategies.virtual_ranks import VirtualRanksStrategy
 from launching import many_runs
 from run_folders import cut_off, distance, saved
@@ -103,8 +103,12 @@ def test_tuning_is_refused():
         VirtualRanksStrategy(6).expect_restart()
 
 
-def test_synchronized_batch_norm_is_refused():
-    model = keras.Sequential([keras.Input((2,)), SyncBatchNormalization()])
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_synchronized_batch_norm_is_refused(by_setting):
+    layer = keras.layers.BatchNormalization() if by_setting else SyncBatchNormalization()
+    model = keras.Sequential([keras.Input((2,)), layer])
+    if by_setting:  # As train.sync_batch_norm=true does on several ranks.
+        synchronize(layer)
     with pytest.raises(
         ConfigError, match=r"strategy=virtual_ranks and train.sync_batch_norm exclude"
     ):
