@@ -57,6 +57,10 @@ class StorageError(UserError, RuntimeError):
     """Results that cannot be written, or an object store that does not answer."""
 
 
+class TakenOverError(StorageError):
+    """A later start of the run has taken it over, so this one must end, whatever checkpoint.on_error says."""
+
+
 class RankError(UserError, RuntimeError):
     """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""
 

@@ -171,7 +171,13 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     state.store = comm.all_or_raise(
         lambda: state.store if state.folder else open_store(config.run.dir)
     )
-    folder = comm.on_chief(lambda: open_run_folder(config, state, parent))
+    folder, stored_run = comm.on_chief(
+        lambda: (open_run_folder(config, state, parent), state.store.run)
+    )
+    if stored_run:
+        joins = comm.topology.local_rank == 0 and not comm.topology.is_chief
+        # Every rank waits, since it looks for checkpoints on its host next.
+        comm.all_or_raise(lambda: state.store.join(stored_run) if joins else None)
     state.folder = folder
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note

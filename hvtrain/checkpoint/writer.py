@@ -40,7 +40,7 @@ from hvtrain.checkpoint.store import (
     unchecked_meta,
 )
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.errors import CheckpointError, StorageError, UserError
+from hvtrain.errors import CheckpointError, StorageError, TakenOverError, UserError
 from hvtrain.system.files import TEMPORARY, flush, read_file, remove, write_json, writing
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class Writer:
 
     def fail(self, error: UserError) -> None:
         """Handles an error that kept a checkpoint from being written: stores it if it stops training, else warns."""
-        if self.config.on_error == "stop":
+        if self.config.on_error == "stop" or isinstance(error, TakenOverError):
             self._error = CheckpointError(
                 f"{error}, then start again with the same run.dir to continue"
             )

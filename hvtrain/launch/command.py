@@ -215,14 +215,20 @@ def _job(
     if is_elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
-    # A cluster's file runs elsewhere, in its own environment, and gets only the variables of --env.
-    variables = environment.parse_env_options if cluster else environment.for_ranks
+    if cluster:
+        # Its file runs elsewhere, in an environment of its own, and gets only the variables of --env.
+        variables = environment.parse_env_options(os.environ, options.env)
+        # Without the names, the file's horovodrun would not send them to other hosts. Slurm's file has --env.
+        if variables and not isinstance(cluster, Slurm):
+            variables[environment.EXTRA_NAMES] = ",".join(variables)
+    else:
+        variables = environment.for_ranks(os.environ, options.env)
     return Job(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
         controller="gloo" if is_elastic or options.how == "gloo" else "mpi",
-        environment=variables(os.environ, options.env),
+        environment=variables,
         min_ranks=(options.min_np or num_ranks) if is_elastic else None,
         max_ranks=options.max_np,
         num_ps=roles.num_ps,

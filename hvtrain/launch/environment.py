@@ -21,7 +21,8 @@ _ALLOWED = re.compile(
 )
 # Variables that are never sent, since they describe a rank of another launch, or this host's GPUs.
 _NEVER_SENT = re.compile(
-    r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
+    r"\w*CUDA_VISIBLE_DEVICES|OMPI_(COMM|UNIVERSE)_\w+|"
+    r"HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_(?!TIMEOUT_SECONDS)\w+|HOSTNAME)"
 )
 # Variables that programs on this host, such as ssh, need; other hosts have their own values.
 _LOCAL = re.compile(

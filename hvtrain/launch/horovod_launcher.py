@@ -102,6 +102,8 @@ def _prepare() -> argparse.Namespace:
     """Parses the arguments like Horovod's parse_args, then checks the hosts."""
     argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     args = _parse_args()
+    # Nothing here uses Horovod's cache of checks, and it needs a home folder that can be written.
+    args.disable_cache = True
     if not args.command:
         raise ConfigError("the command of the ranks is missing; write it last: python -m hvtrain")
     option_names(sys.argv[: -len(args.command)])  # Raises ConfigError for a repeated option.

@@ -25,6 +25,7 @@ from typing import IO, NamedTuple, TextIO
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
 from hvtrain.system import drawing
+from hvtrain.system.console import write
 from hvtrain.system.drawing import Drawing, LiveDisplay
 
 # With --prefix-output-with-timestamp, the time comes before the brackets.
@@ -353,22 +354,3 @@ def _pieces(stream: IO[str]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while data := os.read(stream.fileno(), 65536):
         yield decoder.decode(data)
-
-
-def write(stream: TextIO, text: str) -> None:
-    """Writes text to a stream of the console, and escapes characters that the stream cannot encode.
-
-    If a write fails, because the reader is gone or the disk is full, this and all later output is discarded.
-    The run and its logs continue in any case.
-    """
-    try:
-        try:
-            stream.write(text)
-        except UnicodeEncodeError as error:  # A terminal with another encoding.
-            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-        stream.flush()
-    except OSError:  # The reader is gone (| head), or the disk is full (> FILE).
-        # A write to a closed pipe would fail again at exit, with a message from Python.
-        null_device = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null_device, stream.fileno())
-        os.close(null_device)

@@ -52,7 +52,7 @@ def run(
     """
     signals = Signals()
     num_failures: Counter[str] = Counter()
-    had_no_checkpoint = run_dir is not None and notes.newest_step(run_dir) is None
+    had_no_checkpoint = not _has_checkpoint(run_dir)
     current = job
     for attempt in range(max_restarts + 1):
         if attempt:
@@ -72,7 +72,7 @@ def run(
             if remaining is None:
                 continue
             current = remaining
-            if had_no_checkpoint and run_dir and notes.newest_step(run_dir) is not None:
+            if had_no_checkpoint and _has_checkpoint(run_dir):
                 current = replace(current, command=_resume_command(job.command))
 
         run_attempt = _run_again if attempt else _run_once
@@ -94,6 +94,14 @@ def _attempt_folder(logs: Path) -> Path:
     matches = [re.fullmatch(r"attempt-(\d+)", path.name) for path in logs.glob("attempt-*")]
     number = 1 + max((int(match[1]) for match in matches if match), default=0)
     return logs / f"attempt-{number:04d}"
+
+
+def _has_checkpoint(run_dir: Path | None) -> bool:
+    """Returns True if this host has a checkpoint of the run, or a note of one on another host."""
+    if run_dir is None:
+        return False
+    note = notes.read(run_dir)
+    return notes.newest_step(run_dir) is not None or bool(note and note.step)
 
 
 def _resume_command(command: Sequence[str]) -> tuple[str, ...]:

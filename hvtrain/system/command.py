@@ -16,6 +16,7 @@ from hvtrain.errors import (
     INTERRUPTED,
     ConfigError,
     FailedRankError,
+    StorageError,
     UserError,
     cause_of,
     message_of,
@@ -210,6 +211,7 @@ def enter(work: Callable[[], int]) -> None:
     try:
         _check_arguments()
         code = work()
+        _flush_output()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
@@ -219,8 +221,8 @@ def enter(work: Callable[[], int]) -> None:
         # ranks' reports.
         console.take_signals(console.note_signal)
         code = _report(error, rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        console.write(stream, "")
     if code:
         console.call_later(SECONDS_TO_EXIT, os._exit, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
@@ -231,6 +233,18 @@ def enter(work: Callable[[], int]) -> None:
     # Python drops its signal handlers at exit, and a signal would then turn success into a failing
     # exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
+
+
+def _flush_output() -> None:
+    """Writes what is left of the output. Raises StorageError: a result that was not written is no success."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass  # The reader needs no more, as with `| head`.
+    except OSError as error:
+        raise StorageError(
+            f"the output cannot be written: {error.strerror}; make room for it, and run the command again"
+        ) from error
 
 
 def _check_arguments() -> None:
@@ -252,8 +266,8 @@ def _end_without_python(code: int) -> None:
     """
     atexit.unregister(_end_without_python)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        console.write(stream, "")
     os._exit(code)
 
 

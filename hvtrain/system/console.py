@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
@@ -361,8 +361,26 @@ def say_error(
         line = ""
     # A single write: launchers make Python's output unbuffered and
     # put their mark before each piece.
-    sys.stderr.write(f"{verdict}{line}")
-    sys.stderr.flush()
+    write(sys.stderr, f"{verdict}{line}")
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Writes text to a stream of the console, and escapes characters that the stream cannot encode.
+
+    If a write fails, because the reader is gone or the disk is full, this and all later output is discarded.
+    The run and its logs continue in any case.
+    """
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:  # A terminal with another encoding.
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        stream.flush()
+    except OSError:  # The reader is gone (| head), or the disk is full (> FILE).
+        # A write to a closed pipe would fail again at exit, with a message from Python.
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)
 
 
 def progress(text: str) -> None:

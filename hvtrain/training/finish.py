@@ -15,7 +15,7 @@ from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource
-from hvtrain.errors import StorageError, UserError, in_one_line
+from hvtrain.errors import StorageError, TakenOverError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.system.files import read_json, write_json
@@ -141,7 +141,7 @@ def send_results(run: Run) -> None:
     try:
         run.state.store.send()
     except StorageError as error:
-        if run.config.checkpoint.on_error == "stop":
+        if run.config.checkpoint.on_error == "stop" or isinstance(error, TakenOverError):
             raise
         log.warning(
             "%s; the results are in %s on this host (checkpoint.on_error=warn)", error, run.folder

@@ -41,6 +41,7 @@ from hvtrain.system.run_files import (
     read_starts,
 )
 from hvtrain.system.secrets import without_secrets
+from hvtrain.system.storage.cache import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from hvtrain.training.run import Run, RunState
@@ -119,9 +120,11 @@ def open_run_folder(config: RunConfig, state: "RunState", parent: str = "runs") 
             probe.touch()
             probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
-        ) from error
+        where, advice = f"run.dir={folder}", "choose another run.dir"
+        if state.store.address:
+            where = f"the local folder {folder} of run.dir={state.store.address}"
+            advice = f"set {FOLDER_VARIABLE} to a folder for it"
+        raise ConfigError(f"{where} cannot be written: {error.strerror}; {advice}") from error
 
     if config.resume == "never" and not state.folder and store.list_checkpoints(checkpoints):
         raise ConfigError(

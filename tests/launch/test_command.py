@@ -11,6 +11,7 @@ from hvtrain.errors import BusyError, ConfigError
 from hvtrain.launch import cluster_files, command, horovod_changes, restart
 from hvtrain.launch.cluster_kinds import Slurm, _run_folder, is_training
 from hvtrain.system import secrets
+from hvtrain.system.checkpoint_notes import NoteKeeper
 from hvtrain.system.run_lock import RunLock
 
 RUN = ("python", "-m", "hvtrain")
@@ -52,6 +53,29 @@ def test_a_restart_resumes_what_its_launch_has_saved(tmp_path):
     assert command._run(arguments, options, None).command[-1] == "resume=never"
     with pytest.raises(ConfigError, match="resume=never would refuse the checkpoints in s3://b/x"):
         command._run(["resume=never", "run.dir=s3://b/x"], options, None)
+
+
+def test_a_checkpoint_on_another_host_counts_too(tmp_path):
+    """Rank 0 may be on a host other than the launcher's, with the checkpoints on its disk."""
+    assert not restart._has_checkpoint(None)
+    keeper = NoteKeeper(tmp_path, "s2", "0123456789abcdef")
+    keeper.note(0)
+    assert not restart._has_checkpoint(tmp_path)
+    keeper.note(5)
+    assert restart._has_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("mpijob", "MINE,OTHER"), ("slurm", None)])
+def test_the_ranks_of_a_cluster_get_the_variables_on_all_hosts(kind, names, tmp_path, monkeypatch):
+    """A cluster's file starts horovodrun, which sends only what it is told. Slurm's file has `launch --env NAME`."""
+    job = []
+    monkeypatch.setattr(
+        command, "_write_files", lambda options, cluster, ready, folders: job.append(ready) or 0
+    )
+    arguments = ["launch", "-np", "2", "--env", "MINE=1", "--env", "OTHER=2", f"cluster={kind}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--", "model=mlp", f"run.dir={tmp_path}"])
+    assert command.main() == 0
+    assert job[0].environment.get("HVTRAIN_ENV") == names
 
 
 def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):

@@ -113,6 +113,7 @@ def test_which_variables_travel():
         "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
         "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "KRB5CCNAME": "FILE:/tmp/b", "CUDA_VISIBLE_DEVICES": "0",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
         "HOROVOD_RANK": "3", "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
         "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
         "AWS_REGION": "x", "AWS_SECRET_ACCESS_KEY": "x", "EDITOR": "x", "MINE": "yes",
@@ -120,7 +121,7 @@ def test_which_variables_travel():
     rank_variables = environment.for_ranks(variables, ["MINE", "NEW=a=b"])
     travelling = {
         "TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG",
-        "AWS_REGION",
+        "AWS_REGION", "HOROVOD_GLOO_TIMEOUT_SECONDS",
     }  # fmt: skip
     assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {
         "OPAL_PREFIX"

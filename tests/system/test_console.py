@@ -1,7 +1,10 @@
 """What a process knows of the launcher that may have started it, and signals while it starts another."""
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
 import psutil
@@ -28,6 +31,30 @@ def test_a_process_knows_whether_it_is_one_of_a_launchers(monkeypatch, variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert console.is_launched() == expected
+
+
+@pytest.mark.parametrize(
+    ("redirect", "shown"),
+    [("2>/dev/full", ""), (">/dev/full", "hvtrain: the output cannot be written: No space left")],
+)
+def test_a_full_disk_hides_neither_the_exit_code_nor_that_a_result_is_lost(redirect, shown):
+    """Schedulers go by the code: 75 for a run that was only interrupted."""
+    program = (
+        "from hvtrain.system.command import enter\n"
+        "from hvtrain.errors import BusyError\n"
+        "def work():\n"
+        "    print('the result')\n"
+        f"    if {not shown}: raise BusyError('another run is using it')\n"
+        "    return 0\n"
+        "enter(work)\n"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirect}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(
+        command, env=environment, shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == (2 if shown else 75), ended.stderr
+    assert ended.stderr.startswith(shown) and "Traceback" not in ended.stderr
 
 
 def test_a_ctrl_c_while_a_process_is_started_ends_that_process_and_is_not_lost(tmp_path):

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import ConfigError, DataError, StorageError
+from hvtrain.errors import ConfigError, DataError, StorageError, TakenOverError
 from hvtrain.system.checkpoint_notes import newest_step
 from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic, write_json
 from hvtrain.system.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
@@ -40,12 +40,17 @@ class RunStore:
     folder: Path | None = None
     """The local folder to work in, if run.dir is an address."""
     address = ""
+    run = ""
+    """The run's ID in the store, once `begin` has claimed it; empty for a folder on disk."""
 
     def begin(self) -> None:
         """Claims the run, and downloads its newest state if this host lacks it (chief only). Raises UserError."""
 
+    def join(self, run: str) -> None:
+        """Drops what this host has of any other run, after the chief's `begin` (one rank of each other host)."""
+
     def send(self) -> None:
-        """Uploads what has changed (chief only). Raises StorageError."""
+        """Uploads what has changed (chief only). Raises StorageError; TakenOverError if a later start has the run."""
 
 
 def address_of(folder: Path) -> str:
@@ -101,22 +106,13 @@ class _ObjectStore(RunStore):
         self._download_newest(objects)
 
     def _claim(self, owner: dict[str, Any]) -> None:
-        """Makes this start the owner of the run, and drops local files of another run.
+        """Makes this start the owner of the run.
 
         Args:
             owner: The content of OWNER so far; empty for a new run.
         """
-        identity = self.folder / IDENTITY_FILE
-        # The local files may belong to a run that was deleted from the store.
-        local_run = ""
-        if is_own_file(identity):
-            local_run = identity.read_text().partition(" ")[0]
-        if local_run != owner.get("run"):
-            for path in self.folder.iterdir():
-                # This process holds the lock, which is a file or, in its place, a claim.
-                if not path.name.startswith(".lock"):
-                    remove(path)
-
+        self.run = owner.get("run") or secrets.token_hex(8)
+        self._keep_only(self.run)
         # A restart within this process finds its own start.
         if owner and owner.get("start") != self._start:
             log.info(
@@ -126,11 +122,30 @@ class _ObjectStore(RunStore):
                 owner.get("host"),
                 owner.get("since"),
             )
-        run = owner.get("run") or secrets.token_hex(8)
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         self._write(
-            OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since}
+            OWNER,
+            {"run": self.run, "start": self._start, "host": socket.gethostname(), "since": since},
         )
+
+    def join(self, run: str) -> None:
+        # A host that cannot write here takes part all the same, and keeps no files of the run.
+        with suppress(OSError, StorageError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._keep_only(run)
+
+    def _keep_only(self, run: str) -> None:
+        """Drops local files of another run, which may have been deleted from the store, and names this one."""
+        identity = self.folder / IDENTITY_FILE
+        local_run = ""
+        if is_own_file(identity):
+            local_run = identity.read_text().partition(" ")[0]
+        if local_run == run:
+            return
+        for path in self.folder.iterdir():
+            # The chief holds the lock, which is a file or, in its place, a claim.
+            if not path.name.startswith(".lock"):
+                remove(path)
         write_atomic(identity, f"{run} {self.address}")
 
     def _download_newest(self, objects: list[Object]) -> None:
@@ -165,7 +180,7 @@ class _ObjectStore(RunStore):
             # To callers of send(), a store that cannot be read is one that cannot be written.
             raise StorageError(str(error)) from None
         if owner.get("start") != self._start:
-            raise StorageError(
+            raise TakenOverError(
                 f"{self.address} was taken over by a later start on {owner.get('host')} at "
                 f"{owner.get('since')}; wait for that one to finish"
             )

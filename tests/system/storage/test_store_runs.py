@@ -147,8 +147,17 @@ def test_what_is_here_of_a_run_that_was_deleted_there_is_removed(
         if item.is_file:
             store.filesystem().delete_file(item.path)
     begun._sent.clear()
+    first_run = begun.run
     begun.begin()
     assert names(begun.folder) == set() and (begun.folder / ".lock").exists()
+    # On other hosts too, where the search for the newest checkpoint would find it.
+    other = elsewhere(begun.address, monkeypatch, tmp_path / "other")
+    other.join(first_run)
+    write(other.folder, 1)
+    other.join(first_run)
+    assert CHECKPOINT.format(step=1) in names(other.folder)
+    other.join(begun.run)
+    assert names(other.folder) == set()
 
 
 def cache_selector(address: str):
@@ -255,6 +264,18 @@ def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(
     run.config.checkpoint = CheckpointConfig(on_error="warn")
     send_results(run)
     assert f"; the results are in {begun.folder} on this host" in caplog.messages[-1]
+    # Two starts never write to one run, whatever the setting.
+    later = open_store(begun.address)
+    later.folder.mkdir(parents=True, exist_ok=True)
+    store.fault = lambda request: None
+    later.begin()
+    writer = Writer(
+        begun.folder / "checkpoints", CheckpointConfig(on_error="warn"), send=begun.send
+    )
+    writer.send_missing()
+    assert "was taken over by a later start" in str(writer.outcome())
+    with pytest.raises(StorageError, match="was taken over by a later start"):
+        send_results(run)
     # The folder here stands for the address.
     assert (
         open_store(str(begun.folder)).address == begun.address
