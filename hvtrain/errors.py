@@ -95,12 +95,13 @@ class Stopped(SystemExit):
     """
 
 
+# AutoGraph: the lines of code that led to the exception, then the exception.
+_TRACED = r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))"
 # Patterns of the text that Keras and TensorFlow wrap around the message of an
 # exception in the user's code. Group `text` is that message, and group `kind`, if
 # there is one, the exception's type.
 _WRAPPINGS = (
-    # AutoGraph: the lines of code that led to the exception, then the exception.
-    r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
+    _TRACED,
     # Keras: the layer, the message in bold, and the arguments of the call.
     r"['\"]?Exception encountered when calling .*\n\s*\x1b\[1m(?P<text>(?s:.*))\x1b\[0m(?s:.*)",
     r"Could not automatically infer the output shape .* Error encountered:\n\n(?P<text>(?s:.*))",
@@ -122,8 +123,14 @@ def message_of(error: BaseException) -> str:
 
     >>> message_of(ConfigError("train.epochs=\\x1b[31m is\\nnot a number"))
     'train.epochs=\\\\x1b[31m is not a number'
+    >>> message_of(ConfigError("in user code:\\n\\n    File 'a', line 2, in f\\n\\n    ConfigError: stop"))
+    'stop'
     """
-    text = " ".join(str(error).split())
+    text = str(error).strip()
+    # An error that was raised while a function was traced; one function may call another.
+    while match := re.fullmatch(_TRACED, text):
+        text = match["text"].strip()
+    text = " ".join(text.split())
     # A terminal would act on control characters in a value.
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
     # Cut in the middle: the beginning names the setting and the end gives advice,

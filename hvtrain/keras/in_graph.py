@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import host_variable
 
 # A value of model.stop_training that ends only the epoch resumed after an elastic
@@ -69,15 +70,16 @@ def new_counter() -> tf.Variable:
 
 
 def refuse_xla(exchange: str) -> None:
-    """Raises ValueError while a tf.function(jit_compile=True) is traced, because XLA cannot compile an exchange.
+    """Raises ConfigError while a tf.function(jit_compile=True) is traced, because XLA cannot compile an exchange.
 
     Args:
         exchange: a noun phrase for the exchange between ranks, for the message.
     """
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(
-            f"XLA compiles this step, and cannot compile {exchange}; pass jit_compile=False to model.compile "
-            "(on GPUs Keras compiles by default), or make the exchange outside tf.function(jit_compile=True)"
+        raise ConfigError(
+            f"XLA compiles this step, and cannot compile {exchange}; set train.jit_compile=false in a run, pass "
+            "jit_compile=False to model.compile (on GPUs Keras compiles by default), or make the exchange outside "
+            "tf.function(jit_compile=True)"
         )
 
 

@@ -68,7 +68,7 @@ def mean_over_ranks(scalar: tf.Tensor) -> tf.Tensor:
     """Returns the mean of a scalar over all ranks, as float32 (every rank).
 
     Raises:
-        ValueError: inside a function that XLA compiles.
+        ConfigError: Inside a function that XLA compiles.
     """
     scalar = tf.cast(scalar, tf.float32)
     if hvd.size() == 1:
@@ -100,7 +100,7 @@ def joint_batch(rows: Any) -> Any:
         Tensor [all, ...]. With equal batches this rank's rows begin at rank() * own.
 
     Raises:
-        ValueError: inside a function that XLA compiles.
+        ConfigError: Inside a function that XLA compiles.
 
     Example:
         logits = images @ tf.transpose(hvd.joint_batch(texts)) / temperature

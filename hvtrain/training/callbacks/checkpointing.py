@@ -24,7 +24,7 @@ from hvtrain.errors import (
 from hvtrain.keras.gradients import are_finite
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
-from hvtrain.training.callbacks.guard import LAYER_HINT
+from hvtrain.training.callbacks.guard import layer_hint
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import Start
@@ -366,7 +366,7 @@ class Checkpointing(_Saving):
             return None
         return TrainingError(
             f"weights are not finite after step {self.step:,}, so no checkpoint of it is written; "
-            f"{NOT_FINITE_ADVICE}{LAYER_HINT}"
+            f"{NOT_FINITE_ADVICE}{layer_hint(self.strategy)}"
         )
 
 

@@ -18,13 +18,12 @@ from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import ranks_at_fault
 from hvtrain.keras.process import is_lost_rank_error
 from hvtrain.keras.sharded_embedding import wrong_ids
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.text import counted
 from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
-
-LAYER_HINT = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
@@ -62,8 +61,13 @@ class Guard(RunCallback):
         where = f"on {ranks_in_words(ranks)}" if ranks else "in its sum over the ranks"
         raise TrainingError(
             f"the loss of epoch {epoch + 1} is not finite (step {self.step:,}) {where}; "
-            f"{NOT_FINITE_ADVICE}{LAYER_HINT}"
+            f"{NOT_FINITE_ADVICE}{layer_hint(self.strategy)}"
         )
+
+
+def layer_hint(strategy: Strategy) -> str:
+    """Returns how to find the layer of a non-finite value; empty if debug=nan would refuse the strategy."""
+    return "; the same command with debug=nan names the layer" if strategy.is_plain else ""
 
 
 @contextmanager
@@ -96,8 +100,14 @@ def explain_errors(
             # graph has completed, and the number of ended steps plus one is wrong if local steps
             # synchronize between two steps.
             step = context.position.start_step + strategy.marks().arrived - steps_before
+            if strategy.sync_every > 1:
+                # The ranks compare weights, and only at synchronizations.
+                raise TrainingError(
+                    f"the weights are not finite {where} at the synchronization of step {step:,}, after a step since "
+                    f"the one before it; {NOT_FINITE_ADVICE}"
+                ) from error
             origin = ""
-            hint = LAYER_HINT
+            hint = layer_hint(strategy)
             if search and ranks:
                 origin = search(step)
                 hint = ""
