@@ -180,6 +180,16 @@ def test_a_changed_lock_makes_the_environment_anew(clone):
     assert (clone / "builds").read_text() == "built\nbuilt\n"
 
 
+def test_a_moved_checkout_gets_an_environment_of_its_own(clone):
+    """The programs of the old one hold its path."""
+    stub_build(clone, MAKES_AN_ENVIRONMENT)
+    assert run(clone, "bash", "-c", ":")[0] == 0
+    moved = clone.rename(clone.with_name("moved"))
+    stub_build(moved, MAKES_AN_ENVIRONMENT)
+    assert run(moved, "bash", "-c", ":")[0] == 0
+    assert (moved / "builds").read_text() == "built\nbuilt\n"
+
+
 def test_the_environment_that_is_there_is_the_default(clone):
     stub_build(
         clone, f'echo "$1 $HVTRAIN_PYTHON" >>"$(dirname "$0")/../builds"; {MAKES_AN_ENVIRONMENT}'
