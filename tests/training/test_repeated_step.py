@@ -10,7 +10,7 @@ from keras import layers
 
 from hvtrain.errors import TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
-from hvtrain.training.callbacks.guard import explain_errors
+from hvtrain.training.callbacks.guard import Proof, explain_errors
 from hvtrain.training.callbacks.repeated_step import (
     BACKWARD,
     BATCH,
@@ -176,7 +176,9 @@ def test_the_weight_of_a_batch_is_no_part_of_it():
 
 def test_a_mean_that_overflows_though_each_gradient_is_finite_is_explained():
     """As with strategy.compression=fp16 and a gradient of 1e5."""
-    strategy = SimpleNamespace(marks=lambda: SimpleNamespace(arrived=2))
+    strategy = SimpleNamespace(
+        marks=lambda: SimpleNamespace(arrived=2), sync_every=1, is_plain=True
+    )
     context = SimpleNamespace(
         run=SimpleNamespace(strategy=strategy),
         model=SimpleNamespace(optimizer=keras.optimizers.SGD()),
@@ -186,3 +188,30 @@ def test_a_mean_that_overflows_though_each_gradient_is_finite_is_explained():
     message = r"gradient of step 3 is not finite in the mean over the ranks"
     with pytest.raises(TrainingError, match=message), explain_errors(context):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("by_loss", "saw_begin", "counts"),
+    [(384, False, [384]), (2.0**24, True, [2**24 + 7]), (2.0**24, False, [])],
+    ids=["exact", "inexact", "inexact after a resume"],
+)
+def test_the_proof_counts_more_examples_than_float32_can(by_loss, saw_begin, counts):
+    """A rank may see more than 16,777,216 rows of a table in an epoch."""
+    marks = SimpleNamespace(num_examples=0)
+    comm = SimpleNamespace(sum_arrays=lambda arrays: arrays)
+    report = SimpleNamespace(examples_each_epoch=[])
+    run = SimpleNamespace(
+        strategy=SimpleNamespace(marks=marks, comm=comm),
+        plan=SimpleNamespace(position=lambda step: (1, 0)),
+        topology=SimpleNamespace(is_chief=True),
+        config=SimpleNamespace(data=SimpleNamespace(one_batch=False)),
+    )
+    position = SimpleNamespace(step=5, in_epoch=0 if saw_begin else 3)
+    proof = Proof(SimpleNamespace(run=run, position=position, weights=None, report=report))
+    model = compiled(functional(layers.Dense(2)))
+    proof.set_model(model)
+    proof.on_epoch_begin(0, None)
+    marks.num_examples = 2**24 + 7
+    next(metric for metric in model.metrics if metric.name == "loss").count.assign(by_loss)
+    proof.on_epoch_end(0, {})
+    assert report.examples_each_epoch == counts

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
+# Keras counts in float32, which has no odd numbers from here on.
+FIRST_INEXACT_COUNT = 2**24
 # The value that the task's metric may reach instead, if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
 
@@ -152,14 +154,15 @@ class Proof(RunCallback):
         self._saw_begin = not self.position.in_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        own_count = self.strategy.marks.num_examples - self._arrived_before
+        is_whole = self._saw_begin
         if type(self.model).train_step is keras.Model.train_step:
-            # The count in Keras's loss metric includes the examples
-            # before a resume within the epoch.
-            own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
-            is_whole = True
-        else:
-            own_count = self.strategy.marks.num_examples - self._arrived_before
-            is_whole = self._saw_begin
+            # The count in Keras's loss metric includes the examples before a resume within the epoch.
+            loss = next(metric for metric in self.model.metrics if metric.name == "loss")
+            counted_by_loss = int(loss.count)
+            if counted_by_loss < FIRST_INEXACT_COUNT:
+                own_count = counted_by_loss
+                is_whole = True
 
         count = int(self.comm.sum_arrays([np.asarray(own_count)])[0])
         has_ended = self.plan.position(self.step)[1] == 0
