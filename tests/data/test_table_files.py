@@ -162,6 +162,7 @@ CASES = [
     Case("names with gaps", text(["", "NA", *NAMES[2:]]), "x: 3 names (2 gaps, filled with the most frequent value Ulm)", ["Ulm", "Ulm", *NAMES[2:]], options=MEDIAN),
     Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, counted as a name)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
     Case("categories of Arrow", columns(x=pa.array(NAMES).dictionary_encode()), "x: 3 names", NAMES),
+    Case("IDs of 19 digits", text(10**18 + number % 7 for number in range(ROWS)), "x: 7 names", [str(10**18 + number % 7) for number in range(ROWS)], pandas={"dtype": {"x": str}}),
     Case("codes with leading zeros", text(f"{number % 7:03d}" for number in range(ROWS)), "x: 7 names", [f"{number % 7:03d}" for number in range(ROWS)], pandas={"dtype": {"x": str}}),
     Case("several choices in a cell", text(f'"{cell}"' for cell in CHOICES), "x: 5 names", CHOICES, pandas={"dtype": {"x": str}}),
     Case("truth values", text(["true", "false"] * 30), "x: 2 names", ["true", "false"] * 30),

@@ -207,7 +207,7 @@ def _infer_text(
     if pc.any(pc.match_substring_regex(with_zero, r"^0\d+$")).as_py():
         return column
     # With a decimal comma, the two choices 1,2 would become the number 1.2.
-    if has_choices(text):
+    if has_choices(text) or _lose_digits(text):
         return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
@@ -222,6 +222,13 @@ def _infer_text(
     formats = DATE_FORMATS if share(pc.match_substring_regex(sample, DATE_LIKE)) >= 0.5 else ()
     dates = [replace(column, kind="date", date_format=date_format) for date_format in formats]
     return _best_format(numbers, sample, text) or _best_format(dates, sample, text) or column
+
+
+def _lose_digits(text: pa.Array) -> bool:
+    """True if float64 would make different whole numbers equal, as it does with IDs of 17 digits."""
+    long = text.filter(pc.greater_equal(pc.binary_length(text), 16))
+    whole = pc.unique(long.filter(pc.match_substring_regex(long, r"^[+-]?\d+$"))).to_pylist()
+    return len(set(map(float, whole))) < len(whole)
 
 
 def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
