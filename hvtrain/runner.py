@@ -206,8 +206,8 @@ def open_inputs(
     plan, topology = plan_run(config, source, strategy, saved_meta or None)
     # After the plan, which refuses too few examples: the task might blame something
     # else, such as missing classes.
-    is_resized = plan.is_resized or strategy.cuts_batches
-    task = comm.all_or_raise(lambda: open_task_and_layers(config, source, is_resized))
+    in_pipeline = plan.is_resized or strategy.cuts_batches or not strategy.augments_in_step
+    task = comm.all_or_raise(lambda: open_task_and_layers(config, source, in_pipeline))
     manifest = check_same_data(comm, source, config.guard.data)
     meta = checkpoint_meta(config, plan, manifest, state.run_id, saved, changed)
     if saved:
@@ -287,8 +287,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             return
         if config.checkpoint.copies and run.topology.is_chief:
             writer.send_missing()
-        if config.guard.batches:
-            check_first_batches(run, start.step)
+        check_first_batches(run, start.step)
         if context.position.in_epoch:
             build_metrics(model, add_batch_axis(run.source.element_spec))
         steps = call_steps(run, callbacks)
@@ -337,7 +336,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
 
     if report.stopped_by:
         message = (
-            f"stopped by {report.stopped_by} after step {step:,} of {plan.num_steps:,}; "
+            f"stopped by {report.stopped_by} after step {step:,} of {plan.run_steps:,}; "
             f"run the same command with run.dir={run.state.store.address or run.folder} to continue"
         )
         log.info(message)

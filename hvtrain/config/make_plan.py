@@ -24,12 +24,13 @@ def choose_uneven(
         shard_sizes: Training examples, by rank.
         batch_sizes: Examples per step, by rank.
         can_pad: False if the strategy needs all batches to have the same size.
-        saved: Metadata of the checkpoint to resume from. Its choice is kept, whatever the number of ranks.
+        saved: Metadata of the checkpoint to resume from. Its choice is kept, whatever the number of ranks and
+            the strategy.
     """
+    if saved and train.accumulate == 1:
+        return saved["uneven"]
     if not can_pad or train.accumulate > 1:
         return "trim"
-    if saved:
-        return saved["uneven"]
     batches = [examples / batch for examples, batch in zip(shard_sizes, batch_sizes)]
     # A padded epoch takes as many steps as the largest shard needs, and every
     # rank needs an example in each.

@@ -94,7 +94,12 @@ class StepPlan:
     @property
     def ends_early(self) -> bool:
         """True if this plan ends before the run does, and another plan continues it."""
-        return self.num_steps < self.scheduled_steps + self.shift
+        return self.num_steps < self.run_steps
+
+    @property
+    def run_steps(self) -> int:
+        """Steps of the whole run as this plan would end it, even if another plan continues it."""
+        return max(self.num_steps, self.scheduled_steps + self.shift)
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -193,8 +198,13 @@ class StepPlan:
 
     @property
     def num_epochs(self) -> int:
-        """Number of epochs; train.steps may cut the last one short."""
+        """Number of epochs until this plan ends; train.steps may cut the last one short."""
         return math.ceil((self.num_steps - self.shift) / self.steps_per_epoch)
+
+    @property
+    def run_epochs(self) -> int:
+        """Number of epochs in run_steps."""
+        return math.ceil((self.run_steps - self.shift) / self.steps_per_epoch)
 
     @property
     def peak_learning_rate(self) -> float:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
+from unicodedata import normalize
 
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
@@ -99,7 +100,8 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
     if not old_names or not new_names:
         return
     for index, (old, new) in enumerate(zip_longest(old_names, new_names)):
-        if old != new:
+        # A file system may write é as one character or as two.
+        if normalize("NFC", old or "") != normalize("NFC", new or ""):
             refuse_or_warn(
                 f"{source.name} has classes other than those the run was trained on: class {index} is "
                 f"{new or 'none'}, was {old or 'none'}",

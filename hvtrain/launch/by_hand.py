@@ -6,6 +6,7 @@ exit code.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,9 @@ def start(
         interface: comma-separated network interfaces, all for NCCL and the first for Gloo; None:
             the one that leads to the coordinator.
     """
+    # While it waits for the others, there is nothing to save. In a container, whose first process this
+    # may be, Linux would ignore a signal without a handler.
+    console.take_signals(console.end_before_training)
     names = roles.names
     host, address, port = _parse_address(coordinator)
     # The server comes first: rank 0 also claims its own rank over the network.
@@ -156,6 +160,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     def pass_on(signum: int, *_: object) -> None:
         # Before the command has started, there is nothing to save.
         if child is None:
+            if signum in (signal.SIGTERM, signal.SIGUSR1):
+                console.end_before_training(signum)
             sys.exit(128 + signum)
         with suppress(ProcessLookupError):
             child.send_signal(signum)

@@ -119,7 +119,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     if cluster and may_restart and config.resume == "never":
         raise ConfigError(
             f"resume=never would refuse the checkpoints from which cluster={cluster.kind} resumes after a restart; "
-            "leave resume=never out, and choose a new run.dir"
+            "set resume=auto (debug=fast, overfit and profile set it to never) and choose a new run.dir"
         )
 
     run_dir = config.run.dir
@@ -129,9 +129,10 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
                 f"resume=never would refuse the checkpoints in {run_dir} from which --max-restarts resumes; leave one "
                 "of them out, and choose a new run.dir"
             )
-        # restart.py replaces it once the launch has checkpoints of its own.
-        if "resume=never" not in arguments:
-            arguments = [*arguments, "resume=never"]
+        arguments = [argument for argument in arguments if argument != "resume=never"]
+        # A new folder has no checkpoints to refuse. In any other, restart.py replaces the setting once the
+        # launch has checkpoints of its own.
+        arguments.append("resume=never" if run_dir else "resume=auto")
     # An environment variable may have another value on another host or in another job.
     has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
     # A restart must find the folder again, so the launcher names it, except on Slurm, where it is named

@@ -53,7 +53,7 @@ def run(
     signals = Signals()
     num_failures: Counter[str] = Counter()
     had_no_checkpoint = not _has_checkpoint(run_dir)
-    current = job
+    current = replace(job, environment={**job.environment, **_note_for_ranks(run_dir)})
     for attempt in range(max_restarts + 1):
         if attempt:
             # Exponential backoff, starting with one second.
@@ -104,6 +104,17 @@ def _has_checkpoint(run_dir: Path | None) -> bool:
     return notes.newest_step(run_dir) is not None or bool(note and note.step)
 
 
+def _note_for_ranks(run_dir: Path | None) -> dict[str, str]:
+    """Returns the variable that tells the ranks which host has the newest checkpoint that this host knows of."""
+    if run_dir is None:
+        return {}
+    step = notes.newest_step(run_dir)
+    if step is not None:
+        return notes.to_environment(step, socket.gethostname())
+    note = notes.read(run_dir)
+    return notes.to_environment(note.step, note.host) if note else {}
+
+
 def _resume_command(command: Sequence[str]) -> tuple[str, ...]:
     """Returns the command with resume=auto in place of resume=never, which refuses this launch's checkpoints."""
     return tuple("resume=auto" if part == "resume=never" else part for part in command)
@@ -131,15 +142,16 @@ def _plan_restart(
         hosts, num_ranks = choice
 
     checkpoint = "the newest checkpoint"
-    note = {}
     step = notes.newest_step(run_dir) if run_dir else None
     if step is not None:
         # Other hosts may have a newer checkpoint. The run looks for it
         # on all hosts, and reports which one it uses.
         checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
-        note = notes.to_environment(step, socket.gethostname())
     remaining = replace(
-        job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note}
+        job,
+        hosts=hosts,
+        num_ranks=num_ranks,
+        environment={**job.environment, **_note_for_ranks(run_dir)},
     )
     host_names = hosts_option(hosts) or f"the hosts that {job.discovery_script} lists"
     return remaining, f"in {seconds:g} s, from {checkpoint}, on {host_names}"

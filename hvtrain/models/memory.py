@@ -25,6 +25,8 @@ from hvtrain.errors import ConfigError
 
 # Layers whose output shares the memory of their input.
 _VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
+# Layers that use each weight once at each position of their input.
+_TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 # Slots that a sharded optimizer keeps whole. A copy of sharded_optimizer.WHOLE_SLOTS, since
 # importing that loads Horovod.
 WHOLE_SLOTS = ("gradient_accumulator", "average")
@@ -140,7 +142,9 @@ def flops_per_example(model: Model) -> float | None:
 
     Each weight of a kernel is multiplied and added once at each position of its layer's output, and
     attention multiplies all pairs of positions. The backward pass computes twice as much as the
-    forward pass. Recomputation is not counted.
+    forward pass: half of it for the gradients of weights, which frozen weights do not need, and half
+    for those of inputs, which layers before the first trainable one do not need. Recomputation is not
+    counted.
 
     Returns:
         The number of operations; None if a layer's output shape is unknown, or the model has no graph of Keras layers.
@@ -150,10 +154,14 @@ def flops_per_example(model: Model) -> float | None:
     900.0
     """
     total = 0
+    is_trained = False
     for layer in innermost_layers(model):
+        is_trained = is_trained or bool(layer.trainable_weights)
+        # The operations of a multiplication and addition, forward and for the inputs' gradients.
+        num_passes = 4 if is_trained else 2
         # Attention's biases have two axes, so the number of axes alone does not exclude them.
         kernels = sum(
-            math.prod(weight.shape)
+            (num_passes + 2 * weight.trainable) * math.prod(weight.shape)
             for weight in layer.weights
             if len(weight.shape) > 1 and weight.name != "bias"
         )
@@ -165,12 +173,16 @@ def flops_per_example(model: Model) -> float | None:
                 continue  # A lookup multiplies nothing.
             if isinstance(layer, layers.RNN | layers.Bidirectional):
                 positions = inputs.shape[1:2]
+            if isinstance(layer, _TRANSPOSED):
+                positions = inputs.shape[1:-1]
             if None in shape or None in positions:
                 return None
             total += math.prod(positions) * kernels
             if isinstance(layer, layers.MultiHeadAttention):
-                total += 2 * math.prod(positions) * math.prod(shape)
-    return 6.0 * total or None
+                # Two products of pairs of positions, whose gradients are those of two inputs each.
+                attention = 6 if is_trained else 2
+                total += attention * 2 * math.prod(positions) * math.prod(shape)
+    return float(total) or None
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class Strategy:
     unit = "ranks"
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches = False
+    # False if every array of a batch must have one row for each example, as with batches sent to workers.
+    augments_in_step = True
     # False if batches need the same shape in all steps (no bucketing by length).
     takes_varying_shapes = True
     # False if all steps need batches of one size.
@@ -252,7 +254,8 @@ class Strategy:
         """Raises ConfigError for batches that this strategy cannot take. Not collective."""
         if not (plan.is_full or self.takes_short_batches):
             raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
+                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim, and another "
+                "run.dir if this run began with short batches"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:

@@ -40,6 +40,7 @@ class ParameterServerStrategy(Strategy):
     name = "parameter_server"
     unit = "workers in a step"
     mode = "asynchronous"
+    augments_in_step = False
     takes_varying_shapes = False  # Not tested.
     takes_short_batches = False
     can_restart = False

@@ -48,6 +48,11 @@ class VirtualRanksStrategy(HorovodStrategy):
     takes_short_batches = False
     can_restart = False
 
+    @property
+    def num_computing(self) -> int:
+        """Number of ranks, since a rank computes its parts one after the other."""
+        return self.topology.size
+
     def __init__(
         self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True
     ) -> None:

@@ -167,7 +167,8 @@ def check_first_batches(run: Run, start_step: int) -> None:
                 f"example {example} of rank {rank}'s first batch from {source.name} {problem}; "
                 "fix the targets or choose another task"
             )
-    if comm.topology.size == 1 or source.same_on_all_ranks:
+    may_be_equal = source.same_on_all_ranks or not run.config.guard.batches
+    if comm.topology.size == 1 or may_be_equal:
         return
 
     digest = digest_arrays(tf.nest.flatten(first))

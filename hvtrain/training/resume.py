@@ -166,7 +166,7 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
         saved.name, before.get("data"), meta["data"], refuse_data, ", or choose another run.dir"
     )
 
-    keys = ["uneven"]
+    keys = ["uneven"]  # That is data.uneven, which auto has chosen by now.
     # With another number of ranks the plan is expected to differ.
     if before["num_ranks"] == meta["num_ranks"]:
         keys = ["batch_sizes", *keys]
@@ -180,7 +180,7 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
     if different:
         raise CheckpointError(
             f"checkpoint {store.folder_name(saved.step)} was made with {'; '.join(different)}; "
-            "start with the same settings, or choose another run.dir"
+            "start with the same settings and strategy, or choose another run.dir"
         )
 
 

@@ -190,7 +190,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             "num_replicas": run.strategy.num_computing,
             "hosts": Counter(hosts),
             "first_step": step,
-            "num_steps": run.plan.num_steps,
+            "num_steps": run.plan.run_steps,
             "steps_per_epoch": run.plan.steps_per_epoch,
             "best": run.best,
             "sign": run.task.sign(run.best),

@@ -101,7 +101,10 @@ def test_auto_pads_where_trim_would_leave_out_more_than_1_percent(shards, accumu
     train = TrainConfig(accumulate=accumulate)
     assert choose_uneven(train, shards, [32, 32]) == choice
     assert choose_uneven(train, shards, [32, 32], can_pad=False) == "trim"
-    assert choose_uneven(TrainConfig(), shards, [32, 32], saved={"uneven": "pad"}) == "pad"
+    for can_pad in (True, False):
+        # Under another strategy too, which then refuses the run or takes it.
+        saved = {"uneven": "pad"}
+        assert choose_uneven(TrainConfig(), shards, [32, 32], can_pad, saved) == "pad"
 
 
 def test_uneven_shards_can_be_refused():
@@ -245,6 +248,9 @@ def test_scaled_within_an_epoch_that_is_ended_first():
         [16] * 4,
     )
     assert later.peak_learning_rate == 0.2 and later.scheduled_steps == 40
+    assert (later.run_steps, later.run_epochs, later.num_epochs) == (40, 4, 2), (
+        "progress is the run's"
+    )
     after = resumed(640, saved(later, 20), 4, epochs=4, resize="scale")
     assert (after.global_batch, after.position(20), after.num_steps) == (128, (2, 0), 30)
     last = resumed(640, saved(made, 33), 4, epochs=4, resize="scale")

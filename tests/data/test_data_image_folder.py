@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
+from hvtrain.data.fitted import CLASSES_FILE, check_classes
 from hvtrain.data.formats.folders import look_up_labels
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError
@@ -180,6 +185,17 @@ def test_a_file_of_labels(tmp_path):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     with pytest.raises(DataError, match=r"gone.csv cannot be read: .*No such file"):
         ImageFolder(str(tmp_path), (4, 4, 3), labels=str(tmp_path / "gone.csv"))
+
+
+def test_a_list_of_classes_may_have_another_unicode_form(tmp_path):
+    composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    (tmp_path / "labels.csv").write_text(f"{decomposed}.png,{decomposed}\n", encoding="utf-8")
+    paths = [tmp_path / f"{composed}.png"]
+    found = look_up_labels(paths, {"apple": 0, composed: 1}, str(tmp_path / "labels.csv"), None)
+    assert [label for _, label in found] == [1]
+    run_classes = {CLASSES_FILE: json.dumps(["apple", decomposed]).encode()}
+    source = SimpleNamespace(name="copy", facts=lambda: {"class_names": ["apple", composed]})
+    check_classes(source, run_classes, refuse=True)
 
 
 def test_labels_may_be_quoted(tmp_path):

@@ -272,6 +272,7 @@ def test_splits_of_tfds_can_be_cut(prepared):
     splits = {"train": "train[:80%]", "validation": "train[80%:]"}
     source = PreparedDataset("leaves", str(prepared), splits=splits, image_shape=SHAPE)
     assert [source.num_examples(split) for split in source.SPLITS] == [18, 5, 0]
+    assert source.image_shape == tuple(SHAPE), "or predict would take no images"
     source = PreparedDataset("leaves:1.0.0", str(prepared), input="size", target="size")
     assert [tuple(one.shape) for one in source.element_spec] == [(), ()]
 

@@ -86,6 +86,9 @@ def test_a_white_foreground_that_few_masks_show_is_class_1(tmp_path):
 
     source.fit_as(fitted)
     assert source._masks.is_binary, "or all foreground would be ignored, and the mean IoU high"
+    advice = "masks sampled here hold 0 and 255, .* or set dataset.colors=.0,1,255. if 255 is to be"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=advice):
+        list(source.evaluation("train", Topology(), 35))
 
 
 @pytest.mark.parametrize("voc", [False, True])

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import socketserver
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +177,20 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
     assert (
         "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any"
         in capsys.readouterr().err
+    )
+
+
+def test_a_preempted_process_that_waits_for_the_others_ends_with_75(tmp_path):
+    """It dies of the signal otherwise, and as the first process of a container not even that."""
+    line = f"launch -np 2 --job-name worker --task-index 0 --coordinator localhost:{free_port()} --"
+    words = [PYTHON, "-m", "hvtrain", *line.split(), "model=mlp"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as waiting:
+        assert "waiting up to 120 s for all processes" in waiting.stderr.readline()
+        waiting.terminate()
+        _, errors = waiting.communicate(timeout=60)
+    assert (waiting.returncode, errors) == (
+        75,
+        "hvtrain: SIGTERM arrived before training began, so nothing was saved\n",
     )
 
 

@@ -51,6 +51,8 @@ def test_a_restart_resumes_what_its_launch_has_saved(tmp_path):
     options = SimpleNamespace(num_ps=None, job_name=None, max_restarts=1)
     arguments = ["debug=fast", f"run.dir={tmp_path}"]
     assert command._run(arguments, options, None).command[-1] == "resume=never"
+    new = command._run(["debug=fast"], options, None)
+    assert new.is_new and "resume=auto" in new.command, "a new folder has nothing to refuse"
     with pytest.raises(ConfigError, match="resume=never would refuse the checkpoints in s3://b/x"):
         command._run(["resume=never", "run.dir=s3://b/x"], options, None)
 
@@ -63,6 +65,7 @@ def test_a_checkpoint_on_another_host_counts_too(tmp_path):
     assert not restart._has_checkpoint(tmp_path)
     keeper.note(5)
     assert restart._has_checkpoint(tmp_path)
+    assert restart._note_for_ranks(tmp_path) == {"HVTRAIN_NEWEST_CHECKPOINT": "5@s2"}
 
 
 @pytest.mark.parametrize(("kind", "names"), [("mpijob", "MINE,OTHER"), ("slurm", None)])

@@ -184,7 +184,7 @@ def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
     message = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
     assert code == 75 and message in shown.err, shown
     notes = [variables.get("HVTRAIN_NEWEST_CHECKPOINT") for variables in Replayed.environments]
-    assert notes == [None, f"28@{socket.gethostname()}"]
+    assert notes == [f"28@{socket.gethostname()}"] * 2
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "attempt-0001",
         "attempt-0002",

@@ -170,6 +170,15 @@ def test_operations_are_counted_from_the_shapes():
     assert flops_per_example(image) == 6 * 8 * 8 * 4 * 3 * 9
     steps = keras.Sequential([keras.Input((7, 2)), keras.layers.SimpleRNN(5, use_bias=False)])
     assert flops_per_example(steps) == 6 * 7 * (2 * 5 + 5 * 5)
+    wider = keras.layers.Conv2DTranspose(4, 3, strides=2, padding="same", use_bias=False)
+    assert flops_per_example(keras.Sequential([keras.Input((8, 8, 2)), wider])) == 6 * 64 * 72, (
+        "once at each position of its input"
+    )
+    sizes = {"below": 4, "head": 3, "above": 2}
+    dense = {name: keras.layers.Dense(size, use_bias=False) for name, size in sizes.items()}
+    dense["below"].trainable = dense["above"].trainable = False
+    partly_frozen = keras.Sequential([keras.Input((5,)), *dense.values()])
+    assert flops_per_example(partly_frozen) == 2 * 20 + 6 * 12 + 4 * 6
     both = keras.layers.Bidirectional(keras.layers.SimpleRNN(5, use_bias=False))
     assert flops_per_example(keras.Sequential([keras.Input((7, 2)), both])) == 2 * 6 * 7 * 35
     assert (

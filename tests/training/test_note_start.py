@@ -15,7 +15,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"]
     )
-    plan = SimpleNamespace(size=2, num_steps=40, steps_per_epoch=10)
+    plan = SimpleNamespace(size=2, num_steps=40, run_steps=40, steps_per_epoch=10)
     task, strategy = SimpleNamespace(sign=lambda name: -1), SimpleNamespace(num_computing=2)
     meta = {"versions": {"hvtrain": "0.1.0"}}
     return SimpleNamespace(

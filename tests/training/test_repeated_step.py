@@ -10,6 +10,8 @@ from keras import layers
 
 from hvtrain.errors import TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
+from hvtrain.step.step_timing import StepTimes
+from hvtrain.training.callbacks.epochs import Throughput
 from hvtrain.training.callbacks.guard import Proof, explain_errors
 from hvtrain.training.callbacks.repeated_step import (
     BACKWARD,
@@ -19,6 +21,7 @@ from hvtrain.training.callbacks.repeated_step import (
     WEIGHTS,
     first_not_finite,
 )
+from hvtrain.training.callbacks.run_context import PARTS, Goodput
 
 BATCH_OF_TWO = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5], [0.1]])
 
@@ -215,3 +218,30 @@ def test_the_proof_counts_more_examples_than_float32_can(by_loss, saw_begin, cou
     next(metric for metric in model.metrics if metric.name == "loss").count.assign(by_loss)
     proof.on_epoch_end(0, {})
     assert report.examples_each_epoch == counts
+
+
+def test_goodput_knows_the_waits_of_an_epoch_that_does_not_end(tmp_path):
+    """A process that is killed hourly may never see the end of an epoch of ImageNet."""
+    marks = SimpleNamespace(timed=True, times=lambda: times)
+    run = SimpleNamespace(
+        strategy=SimpleNamespace(marks=marks, comm=None),
+        plan=SimpleNamespace(examples_per_epoch=90, steps_per_epoch=9, num_steps=9),
+        topology=SimpleNamespace(is_chief=False),
+        folder=tmp_path,
+    )
+    position = SimpleNamespace(start_step=0, step=0, is_last=False)
+    report = SimpleNamespace(goodput=Goodput(0.0, 0.0, dict.fromkeys(PARTS, 0.0)))
+    context = SimpleNamespace(run=run, position=position, weights=None, report=report)
+    throughput = Throughput(context)
+    times = StepTimes(0, 0.0, 0.0, 0.0)
+    throughput.on_epoch_begin(0, None)
+    for step in (1, 2):
+        throughput.on_train_batch_begin(step - 1, None)
+        # The clock of the console's lines, whose interval is over.
+        throughput._noted_at = 0.0
+        position.step = step
+        times = StepTimes(step, 3.0 * step, 1.0, 0.0)
+        throughput.on_train_batch_end(step - 1, {})
+    assert report.goodput.seconds["data"] == 3.0, (
+        "of the second step, since the first one is the start's"
+    )

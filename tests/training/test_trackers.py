@@ -5,12 +5,16 @@ import json
 import struct
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.files import write_json
-from hvtrain.system.run_files import TRACKERS_FILE, read_tracked
+from hvtrain.system.run_files import TRACKERS_FILE, EpochRecord, read_tracked
+from hvtrain.training.callbacks.publishing import Tracking
 from hvtrain.training.find_checkpoint import read_records
 from hvtrain.training.trackers import MLflow, TensorBoard, TrackedRun, WeightsAndBiases
 from launching import many_runs
@@ -285,3 +289,27 @@ def test_ids_move_with_the_other_records_of_a_run(tmp_path):
     assert read_tracked(there) == {"mlflow": {"id": "8f", "step": 20}}
     (there / TRACKERS_FILE).write_text('{"mlflow": {"id": 3}}')
     assert read_tracked(there) == {}, "it is damaged"
+
+
+def test_a_tracker_gets_the_epochs_that_a_run_trains_again(tmp_path):
+    """With other settings than before, for example, or with other numbers of steps."""
+    write_json(tmp_path / TRACKERS_FILE, {"mine": {"id": "8f", "step": 80}})
+    sent = []
+    mine = SimpleNamespace(
+        start=lambda facts, tracked_id: tracked_id, scalars=lambda step, values: sent.append(step)
+    )
+    records = [EpochRecord(at, 10 * at, 0.1, 1.0, 1.0, {"loss": 1.0}) for at in range(1, 7)]
+    report = SimpleNamespace(records=records, rank_seconds={})
+    run = SimpleNamespace(
+        folder=tmp_path,
+        config=SimpleNamespace(tracker={}, record={}),
+        meta={"changes": {}},
+        strategy=SimpleNamespace(comm=Comm()),
+        plan=None,
+        topology=Topology(),
+    )
+    position = SimpleNamespace(start_step=50)
+    tracking = Tracking(SimpleNamespace(run=run, position=position, weights=None, report=report))
+    tracking._trackers["mine"] = mine
+    tracking.on_train_begin()
+    assert sent == [60], "behind the 50 steps from which the run goes on"

@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from unicodedata import normalize
 
 from hvtrain.data.description import listed
 from hvtrain.data.manifest import check_names, user_path
@@ -185,7 +186,10 @@ def look_up_labels(
             by_name[PurePath(row[0]).name].add(text)
         # A file that is not in the list gets an empty text, and one that is listed with several
         # classes gets them all, as in "cat or dog". Neither text names a class.
-        texts = [" or ".join(sorted(by_name[path.name] or by_name[path.stem])) for path in paths]
+        texts = []
+        for path in paths:
+            name = PurePath(normalize("NFC", path.name))
+            texts.append(" or ".join(sorted(by_name[name.name] or by_name[name.stem])))
     elif list(paths) != sorted(paths, key=_number_key):
         raise DataError(
             f"{class_file} has no file names, and the numbers in the file names of {paths[0].parent} lack leading "
@@ -230,7 +234,9 @@ def _number_key(path: Path) -> str:
 
 def _rows(path: str) -> list[list[str]]:
     """Reads the first two fields of each line, split at commas if every line has one, else at white space or commas."""
-    lines = [line for line in read_text(user_path(path)).splitlines() if line.strip()]
+    # Class names are in this form too, whichever their folders have.
+    text = normalize("NFC", read_text(user_path(path)))
+    lines = [line for line in text.splitlines() if line.strip()]
     has_commas = all("," in line for line in lines)
     rows = [line.replace(",", " ").split() for line in lines]
     if has_commas:

@@ -158,7 +158,8 @@ class MaskReader:
         if not is_label.all():
             known, settings = f"outside 0 ... {last} and {IGNORED}", " or dataset.num_classes"
             if self.is_binary:
-                known, settings = f"and the masks of this data set hold 0 and {IGNORED}", ""
+                known = f"and the masks sampled here hold 0 and {IGNORED}, read as classes 0 and 1"
+                settings = f", or set dataset.colors=[0,1,{IGNORED}] if {IGNORED} is to be ignored"
             raise DataError(
                 f"{mask} has the label {values[~is_label][0]}, {known}; "
                 f"fix the mask (write PNG, since JPEG changes labels){settings}"

@@ -77,6 +77,8 @@ class PreparedDataset(FunctionSource):
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
+            if self._keys[0] in self._images:
+                self.image_shape = self.sizing.image_shape
         elif self._images:
             raise ConfigError(
                 f"{dataset} holds images; give dataset.image_shape=[height,width,channels]"

@@ -178,17 +178,17 @@ def speeds_by_round(entry: Record) -> dict[int, float]:
 def curve(training: Training) -> Curve:
     """Returns one point for each epoch, without metrics that are not finite.
 
-    Seconds count training alone, without start, validation and checkpoints.
+    Seconds count steps alone, without start, validation and checkpoints.
     """
     seconds = 0.0
+    examples = 0
     points = []
     for record in training.epochs:
-        seconds += record.seconds
-        point = {
-            "epoch": record.epoch,
-            "seconds": seconds,
-            "examples": record.step * training.result["global_batch"],
-        }
+        examples_before = examples
+        examples = record.step * training.result["global_batch"]
+        # The epoch's own seconds include validation and checkpoints between its steps. Its rate does not.
+        seconds += (examples - examples_before) / record.examples_per_second
+        point = {"epoch": record.epoch, "seconds": seconds, "examples": examples}
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
         points.append(point | metrics)

@@ -77,7 +77,7 @@ class Progress(RunCallback):
 
     @property
     def _share_of_run(self) -> str:
-        return f"{self.step / self.plan.num_steps:.0%}"
+        return f"{self.step / self.plan.run_steps:.0%}"
 
     def _line(self, logs: Logs) -> str:
         """Formats an epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
@@ -97,7 +97,7 @@ class Progress(RunCallback):
         time_and_gpu = filter(None, [self._shares(), gpu()])
         return Drawing(
             bars=(
-                Bar("Run", self.step, self.plan.num_steps, run_text),
+                Bar("Run", self.step, self.plan.run_steps, run_text),
                 Bar(self._epoch(), done, total, epoch_text),
             ),
             lines=(", ".join(numbers), "; ".join(time_and_gpu)),
@@ -119,7 +119,7 @@ class Progress(RunCallback):
         return "; ".join(filter(None, parts))
 
     def _epoch(self) -> str:
-        return f"Epoch {self.position.epoch + 1}/{self.plan.num_epochs}"
+        return f"Epoch {self.position.epoch + 1}/{self.plan.run_epochs}"
 
     def _step_time(self) -> list[str]:
         # Up to the last step, so that the time of an epoch excludes its validation.
@@ -145,7 +145,7 @@ class Progress(RunCallback):
     def _time_left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
         # Up to now, so that validations and checkpoints count: the rest of the run has them too.
-        steps = self.plan.num_steps - self.step
+        steps = self.plan.run_steps - self.step
         seconds = steps * _seconds_per_step(self._first_call, (time.monotonic(), self.step))
         return [f"{duration(round(seconds))} left"] if seconds else []
 

@@ -173,10 +173,6 @@ class Throughput(RunCallback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         now = time.perf_counter()
         seconds = now - self._batch_began
-        if self.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
-            self._noted_at = now
-            note_step(self.run.folder)
-
         # A call of the graph may have done several steps.
         steps_before = self._last_step
         steps = self.step - steps_before
@@ -200,6 +196,11 @@ class Throughput(RunCallback):
             # The first step, which traces the graph, and everything before it.
             goodput.seconds["start"] += time.time() - goodput.start_began
             self._times_counted = self.strategy.marks.times()
+        if now - self._noted_at >= SECONDS_BETWEEN_NOTES:
+            self._noted_at = now
+            self._count_waits()
+            if self.is_chief:
+                note_step(self.run.folder)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self.epoch_seconds = time.perf_counter() - self._epoch_began
@@ -211,10 +212,20 @@ class Throughput(RunCallback):
             times = self.strategy.marks.times()
             self._split_time(times)
             self._log_slowdown(epoch)
-            waited = (times - (self._times_counted or times)).data
-            self.report.goodput.seconds["steps"] -= waited
-            self.report.goodput.seconds["data"] += waited
-            self._times_counted = times
+            self._count_waits()
+
+    def _count_waits(self) -> None:
+        """Moves the time in which steps waited for data from goodput's "steps" to its "data".
+
+        Also called within an epoch, whose end a killed process does not reach.
+        """
+        if not (self.strategy.marks.timed and self._times_counted):
+            return
+        times = self.strategy.marks.times()
+        waited = (times - self._times_counted).data
+        self.report.goodput.seconds["steps"] -= waited
+        self.report.goodput.seconds["data"] += waited
+        self._times_counted = times
 
     def _split_time(self, times: StepTimes) -> None:
         """Sets rank_seconds, newest_times and report.split from the times of all ranks (every rank)."""

@@ -126,7 +126,7 @@ class Metrics(RunCallback):
         busy = busy_percent(uuid_in_use())
         families: list[tuple[Any, ...]] = [
             ("step", "Optimizer steps done.", self.step),
-            ("planned_steps", "Optimizer steps of the whole run.", self.plan.num_steps),
+            ("planned_steps", "Optimizer steps of the whole run.", self.plan.run_steps),
             ("epoch", "The current epoch, from 1.", self.position.epoch + 1),
             ("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at),
             ("examples_per_second", "Speed of all ranks together in this epoch.", speed),
@@ -224,7 +224,9 @@ class Tracking(RunCallback):
             tracked_id = tracker.start(facts, previous["id"])
             # A new tracked run has no epochs yet, and gets all of them.
             continues = tracked_id == previous["id"] and self.position.start_step > 0
-            self._tracked[name] = {"id": tracked_id, "step": previous["step"] if continues else 0}
+            # Epochs after the start are trained again, perhaps with other settings.
+            step = min(previous["step"], self.position.start_step) if continues else 0
+            self._tracked[name] = {"id": tracked_id, "step": step}
 
         self._call_trackers(start)
         self._send()
