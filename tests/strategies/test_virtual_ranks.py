@@ -81,7 +81,8 @@ def test_any_number_of_ranks_gives_the_same_bits(two, tmp_path, launcher, size):
 
 
 def test_parts_of_as_many_ranks_give_what_horovod_gives(two):
-    folder, _ = two
+    folder, results = two
+    assert results[0]["virtual"]["record"]["num_replicas"] == 2, "parts are computed in turn"
     (_, parts), (_, horovod) = saved(folder / "parts"), saved(folder / "horovod")
     names = [name for name in horovod if "moving" not in name]
     assert (
