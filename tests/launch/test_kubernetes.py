@@ -170,7 +170,9 @@ def test_words_and_variables_arrive_as_they_were(kind):
     }
     assert worker["args"] == ["worker", "2222"]
     # SIGUSR1 has no time limit but that of the pod.
-    assert launcher["lifecycle"]["preStop"]["exec"]["command"][2].startswith("kill -USR1 1 && while")
+    assert launcher["lifecycle"]["preStop"]["exec"]["command"][2].startswith(
+        "kill -USR1 1 && while"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
