@@ -85,8 +85,9 @@ validation or test (default).""",
     if path and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
+        from hvtrain.data.sources.table import Table
         from hvtrain.finished.finished_run import opened
-        from hvtrain.finished.inputs import input_examples, split_examples
+        from hvtrain.finished.inputs import input_examples, split_examples, tables_in
         from hvtrain.finished.outputs import predictions, writer_for
 
     with opened(finished, uses_split=path is None) as run:
@@ -105,7 +106,10 @@ validation or test (default).""",
 
         def open_writer():
             nonlocal writer
-            writer = writer_for(output.path, has_masks, [path, run.config.dataset])
+            inputs: list[Any] = [path, run.config.dataset]
+            if isinstance(run.source, Table):
+                inputs.append(tables_in(inputs))
+            writer = writer_for(output.path, has_masks, inputs)
 
         # Only the chief writes, so the path is checked on its host alone.
         comm.on_chief(open_writer)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import Model
 
-from hvtrain.errors import ConfigError, DataError, in_one_line
+from hvtrain.errors import ConfigError, UserError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.hugging_face import CARD_FILE, model_card
 from hvtrain.system.files import TEMPORARY, remove, write_atomic
@@ -134,7 +134,7 @@ def raw_examples(run: FinishedRun) -> list[Any]:
     topology = run.strategy.topology
     try:
         batches = raw_batches(source, topology, NUM_EXAMPLES)
-    except (OSError, DataError, tf.errors.OpError):
+    except (OSError, UserError, tf.errors.OpError):
         # The model itself does not need the files, which may be gone or damaged.
         return []
     if batches or source.preprocessing().layers:

@@ -1,6 +1,7 @@
 """Reads the examples to predict, from a split or from files. Each example is predicted by one rank."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from hvtrain.data.formats.folders import files_below, is_junk
 from hvtrain.data.formats.image_files import SUFFIXES, is_image
 from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.table_phrases import odd_texts
-from hvtrain.data.formats.tables import is_table, read_table
+from hvtrain.data.formats.tables import is_table, read_table, table_files
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing, decode
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
@@ -22,6 +23,7 @@ from hvtrain.data.sources.memory import MemorySource
 from hvtrain.data.sources.table import NewRows, Table
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
+from hvtrain.system.files import is_remote
 
 # Inputs as the model takes them, and columns to copy to the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
@@ -109,6 +111,17 @@ def split_examples(run: FinishedRun, split: str) -> Examples:
     )
 
 
+def tables_in(settings: Any) -> list[Path]:
+    """Returns the files of tables that nested settings name: as folders, as patterns, or with ~."""
+    files = []
+    for value in tf.nest.flatten(settings):
+        # An address names no file of this host. Most settings name no table at all.
+        if isinstance(value, str) and value and not is_remote(value):
+            with suppress(OSError, ValueError):
+                files += [file for file, _ in table_files(value, "input")]
+    return files
+
+
 def input_examples(run: FinishedRun, path: Path) -> Examples:
     """Returns the examples in a file or folder, preprocessed as in the run's saved model.
 
@@ -136,6 +149,11 @@ def input_examples(run: FinishedRun, path: Path) -> Examples:
 
     shape = run.source.preprocessing().shape
     is_image_shape = isinstance(shape, tuple) and len(shape) in (2, 3)
+    if not takes_images and "image_shape" in run.source.facts():
+        raise ConfigError(
+            f"input={path} has image files, and only the function of {run.source.name} knows how files become its "
+            "arrays; give a .npy file of arrays as it yields them"
+        )
     if not (is_image_shape and takes_images):
         raise ConfigError(
             f"input={path} has images, and the model does not take images; give a .csv or .parquet file of a table, "
@@ -178,7 +196,8 @@ def _image_examples(
             # The model may take images without an axis for channels.
             if len(preprocessing.shape) == 2:
                 batch = batch[..., 0]
-            return preprocessing(batch).numpy()[0]
+            with tf.device("CPU:0"):  # As in the stream of a split.
+                return preprocessing(batch).numpy()[0]
         except Exception as error:
             raise DataError(
                 f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it"

@@ -8,7 +8,7 @@ difference is refused, unless model.weights_except names it.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
 
     unused = arrays.keys() - variables.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
-    # If the head is new, the source's own head may have another name.
-    is_other_head = new_head and len(unused_layers) == 1
+    is_other_head = _is_other_head(unused, arrays, {key: variables[key] for key in new_head})
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
@@ -91,6 +90,23 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     log.info(f"weights        {num_parameters:,} parameters from {path}{suffix}")
     if unused and excepted:
         log.info(f"               not used: {listed(unused_layers)}")
+
+
+def _is_other_head(unused: Set[str], arrays: Arrays, new_head: Mapping[str, Any]) -> bool:
+    """Returns True if the weights that only the source has are its own head, under another name.
+
+    It takes the same features as the new head. Any other layer changes what the rest of the weights mean.
+    """
+    is_one_layer = len({key.rpartition("/")[0] for key in unused}) == 1
+    if not is_one_layer or any(key in arrays for key in new_head):
+        return False
+    old_shapes = [arrays[key].shape for key in unused]
+    new_shapes = [whole_shape(variable) for variable in new_head.values()]
+    # Biases, which have one axis, say nothing about the features.
+    old_features, new_features = (
+        {shape[:-1] for shape in shapes if len(shape) > 1} for shapes in (old_shapes, new_shapes)
+    )
+    return bool(old_features & new_features)
 
 
 def _restart_slots(model: Model) -> None:

@@ -1,5 +1,6 @@
 """Prepares batches within the train step: augmentation on the device, normalization, weights."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from threading import get_ident
@@ -160,18 +161,22 @@ def _weights_by_class(setting: str, chosen: Mapping[Any, Any], source: Source) -
     names = [str(name) for name in source.facts().get("class_names", ())]
     num_classes = _num_classes(source)
     weights = [1.0] * num_classes
+    # Where names are numbers, such as ratings from 1 to 5, a number is a name and never an index.
+    are_numbers = any(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in names)
     for key, weight in chosen.items():
         name = str(key)
+        if isinstance(key, bool) and name not in names:
+            name = name.lower()  # As in a CSV file; Hydra reads true as a truth value.
         index = -1
-        # Names take precedence over numbers: class names may be numbers in another order.
         if name in names:
             index = names.index(name)
-        elif name.isdecimal():
+        elif name.isdecimal() and not are_numbers:
             index = int(name)
         if not 0 <= index < num_classes:
             known = f"0 ... {num_classes - 1}"
             if names:
-                known += f" or {', '.join(names)}"
+                numbers = "" if are_numbers else f"{known} or "
+                known = f"{numbers}{', '.join(names)}"
             raise ConfigError(
                 f"{setting} names the class {key}, and {source.name} has the classes {known}; choose from these"
             )

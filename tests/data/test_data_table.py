@@ -115,6 +115,42 @@ def test_bins_of_large_numbers_hold_equally_many(tmp_path):
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
+def test_bins_do_not_depend_on_the_precision_of_the_run(tmp_path):
+    """In a graph, as exported, Keras would cast cells to float16 first, in which they are infinite."""
+    prices = 100_000.0 + 1000 * np.arange(64)
+    parquet.write_table(pa.table({"x": prices, "y": ["a", "b"] * 32}), tmp_path / "t.parquet")
+    path = str(tmp_path / "t.parquet")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        source = Table(path, "y", num_test=0, features={"x": "float_discretized"})
+        rows = source.parts()["train"].elements[0]
+        model = source.preprocessing()
+        raw = {"x": tf.constant(prices.astype(np.float32)[:, None])}
+        assert np.array_equal(tf.function(lambda cells: model(cells))(raw), rows)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize(
+    "options", [{"file": ""}, {"file": []}, {"file": ["a.csv", ""]}, {"test_file": ""}]
+)
+def test_a_setting_of_an_unset_variable_is_refused(options):
+    with pytest.raises(ConfigError, match="file is empty; give a file or a folder"):
+        Table(**options)
+
+
+def test_a_run_needs_its_table_no_more_whatever_has_become_of_it(tmp_path):
+    parquet.write_table(pa.table({"x": range(64), "y": ["a", "b"] * 32}), tmp_path / "t.parquet")
+    source = Table(str(tmp_path / "t.parquet"), "y", num_test=9)
+    fitted = source.fitted()
+    parquet.write_table(pa.table({"x": range(5), "y": list("ababa")}), tmp_path / "t.parquet")
+    later = Table(str(tmp_path / "t.parquet"), "y", num_test=9)
+    with pytest.raises(ConfigError, match="leave none of the 5 rows"):
+        later.whole_targets()
+    later.fit_as(fitted)
+    assert later.whole_targets() == {}
+
+
 def test_an_embedded_table():
     source = Table()
     assert (source.num_examples("train"), source.num_examples("test")) == (342, 100)

@@ -1,5 +1,7 @@
 """Images that cross to the device as they are stored, and are normalized there: the same training but for rounding."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -8,10 +10,11 @@ import tensorflow as tf
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.sources.built_in import digits
+from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
 from hvtrain.tasks import Classification
-from hvtrain.training.prepared_step import prepare_step
+from hvtrain.training.prepared_step import _weights_by_class, prepare_step
 
 
 def trained(raw, jit_compile=False):
@@ -41,6 +44,28 @@ def test_the_same_weights_from_a_quarter_of_the_bytes(jit_compile):
         "TensorFlow may multiply by the reciprocal in one place and divide in the other"
     )
     assert np.abs(plain[1][0]).max() > 0.3, "it has trained"
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen", "expected"),
+    [
+        (["1", "2"], {1: 5.0}, [5.0, 1.0]),
+        (["1", "2"], {0: 1.0, 1: 5.0}, r"names the class 0, and t has the classes 1, 2; choose"),
+        (["no", "yes"], {1: 5.0}, [1.0, 5.0]),
+        (["false", "true"], {True: 5.0}, [1.0, 5.0]),
+        (["no", "yes"], {2: 5.0}, r"the classes 0 ... 1 or no, yes; choose from these"),
+        ([], {1: 5.0}, [1.0, 5.0]),
+    ],
+)
+def test_weights_go_to_the_class_that_is_named(names, chosen, expected):
+    """A number is an index only where no class is called by a number."""
+    facts = {"num_classes": 2, **({"class_names": names} if names else {})}
+    source = SimpleNamespace(name="t", facts=lambda: facts)
+    if isinstance(expected, list):
+        assert _weights_by_class("train.class_weights", chosen, source) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        _weights_by_class("train.class_weights", chosen, source)
 
 
 def test_class_weights_count_in_the_loss_and_not_in_the_metrics():

@@ -13,7 +13,7 @@ from hvtrain.data import from_arrays
 from hvtrain.data.sources.built_in import digits_traits
 from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.finished.finished_run import checkpoint_path
-from hvtrain.finished.inputs import input_examples
+from hvtrain.finished.inputs import input_examples, tables_in
 from hvtrain.finished.outputs import predict_rows, split_columns, writer_for
 from hvtrain.system.files import write_json
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
@@ -171,6 +171,19 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
             ConfigError, match=f"--output {output} is also an input; choose another name"
         ):
             writer_for(output, has_masks, [None, {"file": ["none", str(read)]}])
+
+
+def test_an_output_in_a_folder_of_tables_is_an_input(tmp_path, monkeypatch):
+    """As a folder, as a pattern, and below the home folder; the run's own settings may name others."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    table = tmp_path / "rows" / "monday.csv"
+    table.write_text("a,b\n")
+    for named in (str(tmp_path / "rows"), str(tmp_path / "*/*.csv"), "~/rows/monday.csv"):
+        inputs = tables_in([None, {"target": "b", "file": named, "other": ""}])
+        with pytest.raises(ConfigError, match="is also an input; choose another name"):
+            writer_for(table, False, [inputs])
+    assert tables_in(["s3://bucket/rows.csv", "b", None]) == []
 
 
 def test_masks_do_not_go_among_other_files(tmp_path):

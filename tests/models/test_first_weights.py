@@ -139,6 +139,8 @@ def test_a_deeper_source_is_refused(tmp_path):
         ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this model has nothing;"
     ):
         begin_with(network(), str(tmp_path / "deep.keras"))
+    with pytest.raises(ConfigError, match=r"deep/0 of this model has nothing;"):
+        begin_with(network(classes=7), str(tmp_path / "deep.keras"))
 
 
 @pytest.mark.parametrize(

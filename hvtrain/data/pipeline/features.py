@@ -184,7 +184,8 @@ class TableFeatures:
             num_bins = len(column.bins) + 1
             if column.is_wide:
                 return partial(_exact_bins, np.array(column.bins)), num_bins
-            return keras.layers.Discretization(bin_boundaries=column.bins), num_bins
+            # In a graph, a mixed precision's policy would round the cells first.
+            return keras.layers.Discretization(column.bins, dtype="float32"), num_bins
         if column.feature == "string_hashed":
             # Gaps have an id of their own, but no one-hot feature.
             mask = "" if self.schema.has_ids else None

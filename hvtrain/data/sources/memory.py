@@ -260,6 +260,14 @@ def check_shares(**shares: float) -> None:
         raise ConfigError(f"{settings}: each must be 0 or more, and their sum less than 1")
 
 
+def check_files(**settings: Any) -> None:
+    """Raises ConfigError for a setting without a file, such as that of a shell variable that is not set."""
+    for name, value in settings.items():
+        names = [value] if value is None or isinstance(value, str) else list(value)
+        if not names or "" in names:
+            raise ConfigError(f"dataset.{name} is empty; give a file or a folder")
+
+
 def names_as_text(setting: Any) -> Any:
     """Returns a setting with the names of columns in it as text, since Hydra takes the name 60 for a number."""
     if setting is None:

@@ -33,11 +33,12 @@ from hvtrain.data.sources.memory import (
     MemorySource,
     Part,
     check_counts,
+    check_files,
     names_as_text,
     random_parts,
     spec_of,
 )
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, UserError
 from hvtrain.system.files import is_remote
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Table(MemorySource):
         # Not MemorySource's num_validation, which takes rows out after features are fitted to them.
         self._num_held_out = {"validation": num_validation, "test": num_test}
         check_counts(num_validation=num_validation, num_test=num_test)
+        check_files(file=file, test_file=test_file, validation_file=validation_file)
         if delimiter is not None and len(delimiter) != 1:
             raise ConfigError(
                 f"dataset.delimiter={delimiter!r} is not one character; give one, or null"
@@ -277,7 +279,7 @@ class Table(MemorySource):
     def whole_targets(self) -> dict[str, Any]:
         try:
             return super().whole_targets()
-        except DataError:
+        except UserError:
             # A finished run can predict other tables even if its own is gone. Where examples are
             # needed, reading them raises the error.
             if self._known_features is None:
