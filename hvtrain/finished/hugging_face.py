@@ -16,7 +16,7 @@ from hvtrain.errors import ConfigError, in_one_line
 
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
-# Size of a dimension that may vary, in the usage example.
+# Size of a dimension that may vary, in the usage example, unless the model takes less.
 EXAMPLE_SIZE = 64
 # The Hub's names for our tasks. Its name for classification applies only to images.
 TASKS = {
@@ -101,7 +101,7 @@ def model_card(
         result=result,
         metrics=metrics,
         address=address,
-        example=example_code(inputs),
+        example=example_code(inputs, min(EXAMPLE_SIZE, facts.get("length") or EXAMPLE_SIZE)),
         values=value_range or "as in the example",
     )
 
@@ -120,18 +120,20 @@ def _is_array(spec: Any) -> bool:
     return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
 
 
-def example_code(spec: Any) -> str:
+def example_code(spec: Any, varying_size: int = EXAMPLE_SIZE) -> str:
     """Returns Python code that makes example inputs for a model: zeros or empty strings.
+
+    varying_size: the size of a dimension that may vary.
 
     >>> example_code({"age": {"shape": [1], "dtype": "float32"}})
     '{"age": tf.zeros([1, 1], "float32")}'
     """
     if not isinstance(spec, dict):
-        return f"[{', '.join(map(example_code, spec))}]"
+        return f"[{', '.join(example_code(part, varying_size) for part in spec)}]"
     if _is_array(spec):
-        shape = [1, *(size or EXAMPLE_SIZE for size in spec["shape"])]
+        shape = [1, *(size or varying_size for size in spec["shape"])]
         return f'tf.zeros({shape}, "{spec["dtype"]}")'
-    parts = [f"{json.dumps(name)}: {example_code(part)}" for name, part in spec.items()]
+    parts = [f"{json.dumps(name)}: {example_code(part, varying_size)}" for name, part in spec.items()]
     return f"{{{', '.join(parts)}}}"
 
 

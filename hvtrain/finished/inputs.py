@@ -233,12 +233,31 @@ def _array_examples(run: FinishedRun, path: Path) -> Examples:
             f"input={path} is of shape {list(array.shape)}, and the model takes {needed}"
         )
 
+    facts = run.source.facts()
+    length = facts.get("length")
+    if length and array.ndim == 2 and array.shape[1] > length:
+        raise DataError(
+            f"input={path} has rows of {array.shape[1]} tokens, and the model takes up to {length}; cut them"
+        )
+
     def batches():
         for batch in _batch_slices(run, len(array)):
             converted = _cast(np.asarray(array[batch]), spec.dtype, f"input={path}")
+            _check_tokens(converted, facts.get("vocabulary_size"), f"input={path}")
             yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary_size: int | None, location: str) -> None:
+    """Raises DataError for a token that the model does not know, which a GPU would read as zeros."""
+    if vocabulary_size is None or not tokens.size or tokens.dtype.kind not in "iu":
+        return
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < vocabulary_size:
+            raise DataError(
+                f"{location} has the token {token}, and the model knows 0 ... {vocabulary_size - 1}; fix the file"
+            )
 
 
 def _cast(array: np.ndarray, dtype: tf.DType, location: str) -> np.ndarray:

@@ -96,15 +96,31 @@ class Language(ClassTask):
         if not isinstance(inputs, np.ndarray) or not _is_causal(inputs, targets):
             return None
 
-        tokens = inputs[0]
-        prompt = tokens[:PROMPT_TOKENS]
-        text = source.text_of(prompt)
+        prompt = self._prompt(inputs[0], source)
+        text = source.text_of(np.array(prompt))
         # Without a tokenizer there would be only numbers to show.
         if text is None:
             return None
 
-        written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
+        written = self._continue(model, prompt, inputs, source)
         return f"{text!r} -> {source.text_of(written)!r}"
+
+    def _prompt(self, row: np.ndarray, source: Source) -> list[int]:
+        """Returns the tokens that begin a text: not its end, nor the padding behind that."""
+        tokens = row.tolist()
+        if not self.has_lengths or source.end_token not in tokens:
+            return tokens[:PROMPT_TOKENS]
+        # Something of a short text is left to the model.
+        num_tokens = tokens.index(source.end_token)
+        return tokens[: min(PROMPT_TOKENS, max(1, num_tokens // 2))]
+
+    def _continue(
+        self, model: Any, prompt: Sequence[int], inputs: np.ndarray, source: Source
+    ) -> list[int]:
+        """Returns the model's continuation of a prompt, up to the end of the text if texts have one each."""
+        length = source.facts().get("length", inputs.shape[1])
+        end = source.end_token if self.has_lengths else None
+        return continuation(model, prompt, WRITTEN_TOKENS, length, end=end)
 
     def review(self, reviewed: ReviewedExamples, model: Model, source: Source) -> list[Figure]:
         """Returns texts that the model has continued, or whose hidden tokens it has filled in."""
@@ -124,10 +140,9 @@ class Language(ClassTask):
             # All calls share one graph, since calling the model eagerly
             # for each token would be slow.
             model_graph: Any = tf.function(model)
-            shown = inputs[:, :PROMPT_TOKENS]
+            shown: Any = [self._prompt(row, source) for row in inputs]
             written: Any = [
-                continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
-                for prompt in shown.tolist()
+                self._continue(model_graph, prompt, inputs, source) for prompt in shown
             ]
             note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:

@@ -134,6 +134,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
         "dataset": source.name,
         "input": inputs,
         "output": {"shape": output_shape and list(output_shape), "values": task.output},
+        "length": facts.get("length"),
         "num_classes": facts.get("num_classes"),
         "class_names": list(facts.get("class_names", ())) or None,
         "assets": list(source.assets()),

@@ -173,6 +173,29 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
             writer_for(output, has_masks, [None, {"file": ["none", str(read)]}])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (np.zeros((2, 5), np.int32), r"has rows of 5 tokens, and the model takes up to 4; cut them"),
+        (np.full((2, 3), 9, np.int32), r"has the token 9, and the model knows 0 ... 8; fix the file"),
+        (np.full((2, 3), -1, np.int32), r"has the token -1, and the model knows 0 ... 8"),
+    ],
+)
+def test_tokens_that_the_model_does_not_take_are_refused(tokens, problem, tmp_path):
+    """On a GPU a lookup out of range gives zeros without a word."""
+    np.save(tmp_path / "tokens.npy", tokens)
+    run = SimpleNamespace(
+        source=SimpleNamespace(
+            facts=lambda: {"length": 4, "vocabulary_size": 9},
+            preprocessing=lambda: SimpleNamespace(shape=tf.TensorSpec([None], tf.int32)),
+        ),
+        strategy=SimpleNamespace(topology=Topology()),
+        config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=2)),
+    )
+    with pytest.raises(DataError, match=problem):
+        list(input_examples(run, tmp_path / "tokens.npy").batches())
+
+
 def test_an_output_in_a_folder_of_tables_is_an_input(tmp_path, monkeypatch):
     """As a folder, as a pattern, and below the home folder; the run's own settings may name others."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -226,6 +226,8 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
         '"string")}, tf.zeros([1, 64, 3], "int32")]' in card
         and "Inputs: as in the example." in card
     )
+    short = hugging_face.model_card({**several, "length": 32}, result, "language", False, "people")
+    assert 'tf.zeros([1, 32, 3], "int32")' in short, "a model of short texts takes no more"
 
 
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
