@@ -185,6 +185,8 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
             "names or sizes of its files differ" if "num_files" in new else "its content differs"
         )
         changes.append(f"{split}: {subject}")
+    if not changes and old.get("labels", "") != new.get("labels", ""):
+        changes.append(f"{split}: the classes of its files differ")
     return changes
 
 

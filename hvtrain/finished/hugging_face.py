@@ -133,7 +133,9 @@ def example_code(spec: Any, varying_size: int = EXAMPLE_SIZE) -> str:
     if _is_array(spec):
         shape = [1, *(size or varying_size for size in spec["shape"])]
         return f'tf.zeros({shape}, "{spec["dtype"]}")'
-    parts = [f"{json.dumps(name)}: {example_code(part, varying_size)}" for name, part in spec.items()]
+    parts = [
+        f"{json.dumps(name)}: {example_code(part, varying_size)}" for name, part in spec.items()
+    ]
     return f"{{{', '.join(parts)}}}"
 
 

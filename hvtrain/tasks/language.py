@@ -141,9 +141,7 @@ class Language(ClassTask):
             # for each token would be slow.
             model_graph: Any = tf.function(model)
             shown: Any = [self._prompt(row, source) for row in inputs]
-            written: Any = [
-                self._continue(model_graph, prompt, inputs, source) for prompt in shown
-            ]
+            written: Any = [self._continue(model_graph, prompt, inputs, source) for prompt in shown]
             note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:
             shown = inputs[:, :SHOWN_TOKENS]

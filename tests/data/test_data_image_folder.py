@@ -14,6 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.fitted import CLASSES_FILE, check_classes
 from hvtrain.data.formats.folders import look_up_labels
+from hvtrain.data.manifest import differences
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import SHAPE, joined, random_images, write_folder
@@ -172,6 +173,10 @@ def test_a_file_of_labels(tmp_path):
     labels.write_text("IMG 1.png,golden retriever\nIMG 2.png,cat\n", encoding="utf-8-sig")
     source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
     assert source.whole_targets()["test"].tolist() == [1, 0]
+    before = source.manifest()
+    labels.write_text("IMG 1.png,cat\nIMG 2.png,golden retriever\n")
+    after = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels)).manifest()
+    assert differences(before, after) == ["test: the classes of its files differ"]
     labels.write_text("test/IMG 1.png,cat\ntest/IMG 2.png,cat\nval/IMG 1.png,golden retriever\n")
     with pytest.raises(
         DataError, match=r"gives 1 image.* a class .* IMG 1.png \(cat or golden retriever\)"

@@ -176,8 +176,14 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        (np.zeros((2, 5), np.int32), r"has rows of 5 tokens, and the model takes up to 4; cut them"),
-        (np.full((2, 3), 9, np.int32), r"has the token 9, and the model knows 0 ... 8; fix the file"),
+        (
+            np.zeros((2, 5), np.int32),
+            r"has rows of 5 tokens, and the model takes up to 4; cut them",
+        ),
+        (
+            np.full((2, 3), 9, np.int32),
+            r"has the token 9, and the model knows 0 ... 8; fix the file",
+        ),
         (np.full((2, 3), -1, np.int32), r"has the token -1, and the model knows 0 ... 8"),
     ],
 )

@@ -19,6 +19,7 @@ from hvtrain.data.description import format_counts, listed
 from hvtrain.data.formats.folders import look_up_labels, split_folders, unused_warnings, visible
 from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
 from hvtrain.data.formats.tar_files import is_remote_file, members_ahead
+from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
@@ -195,6 +196,14 @@ class ImageFolder(LabelledImages):
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.
         self._image_phrases  # noqa: B018
+
+    def manifest(self) -> dict[str, Any]:
+        manifest = super().manifest()
+        targets = self.whole_targets() if self._labels else {}
+        # The names of files hold their classes, unless these are in a file of their own.
+        for split in manifest["splits"].keys() & targets.keys() - {"train"}:
+            manifest["splits"][split]["labels"] = digest_arrays([targets[split]])
+        return manifest
 
     def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
         """Lists the files of each split, from its own folder or, without one, a fraction of train."""
