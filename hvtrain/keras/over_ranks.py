@@ -110,6 +110,8 @@ def joint_batch(rows: Any) -> Any:
     rows = tf.convert_to_tensor(rows)
     if hvd.size() == 1:
         return rows
+    if rows.dtype == tf.bfloat16:  # Horovod cannot gather bfloat16.
+        return tf.cast(joint_batch(tf.cast(rows, tf.float32)), tf.bfloat16)
     refuse_xla("joint_batch, which gathers the rows of all ranks")
 
     # Horovod would name the messages after the tensor, and so after layers,

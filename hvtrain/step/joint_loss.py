@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import apply_mask
 from tensorflow.python.eager.record import could_possibly_record as is_taking_gradients
@@ -100,7 +101,11 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
         "__doc__": base.__doc__,
         **members,
     }
-    return type(base.__name__, (*mixins, base), attributes)
+    made = type(base.__name__, (*mixins, base), attributes)
+    # Keras looks up the name under which a class is registered by the class itself.
+    if base in GLOBAL_CUSTOM_NAMES:
+        GLOBAL_CUSTOM_NAMES[made] = GLOBAL_CUSTOM_NAMES[base]
+    return made
 
 
 def overridden_steps(cls: type) -> list[str]:

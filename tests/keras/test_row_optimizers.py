@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.keras.optimizers import LazyAdam, RowwiseAdagrad
+from hvtrain.step.joint_loss import subclass_under_its_name
 
 ROWS, COLUMNS, STEPS = 9, 4, 6
 RATE = 0.1
@@ -96,5 +97,9 @@ def test_amsgrad_is_refused_and_settings_survive_a_copy():
     with pytest.raises(ValueError, match="LazyAdam has no amsgrad"):
         LazyAdam(amsgrad=True)
     for optimizer in (LazyAdam(0.2, beta_1=0.8), RowwiseAdagrad(0.2, epsilon=0.5)):
-        copy = type(optimizer).from_config(optimizer.get_config())
-        assert copy.get_config() == optimizer.get_config()
+        plain = type(optimizer)
+        # DistributedOptimizer gives it such a class, which a saved model must not need.
+        optimizer.__class__ = subclass_under_its_name(plain)
+        saved = keras.saving.serialize_keras_object(optimizer)
+        copy = keras.saving.deserialize_keras_object(saved)
+        assert type(copy) is plain and copy.get_config() == optimizer.get_config()
