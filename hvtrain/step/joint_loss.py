@@ -12,9 +12,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import apply_mask
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from tensorflow.python.eager.record import could_possibly_record as is_taking_gradients
 
 from hvtrain.errors import ConfigError
