@@ -97,7 +97,7 @@ class Language(ClassTask):
             return None
 
         prompt = self._prompt(inputs[0], source)
-        text = source.text_of(np.array(prompt))
+        text = source.text_of(prompt)
         # Without a tokenizer there would be only numbers to show.
         if text is None:
             return None
@@ -118,7 +118,7 @@ class Language(ClassTask):
         self, model: Any, prompt: Sequence[int], inputs: np.ndarray, source: Source
     ) -> list[int]:
         """Returns the model's continuation of a prompt, up to the end of the text if texts have one each."""
-        length = source.facts().get("length", inputs.shape[1])
+        length = source.facts().get("length") or inputs.shape[1]
         end = source.end_token if self.has_lengths else None
         return continuation(model, prompt, WRITTEN_TOKENS, length, end=end)
 

@@ -177,6 +177,9 @@ def test_segmentation_has_overlaps_and_masks_over_images():
 class Words:
     """A data set whose token i is the letter i."""
 
+    def facts(self):
+        return {}
+
     def text_of(self, tokens):
         return "".join(chr(97 + token) for token in tokens)
 
