@@ -186,8 +186,12 @@ def curve(training: Training) -> Curve:
     for record in training.epochs:
         examples_before = examples
         examples = record.step * training.result["global_batch"]
-        # The epoch's own seconds include validation and checkpoints between its steps. Its rate does not.
-        seconds += (examples - examples_before) / record.examples_per_second
+        # The epoch's own seconds include validation and checkpoints between its steps. Its rate does
+        # not, but history.csv rounds it, to 0 for very slow steps.
+        if record.examples_per_second:
+            seconds += (examples - examples_before) / record.examples_per_second
+        else:
+            seconds += record.seconds
         point = {"epoch": record.epoch, "seconds": seconds, "examples": examples}
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Keras counts in float32, which has no odd numbers from here on.
-FIRST_INEXACT_COUNT = 2**24
 # The value that the task's metric may reach instead, if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
+# Keras counts in float32, which has no odd numbers from here on.
+FIRST_INEXACT_COUNT = 2**24
 
 
 class Guard(RunCallback):
